@@ -88,30 +88,74 @@ def render_tasks() -> str:
 
 
 def render_switches() -> str:
-    """The table of switches, in the order in which they are applied."""
+    """The table of what a setting turns on, in the order in which it is applied."""
     lines = [
-        "| switch | settings | exact? | with `--deepspeed` | `verify` |",
-        "|---|---|---|---|---|",
+        "| switch | settings | works on | exact? | with `--deepspeed` | `verify` |",
+        "|---|---|---|---|---|---|",
     ]
     settings = get_settings()
-    verified = {"off": "compares it", "left out": "leaves it out", "refused": "refuses it"}
     for switch in SWITCHES:
         if switch.settings:
             flags = [f"`{settings[name].flag}`: {settings[name].help}" for name in switch.settings]
             lines.append(
-                f"| {switch.name} | {'<br>'.join(flags)} | {switch.exact} "
-                f"| {_describe_with_deepspeed(switch)} | {verified[switch.verification]} |"
+                f"| {switch.name} | {'<br>'.join(flags)} | {_describe_place(switch)} "
+                f"| {switch.exact} | {_describe_with_deepspeed(switch)} "
+                f"| {_VERIFIED[switch.verification]} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def render_automatic() -> str:
+    """The table of what is done without being asked, in the order in which it is applied."""
+    lines = [
+        "| name for `--without` | what is done | works on | exact? | with `--deepspeed` |",
+        "|---|---|---|---|---|",
+    ]
+    for switch in SWITCHES:
+        if not switch.settings:
+            word = f"`{switch.word}`" if switch.has_word else f"{switch.name} (always needed)"
+            needs = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            does = f"{switch.does}; with {needs}" if needs else switch.does
+            lines.append(
+                f"| {word} | {does} | {_describe_place(switch)} | {switch.exact} "
+                f"| {_describe_with_deepspeed(switch)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+_VERIFIED = {
+    "off": "compares it",
+    "left out": "leaves it out",
+    "kept": "keeps it",
+    "refused": "refuses it",
+}
+
+
+def _describe_place(switch: Switch) -> str:
+    """Devices, precisions and numbers of ranks, if not all."""
+    ranks = {"any": "", "one": "one rank", "several": "several ranks"}[switch.ranks]
+    words = (" or ".join(switch.devices).upper(), " or ".join(switch.precisions), ranks)
+    training = "in training" if switch.is_for_training else ""
+    return ", ".join(word for word in (*words, training) if word)
 
 
 def _describe_with_deepspeed(switch: Switch) -> str:
     deepspeed = get_switch("DeepSpeed")
     if switch is deepspeed:
         return ""
-    if any(rule.switch == switch.name for rule in deepspeed.excludes):
-        return "refused"
-    return "done by DeepSpeed" if switch.done_by_deepspeed else "applied"
+    rules = [*switch.excludes, *deepspeed.excludes]
+    is_refused = any(
+        rule.switch == ("DeepSpeed" if rule in switch.excludes else switch.name) for rule in rules
+    )
+    if is_refused:
+        return "refused" if _is_always_asked(switch) else "not applied"
+    return switch.under_deepspeed
+
+
+def _is_always_asked(switch: Switch) -> bool:
+    """Whether it is on only if the user insists."""
+    names = switch.turned_on_by
+    return bool(names) and get_settings()[names[0]].default != "auto"
 
 
 def render_exclusions() -> str:
@@ -119,16 +163,29 @@ def render_exclusions() -> str:
     lines = ["| switch | cannot be combined with | why, or what to do |", "|---|---|---|"]
     for switch in SWITCHES:
         for rule in switch.excludes:
-            other = f"{rule.switch} (`{rule.describe()}`)"
-            lines.append(f"| {switch.name} (`{switch.describe()}`) | {other} | {rule.reason} |")
+            where = [*(kind.upper() for kind in rule.devices), *rule.precisions]
+            where += ["several ranks"] if rule.among_ranks else []
+            other = f"{rule.switch} (`{rule.describe()}`){', on ' * bool(where)}{', '.join(where)}"
+            lines.append(f"| {_name(switch)} | {other} | {rule.reason} |")
+        for kind, reason in switch.excludes_adapters.items():
+            other = "learned tokens (prompt, prefix and p-tuning)" if kind == "prompt" else kind
+            lines.append(f"| {_name(switch)} | {other} | {reason} |")
     for switch in SWITCHES:
         if switch.turned_on_by and switch.needs:
             needed = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
             without = "a run without" if len(switch.needs) == 1 else "a run without either"
             effect = "refused" if switch.is_refused_alone else "no effect, and a warning"
-            own = to_flag(switch.turned_on_by[0])
-            lines.append(f"| {switch.name} (`{own}`) | {without} {needed} | {effect} |")
+            lines.append(f"| {_name(switch)} | {without} {needed} | {effect} |")
     return "\n".join(lines) + "\n"
+
+
+def _name(switch: Switch) -> str:
+    flag = f"{switch.describe()} on" if _has_on(switch) else switch.describe()
+    return f"{switch.name} (`{flag}`)" if switch.turned_on_by else switch.name
+
+
+def _has_on(switch: Switch) -> bool:
+    return bool(switch.turned_on_by) and "on" in get_settings()[switch.turned_on_by[0]].choices
 
 
 def render_hugging_face() -> str:
@@ -222,6 +279,7 @@ TABLES = {
     ("coming_from/megatron.md", "megatron-flags"): render_megatron_flags,
     ("coming_from/flags.md", "aliases"): render_aliases,
     ("switches.md", "switches"): render_switches,
+    ("switches.md", "automatic"): render_automatic,
     ("parity.md", "exclusions"): render_exclusions,
 }
 

@@ -1,4 +1,5 @@
-"""Private names of other libraries are used in ``compat/`` only, and each one is still there.
+"""Private names of other libraries are used in ``compat/`` only, and each one is still there; the
+private methods that our classes override are listed there too.
 
 What counts as a use: an import of a private module or name, and an access ``object._name`` (or its
 spelling in ``getattr``) where no class of ours defines ``_name``, or where the object is not
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import rapidformer
+from rapidformer.compat import ONLY_BEFORE, OVERRIDDEN
 
 ROOT = Path(rapidformer.__file__).parent
 COMPAT = ROOT / "compat"
@@ -206,7 +209,10 @@ def test_a_name_that_has_moved_is_noticed() -> None:
 def test_every_private_name_in_compat_is_listed(path: Path) -> None:
     listed = {
         part
-        for name in importlib.import_module(f"rapidformer.compat.{path.stem}").PRIVATE_NAMES
+        for name in (
+            *importlib.import_module(f"rapidformer.compat.{path.stem}").PRIVATE_NAMES,
+            *OVERRIDDEN,
+        )
         for part in name.replace(" or ", ".").split(".")
     }
     used = {
@@ -218,3 +224,84 @@ def test_every_private_name_in_compat_is_listed(path: Path) -> None:
     }
     missing = sorted(used - listed - {"_aten"})
     assert not missing, f"compat/{path.name} uses {missing}: add them to PRIVATE_NAMES"
+
+
+# ---- overridden methods --------------------------------------------------------------------------
+
+
+def find_overrides() -> Iterator[tuple[str, type, str]]:
+    """(where, class, name) of every private name of another library that a class of ours defines.
+
+    A method that no base has in this version is not noticed: see ``ONLY_BEFORE``.
+    """
+    for path in FILES:
+        classes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+        names = {node.name: set(list_members(node)) for node in classes if node.bases}
+        if not any(names.values()):
+            continue
+        module = ".".join(("rapidformer", *path.relative_to(ROOT).with_suffix("").parts))
+        for name, members in names.items():
+            if members:
+                cls = getattr(importlib.import_module(module), name)
+                for member in filter(functools.partial(is_override, cls), members):
+                    yield f"{path.relative_to(ROOT)}: {name}.{member}", cls, member
+
+
+def list_members(node: ast.ClassDef) -> Iterator[str]:
+    """The private names that the body of a class defines."""
+    for statement in node.body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names = [statement.name]
+        elif isinstance(statement, ast.Assign):
+            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+        else:
+            continue
+        yield from filter(is_private, names)
+
+
+def is_override(cls: type, name: str) -> bool:
+    """Whether a class beneath, which is not ours, has the name."""
+    others = (base for base in cls.__mro__[1:] if not base.__module__.startswith("rapidformer."))
+    return any(name in vars(base) for base in others)
+
+
+def test_every_overridden_method_is_listed() -> None:
+    listed = [path.rpartition(".") for path in OVERRIDDEN if is_there(path)]
+    owners = [(find_object(owner), name) for owner, _, name in listed]
+    missing = [
+        where
+        for where, cls, member in find_overrides()
+        if not any(name == member and issubclass(cls, owner) for owner, name in owners)
+    ]
+    assert not missing, "private methods are overridden: list them in OVERRIDDEN:\n" + "\n".join(
+        missing
+    )
+
+
+def test_an_override_is_found() -> None:
+    """And one of a class of ours is not."""
+    found = {where for where, _, _ in find_overrides()}
+    assert "accel/pipeline/schedule.py: _FlexibleStage._get_init_p2p_neighbors_ops" in found
+    assert "compat/torch_elastic.py: WorkerAgent._shutdown" in found
+    node = ast.parse("class Stage(PipelineStage):\n    _x = 1\n    def _y(self): ...").body[0]
+    assert isinstance(node, ast.ClassDef) and list(list_members(node)) == ["_x", "_y"]
+    assert is_override(type("Block", (nn.Module,), {}), "_call_impl")
+    assert not is_override(type("Block", (nn.Module,), {}), "_of_our_own")
+
+
+@pytest.mark.parametrize(("path", "reason"), OVERRIDDEN.items())
+def test_an_overridden_method_is_still_there(path: str, reason: str) -> None:
+    is_gone = reason.startswith(ONLY_BEFORE) and not torch.__version__.startswith("2.11")
+    assert is_there(path) != is_gone, f"{path}: overridden for {reason}"
+
+
+def test_overrides_take_what_the_overridden_methods_take() -> None:
+    for where, cls, member in find_overrides():
+        ours = vars(cls)[member]
+        others = [base for base in cls.__mro__[1:] if member in vars(base)]
+        theirs = vars(others[0])[member]
+        if inspect.isfunction(ours) and inspect.isfunction(theirs):
+            names = list(inspect.signature(theirs).parameters)
+            taken = inspect.signature(ours).parameters
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+            assert takes_all or list(taken)[: len(names)] == names, where

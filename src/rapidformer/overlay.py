@@ -25,11 +25,13 @@ from typing import Any, TypeVar
 
 ORDER = {
     "prompt": "returns no logits for the learned tokens before a row",
+    "masks": "lets transformers ask the host about padding instead of the device",
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "fp8": "multiplies in 8 bits in training",
     "table": "takes the gradient of a small embedding table from a matrix product",
     "heads": "takes keys and values by slices, for which the host does not wait",
     "bias": "lays out a relative position bias as fused attention needs it",
+    "kernels": "tries attention kernels in the order of its engine",
     "statistics": "normalises by the rows of all ranks",
     "loss": "leaves logits to the loss, which computes them chunk by chunk",
     "recompute": "computes a block again in the backward pass",
@@ -143,8 +145,11 @@ def get_fact(target: Any, kind: type[T]) -> T:
 
 
 def drop_fact(target: Any, kind: type) -> None:
-    """Forget the fact of this type."""
-    del target.__dict__[_FACTS][kind]
+    """Forget the fact of this type, if the object has one."""
+    facts = target.__dict__.get(_FACTS, {})
+    facts.pop(kind, None)
+    if not facts:
+        target.__dict__.pop(_FACTS, None)
 
 
 def _build_class(

@@ -7,6 +7,7 @@ is as it would be on one.
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from rapidformer.accel import activation_offload
 from rapidformer.accel.activation_offload import Lane, apply_activation_offload
 from rapidformer.accel.compile.compilation import apply_compile
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
+from rapidformer.config.switches import get_switch
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.plan import find_plan
@@ -134,16 +136,21 @@ def test_a_cpu_run_says_that_there_is_nothing_to_offload(
 ) -> None:
     engine = RapidformerEngine(args=["--activation-offload", "--device", "cpu"])
     engine.compose_for_evaluation(make("bert"))
-    assert "--activation-offload has no effect on a CPU" in capsys.readouterr().err
+    assert "--activation-offload has no effect: it needs a CUDA device" in capsys.readouterr().err
     lines = engine.parallelized.switches
     assert not any(line.startswith("activation offload") for line in lines)
     engine.close()
 
 
+def on_any_device() -> AbstractContextManager[Any]:
+    """Inside, the row also works on a CPU, whose memory stands for a GPU's."""
+    return mock.patch.dict(vars(get_switch("activation offload")), devices=())
+
+
 def train(flags: list[str]) -> dict[str, np.ndarray]:
     """One update over two rows, one row a process: the gathered weights."""
     torch.set_num_threads(1)
-    with mock.patch.object(activation_offload, "has_own_memory", return_value=True):
+    with on_any_device():
         engine = RapidformerEngine(
             args=["--lr", "1e-2", "--optimizer", "sgd", "--micro-batch-size", "1", "--train-iters",
                   "9", "--device", "cpu", "--log-level", "error", *flags]
@@ -175,7 +182,7 @@ def test_sharded_and_split_weights_train_alike(flags: list[str]) -> None:
 
 
 def train_in_stages(settings: dict[str, Any]) -> list[Trace]:
-    with mock.patch.object(activation_offload, "has_own_memory", return_value=True):
+    with on_any_device():
         return run_cases([(Training("gpt2", layers=4, rows=20), settings)])
 
 

@@ -14,12 +14,17 @@ from torch.nn.attention import SDPBackend
 from transformers import SwinConfig, SwinModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rapidformer.accel.attention import varied_lengths
 from rapidformer.accel.attention.kernel_order import (
     Device,
     apply_bias_layout,
     choose,
     find_obstacle,
+)
+from rapidformer.accel.attention.kernel_scope import (
+    KernelChoice,
+    apply_choice,
+    choose_for_all_sizes,
+    use_kernels,
 )
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import get_attention, set_attention
@@ -73,20 +78,22 @@ def test_cudnn_plans_only_for_lengths_that_come_back(monkeypatch: pytest.MonkeyP
         yield
 
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", note)
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with varied_lengths.avoid_plans():
+    module = nn.Identity()
+    apply_choice(module, [], KernelChoice((SDPBackend.MATH,), avoids_plans=True))
+    with use_kernels(module):
+        orders.clear()
         for queries, keys in ((64, 128), (128, 65), (3, 64)):
             query, key = torch.zeros(1, 2, queries, 8), torch.zeros(1, 2, keys, 8)
+            ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, None)
             ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Identity(), query, key, key, None)
         assert len(orders) == 2 and orders[0][-2:] == [
             SDPBackend.CUDNN_ATTENTION,
             SDPBackend.MATH,
         ]
-        with varied_lengths.choose_for_all_sizes():
+        with choose_for_all_sizes(module):
             assert len(orders) == 3
-    with varied_lengths.choose_for_all_sizes():
-        assert len(orders) == 3, "not in other runs"
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    with choose_for_all_sizes(nn.Identity()):
+        assert len(orders) == 3, "not for other models"
 
 
 def test_heads_that_are_too_large_are_refused() -> None:
@@ -104,29 +111,34 @@ def test_a_list_of_heads_is_not_a_head_size() -> None:
     assert find_obstacle(model, "flash", HOPPER) is None
 
 
-def compose(asked: str, model: nn.Module) -> RapidformerEngine:
+@contextmanager
+def composed(asked: str, model: nn.Module) -> Iterator[RapidformerEngine]:
     engine = RapidformerEngine(
         args=["--attention", asked, "--device", "cpu", "--log-level", "error"]
     )
     try:
         engine.compose_for_evaluation(model)
+        yield engine
     finally:
         engine.close()
-    return engine
 
 
 def test_eager_reaches_every_part_of_the_model_and_the_start_up_line() -> None:
     model = make("t5")
-    engine = compose("eager", model)
-    assert {get_attention(config) for config in find_configs(model)} == {"eager"}
-    assert "attention: eager attention" in engine.parallelized.switches
+    with composed("eager", model) as engine:
+        assert {get_attention(config) for config in find_configs(model)} == {"eager"}
+        assert "attention: eager attention" in engine.parallelized.switches
+    assert {get_attention(config) for config in find_configs(model)} == {"sdpa"}
 
 
 def test_a_refusal_stops_the_run() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"--attention flash: it runs on GPUs.* Leave the flag out\."
+    with (
+        pytest.raises(
+            ConfigurationError, match=r"--attention flash: it runs on GPUs.* Leave the flag out\."
+        ),
+        composed("flash", make("bert")),
     ):
-        compose("flash", make("bert"))
+        raise AssertionError("not reached")
 
 
 def test_the_bias_of_t5_is_laid_out_for_fused_kernels_and_changes_nothing(

@@ -17,12 +17,13 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.compile.compilation import (
+    KEPT_CODE,
     apply_compile,
     find_outer_norms,
-    keep_compiled_code,
 )
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once
@@ -331,22 +332,23 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
     variable = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(variable, "/chosen")
-    keep_compiled_code()
+    with KEPT_CODE:
+        assert os.environ[variable] == "/chosen"
     assert os.environ[variable] == "/chosen"
     monkeypatch.delenv(variable)
-    keep_compiled_code()
-    assert os.environ[variable] == str(tmp_path / "rapidformer" / "torchinductor")
-    monkeypatch.delenv(variable)  # undone by the fixture, with what was there before
+    with KEPT_CODE:
+        assert os.environ[variable] == str(tmp_path / "rapidformer" / "torchinductor")
+    assert variable not in os.environ
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    keep_compiled_code()
-    assert variable not in os.environ
+    with KEPT_CODE:
+        assert variable not in os.environ
     # A container's user without an entry in /etc/passwd.
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    keep_compiled_code()
-    assert variable not in os.environ
+    with KEPT_CODE:
+        assert variable not in os.environ
 
 
 def test_generated_code_computes_the_same() -> None:

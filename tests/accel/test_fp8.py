@@ -18,7 +18,8 @@ from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.fp8 import layers, rounding
 from rapidformer.accel.fp8.gated import find_names
 from rapidformer.accel.fp8.layers import apply_fp8
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.precision.processor import EMULATE_VARIABLE
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.config import parse_arguments, resolve
@@ -330,8 +331,10 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(layers, "SMALLEST", 1024)
         apply_fp8(Stack(), find_plan(Stack()))
-    with pytest.raises(ConfigurationError, match=r"--fp8 cannot be combined with fp16"):
+    with pytest.raises(
+        ConfigurationError, match=r"--fp8 cannot be combined with --(mixed-precision )?fp16"
+    ):
         resolve(parse_arguments(["--fp8", "--fp16"]))
     monkeypatch.setenv(EMULATE_VARIABLE, "0")
-    with pytest.raises(ConfigurationError, match=r"--fp8 needs an NVIDIA GPU .* is on a CPU"):
+    with pytest.raises(ConfigurationError, match=r"--fp8: it needs an NVIDIA GPU .* is on a CPU"):
         RapidformerEngine(args=["--fp8", "--device", "cpu", "--log-level", "error"])

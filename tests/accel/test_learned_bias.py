@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rapidformer.accel.attention import learned_bias
 from rapidformer.accel.attention.learned_bias import interface
@@ -126,13 +125,6 @@ def test_a_compiled_block_keeps_one_graph_for_all_lengths() -> None:
         assert bias.grad is not None
     assert len(graphs) == 1
     assert "rapidformer.attend_with_bias.default" in graphs[0]
-
-
-def test_transformers_gets_its_attention_back() -> None:
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with interface.use_kernel():
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rapidformer.accel.precision.precision import (
-    LossScaler,
-    Precision,
-    apply_fp32_weights,
-    apply_mixed_precision,
-    choose_precision,
-)
+from rapidformer.accel.precision.autocast import apply_fp32_weights, apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.errors import TrainingError
+from rapidformer.optim.loss_scaler import LossScaler
 
 from .models import get_loss, make, make_batch
 

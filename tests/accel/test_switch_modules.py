@@ -19,7 +19,8 @@ MODULES = [switch.module for switch in SWITCHES if switch.module]
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_row_that_names_a_module_finds_its_apply(name: str) -> None:
-    apply = importlib.import_module(f"rapidformer.accel.{name}").apply
+    module, _, function = name.partition(":")
+    apply = getattr(importlib.import_module(f"rapidformer.accel.{module}"), function or "apply")
     assert list(inspect.signature(apply).parameters) == ["assembly"]
     hints = typing.get_type_hints(apply)
     assert hints["assembly"] is Assembly

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rapidformer.accel.precision.precision import Precision, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.checkpoint.export import export_model
 from rapidformer.dist.topology import Topology

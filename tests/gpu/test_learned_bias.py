@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
 from rapidformer.accel.attention.kernel_order import apply_bias_layout
+from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.attention.learned_bias import interface, operator
 
 pytestmark = [
@@ -251,8 +252,10 @@ def test_t5_has_the_same_gradients(
     calls = []
     attend = interface.attend
     monkeypatch.setattr(interface, "attend", lambda *a, **o: calls.append(0) or attend(*a, **o))
-    with interface.use_kernel():
-        found = train(build_t5(0.0), is_padded=is_padded, is_compiled=is_compiled)
+    model = build_t5(0.0)
+    order = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    apply_choice(model, [], KernelChoice(order, has_bias_kernel=True))
+    found = train(model, is_padded=is_padded, is_compiled=is_compiled)
     assert calls  # traced or run
     for name, gradient in expected.items():
         difference = (found[name] - gradient).norm() / gradient.norm()

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.dist.topology import Topology
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.takeover import take_over_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 

@@ -28,9 +28,9 @@ def test_a_missing_package_and_split_moments_are_refused(monkeypatch: pytest.Mon
     for sentence in (
         "--optimizer-state-dtype int8 needs the package torchao: pip install "
         "'rapidformer[torchao]'.",
-        "--zero-1-memory-optimization cannot be combined with --optimizer-state-dtype int8: "
+        "--optimizer-state-dtype int8 cannot be combined with --zero-1-memory-optimization: "
         "moments are quantized in blocks",
-        "--tensor-model-parallel-size cannot be combined with --optimizer-state-dtype int8",
+        "--optimizer-state-dtype int8 cannot be combined with --tensor-model-parallel-size",
     ):
         assert sentence in str(caught.value)
 

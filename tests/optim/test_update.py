@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.gradients import get_divisor, get_norm
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 

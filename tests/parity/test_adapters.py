@@ -161,8 +161,8 @@ def test_an_adapter_resumes_on_any_layout(tmp_path: Path) -> None:
         ("mixtral-lora", TENSOR, "the adapter of model.layers.0.mlp.gate, which changes a param"),
         ("experts-lora", "expert_model_parallel_size", "adapter of model.layers.0.mlp.experts"),
         ("gpt2-ia3", TENSOR, "cannot split the IA3 adapter of transformer.h.0.attn.c_attn"),
-        ("gpt2-prompt", PIPELINE, "cannot split a model with PROMPT_TUNING"),
-        ("gpt2-prefix", "context_parallel_size", "cannot split a model with PREFIX_TUNING"),
+        ("gpt2-prompt", PIPELINE, "cannot be combined with PROMPT_TUNING: its learned tokens"),
+        ("gpt2-prefix", "context_parallel_size", "cannot be combined with PREFIX_TUNING"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(model: str, setting: str, text: str) -> None:

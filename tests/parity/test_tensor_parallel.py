@@ -297,7 +297,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
             "its decoder looks at the encoder's output, whose tokens are whole",
             "the model's rapidformer_plan() does not say has_split_sequences",
             "the plan given to compose() does not say has_split_sequences",
-            "--optimizer muon looks at whole matrices",
+            "--optimizer muon cannot be combined with --tensor-model-parallel-size",
         ),
         strict=True,
     ):

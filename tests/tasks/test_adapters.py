@@ -21,7 +21,7 @@ from .conftest import write_jsonl
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUANTIZED = "--zero-3-memory-optimization cannot be combined with --quantize-base 4bit"
+QUANTIZED = "--quantize-base 4bit cannot be combined with --zero-3-memory-optimization"
 LORA = ("--lora-rank", 4, "--lora-target-modules", "c_attn", "c_proj", "--lora-dropout", 0.1)
 
 

@@ -30,23 +30,14 @@ from rapidformer.accel.data_parallel import get_local
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError, TrainingError
-from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
 
-def apply(assembly: Assembly) -> str | None:
+def apply(assembly: Assembly) -> str:
     """Offload the blocks of this rank."""
-    if not has_own_memory(assembly.device):
-        warn_once("--activation-offload has no effect on a CPU: it already uses host memory.")
-        return None
     apply_activation_offload(assembly.model, assembly.plan, assembly.device)
     return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether the device has its own memory."""
-    return device.type == "cuda"
 
 
 def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 from rapidformer.accel.applied import Applied
-from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
+from rapidformer.config.switches import Situation, get_switch
 from rapidformer.dist.topology import Topology
 from rapidformer.models.deferred import DeferredWeights
 from rapidformer.models.plan import ModelPlan
@@ -24,6 +25,15 @@ class GradientSynchronizer(Protocol):
     def before_backward(self, is_last: bool) -> None: ...
 
     def after_backward(self) -> None: ...
+
+
+class Stages(Protocol):
+    """A model cut into pipeline stages, as other rows see it."""
+
+    @property
+    def stacks(self) -> list[tuple[str, ...]]: ...
+
+    def attach(self, model: nn.Module) -> None: ...
 
 
 class Alone:
@@ -50,16 +60,43 @@ class Assembly:
     uses_autotp: bool = False
     """Whether DeepSpeed's AutoTP splits the layers instead of our tensor parallelism."""
 
+    is_training: bool = True
+    """False for a model that is only evaluated."""
+    is_filler: Callable[[], bool] = lambda: False
+    """Whether the batch that runs now only keeps this rank in step with the others."""
+    is_by_row: Callable[[], bool] = lambda: False
+    """Whether the gradients that the user takes now are each row's own."""
+
     applied: Applied = field(default_factory=Applied)
-    """Every change that a switch makes, with its undo."""
+    """Every change that a row makes, with its undo."""
 
     # What switches leave for those that follow.
     plan: ModelPlan
     """The plan of this rank's blocks: those of its own pipeline stages."""
-    pipeline: Pipeline | None = None
+    pipeline: Stages | None = None
     tensor_plan: TensorPlan | None = None
     experts: list[nn.Module] = field(default_factory=list)
     """Modules whose experts are split over ranks."""
     synchronizer: GradientSynchronizer = field(default_factory=Alone)
     needs_autocast: bool = True
     """False if DeepSpeed itself keeps the weights in 16 bits."""
+
+    @property
+    def situation(self) -> Situation:
+        """What a row asks beside the settings."""
+        dtype = self.precision.dtype
+        return Situation(
+            device=self.device.type,
+            ranks=self.args.world_size,
+            precision="fp32" if dtype is None else _NAMES[dtype],
+            is_training=self.is_training,
+        )
+
+    def wants(self, name: str) -> bool:
+        """Whether a row that another row's module applies is on in this run."""
+        row = get_switch(name)
+        is_on = row.is_on(self.args) and row.has_what_it_needs(self.args)
+        return is_on and row.find_obstacle(self.args, self.situation) is None
+
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

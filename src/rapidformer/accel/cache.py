@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.overlay import get_own_class
@@ -20,14 +22,23 @@ from rapidformer.overlay import get_own_class
 _NAME = "use_cache"
 
 
-def skip_cache_in_training(model: nn.Module) -> None:
+def apply(assembly: Assembly) -> str | None:
+    """Fill no cache in training."""
+    handle = skip_cache_in_training(assembly.model)
+    if handle is None:
+        return None
+    assembly.applied.keep_hook(handle)
+    return "models of transformers keep no keys and values"
+
+
+def skip_cache_in_training(model: nn.Module) -> RemovableHandle | None:
     """Pass ``use_cache=False`` in training and with labels, unless the call says something else."""
     inner: Any = model
     if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
         inner = inner.get_base_model()
     names = _list_parameters(inner)
     if _NAME not in names and not _passes_on(inner, names):
-        return
+        return None
     position = names.index(_NAME) if _NAME in names else None
 
     def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,7 +49,7 @@ def skip_cache_in_training(model: nn.Module) -> None:
         return args, {**kwargs, _NAME: False}
 
     # Kept out of a model compiled as a whole, like torch's own hooks.
-    model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
+    return model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
 
 
 def _list_parameters(model: Any) -> list[str]:

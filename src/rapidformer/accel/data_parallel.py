@@ -8,15 +8,35 @@ keeps ``grad = None``, as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from rapidformer.accel.assembly import Assembly
 
 _BUCKET_BYTES = 25 * 2**20
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Sum gradients over the ranks with different tokens, unless ZeRO does."""
+    mesh = assembly.topology.get_sharding_mesh()
+    if mesh is None or assembly.args.zero_stage:
+        return None
+    same_experts = assembly.topology.get_expert_mesh("expert_data")
+    reducer = (
+        apply_data_parallel(assembly.model, mesh.get_group())
+        if same_experts is None
+        else ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
+    )
+    assembly.synchronizer = reducer
+    assembly.applied.on_close(reducer.close)
+    return f"gradients summed over {mesh.size()} ranks"
 
 
 @dataclass(eq=False)
@@ -40,6 +60,7 @@ class GradientReducer:
         self._frozen = list(parameters)
         self._is_active = False
         self._next = 0
+        self._hooks: list[RemovableHandle] = []
         self._adopt_unfrozen()
 
     def _adopt_unfrozen(self) -> None:
@@ -52,7 +73,12 @@ class GradientReducer:
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
         for parameter in unfrozen:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def close(self) -> None:
+        """Sum nothing any more."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def before_backward(self, is_last: bool) -> None:
         """Sum in the coming backward pass, if it is the last of the update."""
@@ -88,6 +114,32 @@ class GradientReducer:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
             _launch(self._buckets[self._next], self._group)
             self._next += 1
+
+
+class ExpertGradients:
+    """Sums gradients: of experts over one group, of everything else over all replicas."""
+
+    def __init__(
+        self, model: nn.Module, experts: Sequence[nn.Module], replicas: DeviceMesh, same: DeviceMesh
+    ) -> None:
+        own = [p for module in experts for p in module.parameters()]
+        known = {id(p) for p in own}
+        others = [p for p in model.parameters() if id(p) not in known]
+        self._reducers = [GradientReducer(others, replicas.get_group())]
+        if same.size() > 1:
+            self._reducers.append(GradientReducer(own, same.get_group()))
+
+    def before_backward(self, is_last: bool) -> None:
+        for reducer in self._reducers:
+            reducer.before_backward(is_last)
+
+    def after_backward(self) -> None:
+        for reducer in self._reducers:
+            reducer.after_backward()
+
+    def close(self) -> None:
+        for reducer in self._reducers:
+            reducer.close()
 
 
 def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology
@@ -23,7 +25,28 @@ from rapidformer.errors import TrainingError
 _WHAT = "torch.autograd.grad(..., create_graph=True) through the model (a gradient penalty)"
 
 
-def watch_double_backward(model: nn.Module, check: Callable[[], None]) -> None:
+def apply(assembly: Assembly) -> None:
+    """Watch what the model returns."""
+    args, topology, is_by_row = assembly.args, assembly.topology, assembly.is_by_row
+
+    def check() -> None:
+        check_double_backward(args, topology, is_by_row=is_by_row())
+
+    assembly.applied.keep_hook(watch_double_backward(assembly.model, check))
+
+
+class RowGradients:
+    """Whether the gradients that the user takes now are each row's own."""
+
+    def __init__(self) -> None:
+        self.is_taken = False
+
+    def is_on(self) -> bool:
+        """Asked by the model's hook, which must not refer to the engine."""
+        return self.is_taken
+
+
+def watch_double_backward(model: nn.Module, check: Callable[[], None]) -> RemovableHandle:
     """Call ``check`` whenever a gradient is taken through the model to be differentiated again."""
 
     def see_gradient(gradient: Tensor) -> None:
@@ -37,7 +60,7 @@ def watch_double_backward(model: nn.Module, check: Callable[[], None]) -> None:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(see_gradient)
 
-    model.register_forward_hook(torch.compiler.disable(watch_output))
+    return model.register_forward_hook(torch.compiler.disable(watch_output))
 
 
 def check_double_backward(args: Settings, topology: Topology, *, is_by_row: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 
@@ -38,19 +39,28 @@ _WHAT_CHANGES = {
 }
 
 
-def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> None:
-    """Seed the random numbers of training; report once what cannot match one process."""
+def apply(assembly: Assembly) -> str | None:
+    """Seed this rank's masks; last, since building may have used random numbers."""
+    is_seeded = seed_dropout(assembly.model, assembly.args.seed, assembly.topology)
+    return f"those of replica {assembly.topology.get_rank('data')}" if is_seeded else None
+
+
+def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> bool:
+    """Seed the random numbers of training; report once what cannot match one process.
+
+    False if nothing was seeded: one process goes on with its own random numbers.
+    """
     replica = topology.get_rank("data")
     split = [words for axis, words in _WHAT_CHANGES.items() if topology.get_size(axis) > 1]
     if replica or split:
         torch.manual_seed(seed + replica)
-    if not topology.is_first_process or not has_dropout(model):
-        return
-    for flag, what in split:
+    is_told = topology.is_first_process and has_dropout(model)
+    for flag, what in split if is_told else ():
         warn_once(
             f"{flag} with dropout: {what}. A run therefore uses other masks than one process, each "
             "with the same distribution; everything else is exact."
         )
+    return bool(replica or split)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -9,24 +9,48 @@ which torch.compile does not trace into.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.accel.applied import Applied
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
-from rapidformer.compat.transformers_models import apply_expert_gate, get_experts, set_experts
+from rapidformer.compat.patches import Entry, Patch
+from rapidformer.compat.transformers_models import (
+    apply_expert_gate,
+    get_expert_table,
+    get_experts,
+    set_experts,
+)
+
+_NAME = "rapidformer_grouped"
+EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_experts)])
+"""Inside, transformers' interface has our implementation."""
 
 
-def apply_grouped_experts(model: nn.Module, device: torch.device) -> None:
+def apply(assembly: Assembly) -> str | None:
+    """Compute experts here if they would be in fp32, or compiled in pieces."""
+    if not assembly.args.compile and assembly.precision.dtype is None:
+        return None
+    count = apply_grouped_experts(assembly.model, assembly.device, assembly.applied)
+    return "in 16 bits, and compiled as one graph" if count else None
+
+
+def apply_grouped_experts(
+    model: nn.Module, device: torch.device, applied: Applied | None = None
+) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
     if not _has_grouped_products(device):
-        return
-    for config in find_configs(model):
-        if get_experts(config) == "grouped_mm":
-            set_experts(config, _register())
+        return 0
+    configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
+    if configs:
+        EXPERTS.keep(applied)
+    for config in configs:
+        set_experts(config, _NAME)
+    return len(configs)
 
 
 def _has_grouped_products(device: torch.device) -> bool:
@@ -34,16 +58,6 @@ def _has_grouped_products(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu"
-
-
-@functools.cache
-def _register() -> str:
-    """Add our implementation to transformers'; returns its name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    name = "rapidformer_grouped"
-    ALL_EXPERTS_FUNCTIONS.register(name, compute_experts)
-    return name
 
 
 def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:

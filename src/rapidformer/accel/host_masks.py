@@ -19,13 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
 from rapidformer.compat.torch_tensors import get_base, has_storage
-from rapidformer.compat.transformers_masks import ask_host_first, makes_own_mask
-from rapidformer.compat.transformers_models import is_own_model
+from rapidformer.compat.transformers_masks import (
+    CHECK,
+    find_unknown_mask,
+    find_unknown_masks,
+    is_call_traced,
+    makes_own_mask,
+    patch_masks,
+)
+from rapidformer.compat.transformers_models import is_model, is_own_model
 from rapidformer.data.batch import find_host_copy, fits_numpy
-from rapidformer.overlay import get_own_class
+from rapidformer.overlay import extend, get_own_class, list_layers
 
 _TOKENS = {"input_ids", "inputs_embeds", "labels"}
 
@@ -42,35 +50,92 @@ class _Call:
 _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
-def make_masks_from_host(model: nn.Module) -> None:
+def apply(assembly: Assembly) -> str | None:
     """Let transformers build this model's masks from what the host knows."""
-    if not find_configs(model):
-        return
-    _answer_transformers()
-    for outermost in _find_outermost(model):
-        _watch_calls(outermost)
-    # If the whole model is compiled, our hooks stay out of its graph, as torch's own do.
-    add_mask = torch.compiler.disable(_add_mask)
+    return make_masks_from_host(assembly.model)
+
+
+def make_masks_from_host(model: nn.Module) -> str | None:
+    """The same; returns the start-up line: what is done, or why transformers does not allow it."""
+    if not find_configs(model) or any("masks" in list_layers(m) for m in model.modules()):
+        return None  # a copy of a composed model has the overlays already
+    problem = find_unknown_masks()
+    if problem is not None:
+        return f"off, so steps wait for the device: {problem}"
     for module in model.modules():
         if makes_own_mask(module):
-            module.register_forward_pre_hook(add_mask, with_kwargs=True)
+            extend(module, "masks", _build_mask_giver, is_shared=True)
+        elif is_model(module):
+            problem = problem or find_unknown_mask(module)
+        if is_model(module):
+            extend(module, "masks", _build_padding_check, is_shared=True)
+    for outermost in _find_outermost(model):
+        extend(outermost, "masks", _build_call, is_shared=True)
+    return "built from host memory" + (f", but not all: {problem}" if problem else "")
 
 
-@functools.cache
-def _answer_transformers() -> None:
-    ask_host_first(is_full, is_packed, find_values)
+def _build_call(cls: Any) -> dict[str, Any]:
+    """Answer transformers while the model runs, and remember its arguments."""
+    names = list(inspect.signature(inspect.unwrap(cls.forward)).parameters)
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # transformers' own masks hold for all batches
+            return cls.forward(self, *args, **kwargs)
+        before = _CALL.set(_describe(dict(zip(names[1:], args, strict=False)) | kwargs))
+        try:
+            with ANSWERS:
+                return cls.forward(self, *args, **kwargs)
+        finally:
+            _CALL.reset(before)
+
+    return {"forward": forward}
 
 
-def _add_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _describe(arguments: dict[str, Any]) -> _Call:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    located = {
+        _locate(tensor): tensor
+        for tensor in tensors.values()
+        if type(tensor) is Tensor and tensor.dim() == 2 and has_storage(tensor)
+    }
+    return _Call(located, has_tokens_only=tensors.keys() <= _TOKENS)
+
+
+def _build_mask_giver(cls: Any) -> dict[str, Any]:
     """Pass the module the full mask that it would build itself, so that the host knows it."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not args and not torch.compiler.is_compiling():
+            kwargs = _add_mask(kwargs)
+        return cls.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _add_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     tokens = embeddings if ids is None else ids
     has_mask = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
-    if args or has_mask or not isinstance(tokens, Tensor):
-        return None
+    if has_mask or not isinstance(tokens, Tensor):
+        return kwargs
     mask = torch.ones(tokens.shape[:2], device=tokens.device)
     fix_rows(mask, FixedRows(None, is_full=True))
-    return args, {**kwargs, "attention_mask": mask}
+    return {**kwargs, "attention_mask": mask}
+
+
+def _build_padding_check(cls: Any) -> dict[str, Any]:
+    """Look for padding tokens in host memory."""
+    original = getattr(cls, CHECK)
+
+    @functools.wraps(original)
+    def check(self: Any, input_ids: Tensor, attention_mask: Any) -> None:
+        is_asked = attention_mask is None and not is_call_traced()
+        values = find_values(input_ids) if is_asked else None
+        original(self, input_ids if values is None else values, attention_mask)
+
+    return {CHECK: check}
 
 
 def is_full(mask: Tensor) -> bool | None:
@@ -124,22 +189,5 @@ def _find_outermost(module: nn.Module) -> list[nn.Module]:
     return [found for child in module.children() for found in _find_outermost(child)]
 
 
-def _watch_calls(model: nn.Module) -> None:
-    """Remember the model's arguments while it runs."""
-    names = list(inspect.signature(inspect.unwrap(model.forward)).parameters)
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        located = {
-            _locate(each): each
-            for each in tensors.values()
-            if type(each) is Tensor and each.dim() == 2 and has_storage(each)
-        }
-        _CALL.set(_Call(located, has_tokens_only=tensors.keys() <= _TOKENS))
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _CALL.set(None)
-
-    model.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True)
-    model.register_forward_hook(torch.compiler.disable(leave), always_call=True)
+ANSWERS = patch_masks(is_full, is_packed)
+"""transformers asks the host inside."""

@@ -7,30 +7,46 @@ forward pass, and the same products. Embeddings and norms work in fp32 and stay.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from rapidformer.accel.precision.precision import Precision
+from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
-from rapidformer.models.adapters import find_adapter
+from rapidformer.models.adapters import call_adapted_layers, find_adapter
 
 
-def apply_lean_adapters(model: nn.Module, precision: Precision) -> None:
+def apply(assembly: Assembly) -> str | None:
     """Drop needless casts, and round frozen linear layers if the base model's files have them."""
+    model, dtype = assembly.model, assembly.precision.dtype
     adapter = find_adapter(model)
-    if precision.dtype is None or adapter is None:
-        return
+    if dtype is None or adapter is None:
+        return None
     for module in model.modules():
         _keep_input(module)
-    if adapter.base is not None:
-        _round_frozen_weights(model, precision.dtype)
+    count = 0
+    for parameter in find_frozen_weights(model) if adapter.base is not None else ():
+        assembly.applied.plain.keep_exact(parameter, dtype)
+        parameter.data = parameter.data.to(dtype)
+        count += 1
+    return f"{count} frozen weights in 16 bits"
 
 
-def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the frozen parameters that only linear layers use."""
+def apply_adapted_layers(assembly: Assembly) -> str | None:
+    """Row ``adapted layers``: torch's shortcut around layers that may have adapters is off."""
+    if find_adapter(assembly.model) is None:
+        return None
+    fast_path = torch.backends.mha
+    assembly.applied.on_close(fast_path.set_fastpath_enabled, fast_path.get_fastpath_enabled())
+    call_adapted_layers(assembly.model)
+    return "torch's encoder layers call their parts"
+
+
+def find_frozen_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The frozen parameters that only linear layers use."""
     used_elsewhere = {
         id(parameter)
         for module in model.modules()
@@ -43,7 +59,7 @@ def _round_frozen_weights(model: nn.Module, dtype: torch.dtype) -> None:
             # A head may be tied to the embedding, which stays in full precision.
             if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
                 continue
-            parameter.data = parameter.data.to(dtype)
+            yield parameter
 
 
 def _is_linear(module: nn.Module) -> bool:

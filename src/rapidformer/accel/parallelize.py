@@ -1,40 +1,46 @@
-"""Turn a model into what is trained: all switches, in order.
+"""Turn a model into what is trained: all rows, in order, each with its undo.
 
-Switches are applied in the order of their rows (``config/switches.py``), each by ``apply`` of its
-module. Weights come in between, in two steps: before layers are split, weights are placed on the
-device and made equal everywhere, since each rank cuts its slices from its own copy; if the model
-was built without memory, the slices are created at the end, when it is known which ones are needed.
+Rows are applied in their order (``config/switches.py``), each by the function of its module, inside
+``Applied``, which notes what they change. Weights come in between, in two steps: before layers are
+split, weights are placed on the device and made equal everywhere, since each rank cuts its slices
+from its own copy; if the model was built without memory, the slices are created at the end, when it
+is known which ones are needed.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rapidformer.accel.adapter_rules import check_adapter
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
-from rapidformer.accel.batch_norm import synchronise_batch_norm
+from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
-from rapidformer.accel.grouped_experts import apply_grouped_experts
-from rapidformer.accel.lean_adapters import apply_lean_adapters
 from rapidformer.accel.pipeline.pipeline import Pipeline
-from rapidformer.accel.precision.precision import Precision, apply_fp32_weights
+from rapidformer.accel.plain_weights import PlainWeights
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
-from rapidformer.accel.sliced_heads import apply_sliced_heads
-from rapidformer.accel.small_tables import apply_small_tables
 from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
 from rapidformer.config import Settings
-from rapidformer.config.switches import SWITCHES, Moment
+from rapidformer.config.explain import Answer, explain
+from rapidformer.config.row import Moment
+from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
 from rapidformer.dist.topology import Topology
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import warn_once
+from rapidformer.models.adapters import find_adapter
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
+from rapidformer.overlay import drop_fact, find_fact
 
 
 @dataclass(kw_only=True)
@@ -44,10 +50,20 @@ class Parallelized:
     model: nn.Module
     plan: ModelPlan
     synchronizer: GradientSynchronizer
+    applied: Applied
+    """What was changed, with its undo."""
+    situation: Situation = field(default_factory=Situation)
     switches: list[str] = field(default_factory=list)
     """What was turned on, and why: shown at start-up."""
     pipeline: Pipeline | None = None
     """The stages of a pipelined model."""
+    wants: Callable[[str], bool] = lambda name: False
+    """Whether a row that the engine applies is on."""
+
+    def explain(self, args: Settings) -> list[Answer]:
+        """Every row: on, off or not applicable to this model, and why."""
+        rows = {row.name: row.line for row in self.applied.rows if row.line or row.changes}
+        return explain(args, self.situation, rows)
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
@@ -56,10 +72,12 @@ class Parallelized:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the loss as prepared by the engine."""
-        if self.deepspeed is not None:
-            self.deepspeed.backward(loss)
-        else:
-            loss.backward()
+        # What a model recomputes by itself must use the same attention again.
+        with use_kernels(self.model):
+            if self.deepspeed is not None:
+                self.deepspeed.backward(loss)
+            else:
+                loss.backward()
 
     @property
     def _gathered_weights(self) -> GatheredWeights | None:
@@ -85,7 +103,21 @@ class Parallelized:
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""
         if self._gathered_weights is not None:
-            self._gathered_weights.watch_updates(optimizer)
+            self.applied.keep_hook(self._gathered_weights.watch_updates(optimizer))
+
+
+@dataclass(eq=False)
+class _Owner:
+    """A fact on a model: what an engine has made of it. A copy of the model belongs to nobody."""
+
+    parallelized: Parallelized | None
+    settings: dict[str, Any]
+
+    def __deepcopy__(self, memo: Any) -> _Owner:
+        return _Owner(None, {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Owner, (None, {})
 
 
 def parallelize(
@@ -98,11 +130,17 @@ def parallelize(
     given_plan: GivenPlan | None = None,
     for_training: bool = True,
     is_filler: Callable[[], bool] = lambda: False,
+    is_by_row: Callable[[], bool] = lambda: False,
 ) -> Parallelized:
-    """Apply every switch that the settings turn on, in place."""
+    """Apply every row that is on, in place; what an earlier engine applied is undone first."""
+    settings = {name: getattr(args, name) for row in SWITCHES for name in row.settings}
+    kept = _take_from_earlier_engine(model, settings)
+    if kept is not None:
+        return kept
     check_adapter(model, args)
     plan = find_plan(model, given_plan)
     uses_deepspeed = args.deepspeed is not None and for_training
+    plain = PlainWeights(model, topology)
     assembly = Assembly(
         model=model,
         whole_plan=plan,
@@ -114,59 +152,147 @@ def parallelize(
         deferred=get_deferred(model),
         uses_deepspeed=uses_deepspeed,
         uses_autotp=uses_deepspeed and topology.tensor > 1 and is_split_by_autotp(model),
+        is_training=for_training,
+        is_filler=is_filler,
+        is_by_row=is_by_row,
+        applied=Applied(model, plain),
     )
     check_weights(model, assembly.deferred)
-    lines = [f"precision: {precision.reason}"]
-    lines += _apply_switches(assembly, "whole")
-    _place_weights(assembly)
-    if for_training:
-        steps = args.gradient_accumulation_steps or 1
-        line = synchronise_batch_norm(model, topology, micro_batches=steps, is_filler=is_filler)
-        lines += [line] if line else []
-    if topology.tensor == 1 and (args.compile or precision.dtype is not None):
-        apply_grouped_experts(model, device)
-    lines += _apply_switches(assembly, "placed")
-    _make_weights(assembly)
-    lines += _apply_switches(assembly, "final")
-    if for_training and device.type == "cuda":
-        apply_small_tables(model)
-        apply_sliced_heads(model)
-    if assembly.pipeline is not None:
-        # Its gates go outside everything applied so far.
-        assembly.pipeline.attach(model)
-    return Parallelized(
+    try:
+        _apply_all(assembly)
+    except BaseException:
+        if plain.are_untouched():  # or it would take all ranks, of which some may have gone on
+            assembly.applied.undo()
+        raise
+    pipeline = assembly.pipeline
+    assert pipeline is None or isinstance(pipeline, Pipeline)
+    parallelized = Parallelized(
         model=model,
         plan=plan,
         synchronizer=assembly.synchronizer,
-        switches=lines,
-        pipeline=assembly.pipeline,
+        applied=assembly.applied,
+        switches=[f"precision: {precision.reason}", *assembly.applied.describe()],
+        pipeline=pipeline,
+        wants=assembly.wants,
+        situation=assembly.situation,
     )
+    assembly.applied.put_fact(model, _Owner(parallelized, settings))
+    return parallelized
 
 
-def _apply_switches(assembly: Assembly, moment: Moment) -> Iterator[str]:
-    """Apply the switches due at this moment; yields a start-up line for each that did something."""
+def _take_from_earlier_engine(model: nn.Module, settings: dict[str, Any]) -> Parallelized | None:
+    """Undo what an engine of this process has changed in a model; every rank must call this.
+
+    Returns its changes if they stay, since the whole weights do not fit.
+    """
+    owner = find_fact(model, _Owner)
+    earlier = owner.parallelized if owner is not None else None
+    if owner is None or earlier is None or earlier.applied.is_closed:
+        drop_fact(model, _Owner)
+        return None
+    if earlier.deepspeed is not None:
+        raise RapidformerError(
+            "DeepSpeed already holds this model and cannot start again: load the model again."
+        )
+    if earlier.applied.undo():
+        drop_fact(model, _Owner)
+        return None
+    if owner.settings != settings:
+        changed = [to_flag(name) for name in settings if owner.settings[name] != settings[name]]
+        raise RapidformerError(
+            f"this model was composed earlier with other settings ({', '.join(changed)}), and its "
+            "weights do not fit into memory whole, so that cannot be undone: load the model again."
+        )
+    return earlier
+
+
+def check_device(args: Settings, device: torch.device) -> None:
+    """Refuse what was asked for and needs another device, before anything is loaded."""
+    problems = []
     for switch in SWITCHES:
-        is_due = switch.module and switch.moment == moment
-        if not is_due or (assembly.uses_deepspeed and switch.done_by_deepspeed):
+        if not switch.is_asked(args) or switch.is_idle_elsewhere:
             continue
-        if switch.is_on(assembly.args) and switch.has_what_it_needs(assembly.args):
-            module = importlib.import_module(f"rapidformer.accel.{switch.module}")
-            line = module.apply(assembly)
-            if line:
-                yield f"{switch.name}: {line}"
+        obstacle = switch.find_obstacle(args, Situation(device=device.type))
+        if switch.module and obstacle is None:
+            # A capability of the device that only the module knows.
+            find_problem = getattr(_import(switch), "find_device_problem", None)
+            obstacle = find_problem(device) if find_problem is not None else None
+        if obstacle is not None:
+            problems.append(f"{switch.describe(args)}: {obstacle}. Leave the flag out.")
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def check_adapter(model: nn.Module, args: Settings) -> None:
+    """Refuse switches that the model's adapter cannot be combined with."""
+    adapter = find_adapter(model)
+    if adapter is None:
+        return
+    kind = adapter.config.peft_type.value
+    problems = [
+        f"{switch.describe(args)} cannot be combined with {kind}: {reason}."
+        for switch in SWITCHES
+        for excluded, reason in switch.excludes_adapters.items()
+        if switch.is_on(args) and excluded in (kind, "prompt" if adapter.is_prompt else kind)
+    ]
+    if adapter.is_prompt and args.packing:
+        problems.append(
+            f"--packing cannot be combined with {kind}: peft ignores the positions of packed "
+            "examples. Leave it out, or use LoRA (--lora-rank)."
+        )
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _apply_all(assembly: Assembly) -> None:
+    """All rows; between them, weights are placed, made equal and, if there are none, created."""
+    _apply_rows(assembly, "whole")
+    _place_weights(assembly)
+    _apply_rows(assembly, "weights")
+    if assembly.pipeline is None and assembly.topology.mesh is not None:
+        equalize_weights(assembly.model, assembly.deferred)
+    _apply_rows(assembly, "placed")
+    _make_weights(assembly)
+    _apply_rows(assembly, "final")
+
+
+def _apply_rows(assembly: Assembly, moment: Moment) -> None:
+    """Apply the rows due at this moment."""
+    for switch in SWITCHES:
+        if switch.module and switch.moment == moment and _is_due(switch, assembly):
+            apply = getattr(_import(switch), switch.module.partition(":")[2] or "apply")
+            with assembly.applied.row(switch.name, is_silent=switch.kind == "always") as row:
+                row.line = apply(assembly) or ""
+
+
+def _is_due(switch: Switch, assembly: Assembly) -> bool:
+    """Whether a row is on; one that was asked for and cannot be applied is refused."""
+    args = assembly.args
+    if assembly.uses_deepspeed and switch.under_deepspeed != "applied":
+        return False
+    if switch.is_for_training and not assembly.is_training:
+        return False
+    if not switch.is_on(args) or not switch.has_what_it_needs(args):
+        return False
+    obstacle = switch.find_obstacle(args, assembly.situation)
+    if obstacle is None:
+        return True
+    if switch.is_idle_elsewhere:
+        warn_once(f"{switch.describe(args)} has no effect: {obstacle}.")
+    elif switch.is_asked(args):
+        raise ConfigurationError(f"{switch.describe(args)}: {obstacle}. Leave the flag out.")
+    return False
+
+
+def _import(switch: Switch) -> ModuleType:
+    return importlib.import_module(f"rapidformer.accel.{switch.module.partition(':')[0]}")
 
 
 def _place_weights(assembly: Assembly) -> None:
-    """Onto the device, in fp32 under mixed precision, and equal on every rank."""
-    model, deferred = assembly.model, assembly.deferred
+    """Onto the device, unless they stay in host memory or do not exist yet."""
     stays_on_host = assembly.args.cpu_offload and not assembly.uses_deepspeed
-    place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
-    # Before they are split, which copies them.
-    apply_fp32_weights(model, assembly.precision)
-    if not assembly.uses_deepspeed:
-        apply_lean_adapters(model, assembly.precision)
-    if assembly.pipeline is None and assembly.topology.mesh is not None:
-        equalize_weights(model, deferred)
+    offloads = stays_on_host or assembly.deferred is not None
+    place_weights(assembly.model, assembly.device, offloads=offloads)
 
 
 def _make_weights(assembly: Assembly) -> None:

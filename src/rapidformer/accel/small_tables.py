@@ -13,17 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.overlay import extend
 
 _FEW = 4
 """Rows of the largest table that this is used for, apart from T5's: others have not been timed."""
 
 
-def apply_small_tables(model: nn.Module) -> None:
-    """Take the gradient of every table of a few rows from a matrix product."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings <= _FEW:
-            extend_table(module)
+def apply(assembly: Assembly) -> str | None:
+    """Change every small table."""
+    count = apply_small_tables(assembly.model)
+    return f"{count} of at most {_FEW} rows" if count else None
+
+
+def apply_small_tables(model: nn.Module) -> int:
+    """Take the gradient of every table of a few rows from a matrix product; returns how many."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    small = [table for table in tables if table.num_embeddings <= _FEW]
+    for table in small:
+        extend_table(table)
+    return len(small)
 
 
 def extend_table(table: nn.Module) -> None:

@@ -35,6 +35,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         False,
         "measure a run's speed and memory, and what would make it faster",
     ),
+    "explain": (
+        "rapidformer.cli.explain",
+        False,
+        "list every change that a run would make, and why",
+    ),
     "config": (
         "rapidformer.cli.config",
         False,

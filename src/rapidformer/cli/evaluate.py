@@ -89,7 +89,7 @@ def _evaluate(args: Settings, data: Any = None) -> tuple[EvaluationReport, bool]
 
         return evaluate_task(engine, data), engine.is_main
     finally:
-        engine.close()
+        engine.close(gives_back=False)
 
 
 def _choose_file(args: Settings, split: str) -> Path | None:

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> None:
         run_chat(engine)
     else:
         _predict(engine, _read_once(engine) if rows is None else rows)
-    engine.close()
+    engine.close(gives_back=False)
 
 
 def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
             write_predictions(answers, Path(args.output).expanduser())
         return answers
     finally:
-        engine.close()
+        engine.close(gives_back=False)
 
 
 def _read_early(args: Settings) -> Rows | None:

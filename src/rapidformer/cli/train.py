@@ -32,7 +32,7 @@ def run(argv: list[str]) -> None:
 
     engine = RapidformerEngine(args=args)
     train(engine)
-    engine.close()
+    engine.close(gives_back=False)
 
 
 def check_script(script: str) -> None:

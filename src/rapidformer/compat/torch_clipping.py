@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
+
+from rapidformer.compat.patches import Entry, Patch, describe_difference
 
 PRIVATE_NAMES = {
     "torch.nn.utils.clip_grad._get_total_norm": "torch's clip_grad_norm_ under a pipeline",
@@ -17,10 +21,28 @@ Measure = Callable[[list[Tensor], float, TotalNorm], Tensor | None]
 """The norm of these gradients over more than this rank; None if they are not its concern."""
 
 
-def extend_total_norm(measure: Measure) -> None:
-    """Let ``clip_grad_norm_`` ask ``measure`` first, wherever the user has imported it from."""
-    before = clip_grad._get_total_norm
+_KNOWN = ["tensors", "norm_type", "error_if_nonfinite", "foreach"]
+_measures: list[Measure] = []
 
+
+@contextmanager
+def extend_total_norm(measure: Measure) -> Iterator[None]:
+    """Inside, ``clip_grad_norm_`` asks ``measure`` first, wherever it was imported from."""
+    with _PATCH:
+        _measures.append(measure)
+        try:
+            yield
+        finally:
+            _measures.remove(measure)
+
+
+def find_unknown_norm() -> str | None:
+    """How torch's own norm differs from the one we know; None if it does not."""
+    return describe_difference("torch", clip_grad, "_get_total_norm", _KNOWN)
+
+
+def _build_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
     def get_total_norm(
         tensors: Tensor | Iterable[Tensor],
         norm_type: float = 2.0,
@@ -30,13 +52,17 @@ def extend_total_norm(measure: Measure) -> None:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
         def compute(some: list[Tensor], order: float) -> Tensor:
-            return before(some, order, False, foreach)
+            return original(some, order, False, foreach)
 
-        norm = measure(gradients, float(norm_type), compute)
+        norms = (measure(gradients, float(norm_type), compute) for measure in _measures)
+        norm = next((norm for norm in norms if norm is not None), None)
         if norm is None:
-            return before(gradients, norm_type, error_if_nonfinite, foreach)
+            return original(gradients, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of order {norm_type} of these gradients is {norm}.")
         return norm
 
-    clip_grad._get_total_norm = get_total_norm
+    return get_total_norm
+
+
+_PATCH = Patch(lambda: [Entry(clip_grad, "_get_total_norm", _build_norm)])

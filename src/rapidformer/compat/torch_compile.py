@@ -19,6 +19,8 @@ from torch._compile import _disable_dynamo as untraced
 from torch._guards import TracingContext
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
+from rapidformer.compat.patches import Change
+
 __all__ = ["untraced"]
 
 PRIVATE_NAMES = {
@@ -119,10 +121,22 @@ def compile_for_all_sizes() -> Iterator[None]:
         yield
 
 
-def quieten_tracing() -> None:
-    """No warnings about single operations: a break in DeBERTa's graph alone prints 30 lines."""
-    for name in ("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+def _quieten_tracing() -> Callable[[], None]:
+    names = ("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes")
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+
+    def restore() -> None:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+    return restore
+
+
+QUIET_TRACING = Change(_quieten_tracing)
+"""Inside, no warnings about single operations: a break in DeBERTa's graph alone prints 30 lines.
+For the whole process: torch compiles a backward pass when it first runs, outside our calls."""
 
 
 def rewrite_graphs(backend: Backend, rewrite: Rewrite) -> Callable[..., Any]:

@@ -11,6 +11,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rapidformer.compat.patches import KNOWN, Entry, Patch
+
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
 
 PRIVATE_NAMES = {
@@ -73,13 +75,13 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> None:
-    """From now on, every ``torch.autograd.Function`` gets its arguments of this type converted.
+def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> Patch:
+    """Inside, every ``torch.autograd.Function`` gets its arguments of this type converted.
 
-    Such functions bypass ``__torch_function__``. ``convert`` gets the function's class and one
-    argument. A script may have stored ``MyFunction.apply`` already, so ``Function.apply`` is not
-    replaced: its base class, which only inherits ``apply``, gets one that converts first. Call this
-    for one type only: a second call would replace the first.
+    Such functions bypass ``__torch_function__``, and torch offers nothing else. ``convert`` gets
+    the function's class and one argument. A script may have stored ``MyFunction.apply`` already, so
+    ``Function.apply`` is not replaced: its base class, which only inherits ``apply``, gets one that
+    converts first. For one type only: a second one would replace the first.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,4 +89,17 @@ def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) 
             args = tuple(convert(cls, each) if isinstance(each, kind) else each for each in args)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    return Patch(lambda: [Entry(_SingleLevelFunction, "apply", lambda _: classmethod(apply))])
+
+
+def find_unknown_functions() -> str | None:
+    """Why the arguments of autograd functions cannot be converted; None if they can."""
+    if torch.autograd.Function.__mro__[1] is _SingleLevelFunction and (
+        "apply" not in vars(_SingleLevelFunction)
+        or vars(_SingleLevelFunction)["apply"].__func__.__module__ == __name__
+    ):
+        return None
+    return (
+        f"torch.autograd.Function of torch {torch.__version__} does not inherit apply from a class "
+        f"without one, as in torch {KNOWN['torch']}"
+    )

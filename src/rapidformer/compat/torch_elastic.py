@@ -13,12 +13,6 @@ __all__ = ["RunResult", "WorkerAgent", "WorkerGroup", "WorkerSpec"]
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 
 PRIVATE_NAMES = {
-    f"{_AGENT}._rendezvous": "counting restarts the same way on all nodes",
-    f"{_AGENT}._start_workers": "watching the workers of a round",
-    f"{_AGENT}._set_local_rank_env": "several agents on one node",
-    f"{_AGENT}._monitor_workers": "reading why a worker has failed",
-    f"{_AGENT}._exit_barrier": "leaving when all nodes are done",
-    f"{_AGENT}._shutdown": "stopping every process that a worker has started",
     f"{_AGENT}._pcontext": "the process ids of the workers",
     f"{_AGENT}._remaining_restarts": "not restarting what cannot work",
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 
 PRIVATE_NAMES = {
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "generating with sharded weights",
@@ -19,6 +21,9 @@ PRIVATE_NAMES = {
         "calling a part of a sharded model by itself"
     ),
     f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
+    "torch.distributed._composable_state._module_state_mapping": "taking sharding off again",
+    f"{_GROUP}._module_to_pre_save_state_dict_hook_handle": "taking sharding off again",
+    f"{_GROUP}._module_to_pre_load_state_dict_hook_handle": "taking sharding off again",
 }
 
 
@@ -54,3 +59,15 @@ def wait_for_reductions(root: FSDPModule) -> None:
     context = root._get_fsdp_state()._comm_ctx
     for stream in (context.reduce_scatter_stream, context.all_reduce_stream):
         torch.cuda.current_stream().wait_stream(stream)
+
+
+def forget_sharding(module: FSDPModule) -> None:
+    """Remove what ``fully_shard`` keeps outside the module, and the hooks of its first pass."""
+    for group in list_parameter_groups(module):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+    _composable_state._module_state_mapping.pop(cast(nn.Module, module), None)

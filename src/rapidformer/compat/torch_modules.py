@@ -18,7 +18,11 @@ PRIVATE_NAMES = {
     "torch.nn.Module._backward_pre_hooks": "the same",
     "torch.nn.Module._apply": "giving memory to the parameters of a split model",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that another stage saves",
+    "torch.nn.Module._buffers": "giving a closed pipeline's buffers back",
 }
+
+WEIGHT_TABLES = ("_parameters", "_buffers")
+"""A module's attributes that hold its weights."""
 
 
 def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -64,6 +68,16 @@ def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 def leave_out_of_state(module: nn.Module, buffer: str) -> None:
     """Exclude the buffer from ``state_dict`` from now on."""
     module._non_persistent_buffers_set.add(buffer)
+
+
+def get_buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers as stored."""
+    return module._buffers
+
+
+def list_unsaved(module: nn.Module) -> set[str]:
+    """The buffers that ``state_dict`` leaves out."""
+    return module._non_persistent_buffers_set
 
 
 def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:

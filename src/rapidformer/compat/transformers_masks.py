@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rapidformer.compat.patches import KNOWN, Entry, Patch, describe_difference
+from rapidformer.compat.transformers_models import get_mask_table
 
 PRIVATE_NAMES = {
     "transformers.masking_utils._preprocess_mask_arguments": "masks without host waits",
@@ -21,7 +25,7 @@ PRIVATE_NAMES = {
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "masks without host waits",
 }
 
-_CHECK = "warn_if_padding_and_no_attention_mask"
+CHECK = "warn_if_padding_and_no_attention_mask"
 _TAKES = {
     "_preprocess_mask_arguments": [
         "config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids",
@@ -32,7 +36,11 @@ _TAKES = {
     ],
     "_ignore_bidirectional_mask_sdpa": ["padding_mask", "kv_length", "local_attention_size"],
     "find_packed_sequence_indices": ["position_ids"],
-    _CHECK: ["self", "input_ids", "attention_mask"],
+    "eager_mask": [
+        "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function",
+        "attention_mask", "dtype", "allow_is_bidirectional_skip", "use_vmap", "device", "kwargs",
+    ],
+    CHECK: ["self", "input_ids", "attention_mask"],
 }  # fmt: skip
 """The parameters of what is replaced."""
 _IS_FULL = "rapidformer_is_full"
@@ -41,38 +49,65 @@ _OWN_MASKS = (
     "attention_mask = torch.ones(inputs_embeds.shape[0], seq_length, device=inputs_embeds.device)",
 )
 """How the decoders of BART and its relatives, and that of OPT, make a mask."""
+_MASK_MAKERS = {
+    "BartDecoder", "BigBirdPegasusDecoder", "BioGptModel", "BlenderbotDecoder",
+    "BlenderbotSmallDecoder", "LongT5Stack", "M2M100Decoder", "MarianDecoder", "MBartDecoder",
+    "OPTDecoder", "PegasusDecoder", "PegasusXDecoder", "Pix2StructTextModel", "PLBartDecoder",
+    "Pop2PianoStack", "PPFormulaNetTextModel", "SwitchTransformersStack", "UdopStack",
+}  # fmt: skip
+"""The classes that do so in the versions we know."""
 
 Ask = Callable[[Tensor], bool | None]
 """A question about a tensor; None if only the device knows the answer."""
+IsHere = Callable[[], bool]
+"""Whether one of our calls runs in this thread, and is not being traced."""
 
 
-def ask_host_first(
-    is_full: Ask, is_packed: Ask, find_values: Callable[[Tensor], Any | None]
-) -> None:
-    """Let these answer whether a mask has no padding, whether positions start again within a row,
-    and what a tensor's values are. Call it once: it applies to the whole process.
+def patch_masks(is_full: Ask, is_packed: Ask) -> Patch:
+    """Inside, these answer whether a mask has no padding, and whether positions start again within
+    a row. While a call is traced, transformers' own functions answer.
     """
+
+    def is_here() -> bool:
+        return not is_call_traced() and patch.is_inside()
+
+    def list_entries() -> Iterator[Entry]:
+        from transformers import masking_utils
+
+        for name, build in (
+            ("_preprocess_mask_arguments", _keep_answer),
+            ("_ignore_causal_mask_sdpa", _ignore_causal),
+            ("_ignore_bidirectional_mask_sdpa", _ignore_all),
+        ):
+            yield Entry(masking_utils, name, functools.partial(build, is_here, is_full))
+        find = functools.partial(_find_packed, is_here, is_packed)
+        yield Entry(masking_utils, "find_packed_sequence_indices", find)
+        # If the user has registered another one, that one stays.
+        if masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not masking_utils.eager_mask:
+            return
+        fill = functools.partial(_fill_eager, is_here, masking_utils.sdpa_mask)
+        yield Entry(get_mask_table(), "eager", fill)
+
+    patch = Patch(list_entries)
+    return patch
+
+
+def find_unknown_masks() -> str | None:
+    """Why the masks of the installed transformers cannot be made here; None if they can."""
     from transformers import PreTrainedModel, masking_utils
 
-    for owner, name, build in (
-        (masking_utils, "_preprocess_mask_arguments", functools.partial(_keep_answer, is_full)),
-        (masking_utils, "_ignore_causal_mask_sdpa", functools.partial(_ignore_causal, is_full)),
-        (masking_utils, "_ignore_bidirectional_mask_sdpa", functools.partial(_ignore_all, is_full)),
-        (masking_utils, "find_packed_sequence_indices", functools.partial(_find_packed, is_packed)),
-        (PreTrainedModel, _CHECK, functools.partial(_look_for_padding, find_values)),
-    ):
-        original = getattr(owner, name, None)
-        # If another version of transformers takes other parameters, its own function stays.
-        if original is not None and list(inspect.signature(original).parameters) == _TAKES[name]:
-            setattr(owner, name, functools.wraps(original)(build(original)))
-    interface = masking_utils.AttentionMaskInterface
-    interface.register("eager", _fill_eager(masking_utils.eager_mask, masking_utils.sdpa_mask))
+    for name, known in _TAKES.items():
+        owner = PreTrainedModel if name == CHECK else masking_utils
+        difference = describe_difference("transformers", owner, name, known)
+        if difference is not None:
+            return difference
+    return None
 
 
 def makes_own_mask(module: nn.Module) -> bool:
     """Whether a model's ``forward`` makes a mask of ones if it gets none, as BART's decoder does.
 
-    Only its source says so. If that changes, the mask is read from the device as before.
+    Only its source says so: a subclass may have a forward of its own.
     """
     from transformers import PreTrainedModel
 
@@ -85,29 +120,40 @@ def makes_own_mask(module: nn.Module) -> bool:
     return any(line in source for line in _OWN_MASKS)
 
 
-def _keep_answer(is_full: Ask, original: Any) -> Any:
+def find_unknown_mask(module: nn.Module) -> str | None:
+    """Why a class that used to make its own mask has to be read; None for all others."""
+    name, home = type(module).__name__, type(module).__module__
+    is_known = name in _MASK_MAKERS and home.startswith("transformers.models.")
+    if not is_known or makes_own_mask(module):
+        return None
+    return (
+        f"{name} of transformers {version('transformers')} makes its mask in another way than "
+        f"that of {KNOWN['transformers']}"
+    )
+
+
+def _keep_answer(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+    @functools.wraps(original)
     def preprocess(
         config: Any, inputs_embeds: Any, attention_mask: Any, *rest: Any, **more: Any
     ) -> Any:
-        found = original(config, inputs_embeds, attention_mask, *rest, **more)
-        mask = found[1]
+        arguments = original(config, inputs_embeds, attention_mask, *rest, **more)
+        mask = arguments[1]
         # The boolean copy is a new tensor, which the host knows nothing about.
         is_copy = isinstance(mask, Tensor) and mask is not attention_mask
-        if is_copy and not _is_tracing():
+        if is_copy and is_here():
             setattr(mask, _IS_FULL, is_full(attention_mask))
-        return found
+        return arguments
 
     return preprocess
 
 
-def _is_tracing() -> bool:
+def is_call_traced() -> bool:
     """Whether a call is being traced, so that what is decided must hold for other batches too."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
 
 
 def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
-    if _is_tracing():
-        return None
     if mask is None:
         return True  # transformers itself says no while a CUDA graph is recorded
     if not isinstance(mask, Tensor):
@@ -116,7 +162,8 @@ def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
     return is_full(mask) if answer is None else answer
 
 
-def _ignore_causal(is_full: Ask, original: Any) -> Any:
+def _ignore_causal(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+    @functools.wraps(original)
     def ignore(
         padding_mask: Tensor | None,
         q_length: int,
@@ -125,25 +172,26 @@ def _ignore_causal(is_full: Ask, original: Any) -> Any:
         kv_offset: int,
         local_attention_size: int | None = None,
     ) -> bool:
-        answer = _ask(is_full, padding_mask)
-        if answer is None or q_length != kv_length:
-            found: bool = original(
+        answer = _ask(is_full, padding_mask) if is_here() and q_length == kv_length else None
+        if answer is None:
+            ignored: bool = original(
                 padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
             )
-            return found
+            return ignored
         return answer and not _is_local(kv_length, local_attention_size)
 
     return ignore
 
 
-def _ignore_all(is_full: Ask, original: Any) -> Any:
+def _ignore_all(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+    @functools.wraps(original)
     def ignore(
         padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None
     ) -> bool:
-        answer = _ask(is_full, padding_mask)
+        answer = _ask(is_full, padding_mask) if is_here() else None
         if answer is None:
-            found: bool = original(padding_mask, kv_length, local_attention_size)
-            return found
+            ignored: bool = original(padding_mask, kv_length, local_attention_size)
+            return ignored
         return answer and not _is_local(kv_length, local_attention_size)
 
     return ignore
@@ -154,12 +202,13 @@ def _is_local(length: int, size: int | None) -> bool:
     return size is not None and length >= size
 
 
-def _find_packed(is_packed: Ask, original: Any) -> Any:
+def _find_packed(is_here: IsHere, is_packed: Ask, original: Any) -> Any:
+    @functools.wraps(original)
     def find(position_ids: Tensor) -> Tensor | None:
-        answer = None if _is_tracing() else is_packed(position_ids)
+        answer = is_packed(position_ids) if is_here() else None
         if answer is None:
-            found: Tensor | None = original(position_ids)
-            return found
+            indices: Tensor | None = original(position_ids)
+            return indices
         if not answer:
             return None
         starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
@@ -168,14 +217,14 @@ def _find_packed(is_packed: Ask, original: Any) -> Any:
     return find
 
 
-def _fill_eager(original: Any, build_bools: Any) -> Any:
+def _fill_eager(is_here: IsHere, build_bools: Any, original: Any) -> Any:
     """As transformers' own, which copies its two numbers to the device, and waits for it."""
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Tensor | None:
-        if args:  # by position, sdpa's parameters are others
-            found: Tensor | None = original(*args, **kwargs)
-            return found
+        if args or not is_here():  # by position, sdpa's parameters are others
+            mask: Tensor | None = original(*args, **kwargs)
+            return mask
         dtype = kwargs.pop("dtype", torch.float32)
         is_seen = build_bools(**{**kwargs, "allow_is_causal_skip": False})
         if is_seen is None:
@@ -184,12 +233,3 @@ def _fill_eager(original: Any, build_bools: Any) -> Any:
         return zeros.masked_fill(~is_seen, torch.finfo(dtype).min)
 
     return build
-
-
-def _look_for_padding(find_values: Callable[[Tensor], Any | None], original: Any) -> Any:
-    def check(self: Any, input_ids: Tensor, attention_mask: Any) -> None:
-        is_asked = attention_mask is None and not _is_tracing()
-        values = find_values(input_ids) if is_asked else None
-        original(self, input_ids if values is None else values, attention_mask)
-
-    return check

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rapidformer.compat.patches import describe_difference
+
 PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
     "transformers.PreTrainedConfig._attn_implementation_internal": "context parallelism",
@@ -12,6 +14,9 @@ PRIVATE_NAMES = {
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate": "compiled experts",
     "transformers.models.falcon.modeling_falcon.FalconAttention._split_heads": "slicing heads",
     "transformers.PreTrainedModel._can_set_attn_implementation": "context parallelism",
+    "transformers.AttentionInterface._global_mapping": "attention functions of ours",
+    "transformers.AttentionMaskInterface._global_mapping": "masks for them",
+    "transformers.integrations.moe.ExpertsInterface._global_mapping": "compiled experts",
     "transformers.PreTrainedModel._supports_flex_attn": "choosing an attention",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
     "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
@@ -45,6 +50,11 @@ def is_silu(cls: type) -> bool:
     return (cls.__module__, cls.__name__) in known
 
 
+def is_model(target: Any) -> bool:
+    """Whether an object is a model of transformers, or of a class derived from one (by name)."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(target).__mro__)
+
+
 def is_own_model(cls: type) -> bool:
     """Whether a class is a model of transformers, not one derived from it (by name, as above)."""
     return cls.__module__.startswith("transformers.models.") and any(
@@ -65,6 +75,41 @@ def get_attention(config: Any) -> str:
 def set_attention(config: Any, name: str) -> None:
     """Select an attention registered under a name of ours, unchecked."""
     config._attn_implementation_internal = name
+
+
+def get_attention_table() -> dict[str, Any]:
+    """transformers' attention functions by name, which all models share."""
+    from transformers import AttentionInterface
+
+    table: dict[str, Any] = AttentionInterface._global_mapping
+    return table
+
+
+def find_unknown_attention() -> str | None:
+    """How transformers' attention by torch differs from the one we know; None if it does not."""
+    from transformers.integrations import sdpa_attention
+
+    takes = [
+        "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal",
+        "position_bias", "kwargs",
+    ]  # fmt: skip
+    return describe_difference("transformers", sdpa_attention, "sdpa_attention_forward", takes)
+
+
+def get_mask_table() -> dict[str, Any]:
+    """The functions that make their masks."""
+    from transformers import AttentionMaskInterface
+
+    table: dict[str, Any] = AttentionMaskInterface._global_mapping
+    return table
+
+
+def get_expert_table() -> dict[str, Any]:
+    """transformers' ways to compute experts, by name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    table: dict[str, Any] = ALL_EXPERTS_FUNCTIONS._global_mapping
+    return table
 
 
 def get_experts(config: Any) -> str | None:

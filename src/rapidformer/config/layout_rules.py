@@ -7,23 +7,20 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Rule, Switch, to_flag
+from rapidformer.config.switches import SWITCHES, Rule, Situation, Switch, to_flag
 from rapidformer.errors import MissingPackageError
+from rapidformer.nearest import find_nearest
 
 # Ranks along these axes work on the same samples.
 AXES_OF_A_SAMPLE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 
-# 8-bit moments have a scale for each block of 256 values.
-_SPLIT_MOMENTS = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
-
 
 def find_layout_problems(args: Settings) -> Iterator[str]:
     """Switches that do not combine, and sizes that do not divide the ranks."""
     yield from _check_switches(args)
-    yield from _check_fp8(args)
-    yield from _check_optimizer_state(args)
+    yield from _check_without(args)
     yield from _check_ranks(args)
 
 
@@ -35,12 +32,17 @@ def _check_switches(args: Settings) -> Iterator[str]:
             yield f"{' and '.join(contradiction)} exclude each other: give only one of them."
         if not switch.is_on(args):
             continue
-        for rule in switch.excludes:
+        for rule in switch.excludes if switch.is_asked(args) else ():
             if rule.holds(args):
                 yield _describe_exclusion(switch, rule, args)
+        if switch.ranks == "one" and switch.is_asked(args) and args.world_size > 1:
+            obstacle = switch.find_obstacle(args, Situation(ranks=args.world_size))
+            yield f"{switch.describe(args)}: {obstacle}. Leave the flag out."
         if switch.is_refused_alone and not switch.has_what_it_needs(args):
             needed = " or ".join(rule.describe() for rule in switch.needs)
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
+        if switch.package and find_spec(switch.package) is None:
+            yield str(MissingPackageError(switch.package, switch.describe(args), switch.package))
 
 
 def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
@@ -49,39 +51,14 @@ def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
     return f"{both}: {rule.reason}{end}"
 
 
-def _check_fp8(args: Settings) -> Iterator[str]:
-    if args.fp8 and (args.fp16 or args.mixed_precision == "fp16"):
-        yield (
-            "--fp8 cannot be combined with fp16: everything around its products is in bf16. Use "
-            "--mixed-precision bf16."
-        )
-
-
-def _check_optimizer_state(args: Settings) -> Iterator[str]:
-    what = f"--optimizer-state-dtype {args.optimizer_state_dtype}"
-    if args.optimizer_state_dtype == "fp32":
-        return
-    if args.optimizer not in ("adam", "adamw"):
-        yield f"{what} needs --optimizer adam, got {args.optimizer}."
-    if args.deepspeed is not None:
-        yield (
-            f"{what} cannot be combined with --deepspeed, which has its own optimizers: use "
-            "--zero-1-memory-optimization, -2- or -3- instead."
-        )
-    if args.optimizer_state_dtype == "int8":
-        yield from _check_int8_moments(args, what)
-
-
-def _check_int8_moments(args: Settings, what: str) -> Iterator[str]:
-    if find_spec("torchao") is None:
-        yield str(MissingPackageError("torchao", what, "torchao"))
-    for switch in SWITCHES:
-        if switch.name in _SPLIT_MOMENTS and switch.is_on(args):
-            yield (
-                f"{switch.describe(args)} cannot be combined with {what}: moments are quantized in "
-                "blocks, which cannot be split. Use --optimizer-state-dtype bf16, or leave one of "
-                "them out."
-            )
+def _check_without(args: Settings) -> Iterator[str]:
+    """Names of changes that are made by themselves and can be left out."""
+    known = [switch.word for switch in SWITCHES if switch.has_word]
+    for word in args.without or ():
+        if word not in known:
+            near = find_nearest(word, known)
+            hint = f"did you mean {near}?" if near else f"use some of {', '.join(known)}."
+            yield f"--without {word}: there is no such change, or it cannot be left out; {hint}"
 
 
 def _check_ranks(args: Settings) -> Iterator[str]:

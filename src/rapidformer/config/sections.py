@@ -492,6 +492,9 @@ class AccelerationArguments:
     """with ZeRO: keep weights, gradients and optimizer state in host memory"""
     deepspeed: str | None = None
     """train with DeepSpeed, configured by this JSON file"""
+    without: list[str] | None = None
+    """leave out these changes that are otherwise made by themselves, such as host-masks
+    (`rapidformer explain` lists them)"""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -46,11 +46,6 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
-# Weights in 4 or 8 bits are packed: neither a slice nor a shard of them means anything.
-_NEED_WHOLE_WEIGHTS = (
-    "tensor parallelism", "pipeline", "expert parallelism", "ZeRO", "CPU offload", "DeepSpeed",
-)  # fmt: skip
-
 
 def _list_switch_numbers(kind: type) -> list[str]:
     """The switches' numeric settings, all of which must be above 0."""
@@ -337,12 +332,6 @@ def _check_quantized(args: Settings, given: str) -> Iterator[str]:
         )
     if args.from_scratch:
         yield f"{given} needs a pretrained model: leave out --from-scratch."
-    for switch in SWITCHES:
-        if switch.name in _NEED_WHOLE_WEIGHTS and switch.is_on(args):
-            yield (
-                f"{switch.describe(args)} cannot be combined with {given}: packed weights cannot "
-                "be split. Use data parallelism alone, or leave one of them out."
-            )
 
 
 def loads_from_hub(args: Settings) -> bool:

@@ -194,11 +194,11 @@ class BackwardRun(WeighingRun):
         For ``torch.autograd.grad(outputs.sum(), inputs, create_graph=True)`` and the like, where
         each row's gradient depends on that row alone.
         """
-        before, self._is_by_row = self._is_by_row, True
+        before, self._row_gradients.is_taken = self._row_gradients.is_taken, True
         try:
             yield
         finally:
-            self._is_by_row = before
+            self._row_gradients.is_taken = before
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.

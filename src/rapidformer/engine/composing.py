@@ -16,17 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
-from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
-from rapidformer.accel.dropout_seeds import seed_dropout
-from rapidformer.accel.host_masks import make_masks_from_host
+from rapidformer.accel.double_backward import RowGradients
 from rapidformer.accel.parallelize import Parallelized, parallelize
-from rapidformer.accel.split.absent import retire_parameters
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.engine.bad_batches import describe_bad_batch
-from rapidformer.engine.reuse import switch_on_once
 from rapidformer.engine.run import Arguments, Run
 from rapidformer.engine.unused_settings import describe_unused, list_own_parts
 from rapidformer.errors import ModelError, RapidformerError
@@ -34,7 +29,6 @@ from rapidformer.log import get_logger
 from rapidformer.models.adapters import (
     Adapter,
     add_adapters,
-    call_adapted_layers,
     describe_adapter,
     describe_untrainable,
     find_adapter,
@@ -51,6 +45,7 @@ from rapidformer.optim.optimizers import build_optimizer, group_parameters
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.shard_probe import check_given_optimizer
 from rapidformer.optim.takeover import (
+    give_back,
     repoint_optimizer,
     split_groups_by_mesh,
     take_over_optimizer,
@@ -89,7 +84,7 @@ class ComposedRun(Run):
         self._parameters: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self.recent_values = RecentValues(self.args.loss_spike_threshold)
-        self._is_by_row = False
+        self._row_gradients = RowGradients()
         self._parallelized: Parallelized | None = None
 
     @property
@@ -144,28 +139,24 @@ class ComposedRun(Run):
         get_observer().before_compose(model)
         self.work = count_work(model)
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
-        if self.skips_cache:
-            skip_cache_in_training(model)
-        make_masks_from_host(model)
         names = {id(p): name for name, p in model.named_parameters()}
-        before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
+        applied = self._parallelized.applied
         self.model = model
         self._own_loop.is_composed = True
         # Listed once: walking a model's modules takes longer than many of its kernels.
         self._parameters = list(model.parameters())
         self._trainable = [p.requires_grad for p in self._parameters]
-        watch_double_backward(model, self._check_double_backward)
         deepspeed = self._parallelized.deepspeed
         if deepspeed is not None:
             deepspeed.check_given(optimizer, has_schedule=has_schedule)
         if optimizer is not None:
+            applied.plain.follow(optimizer)
             repoint_optimizer(optimizer, model, names)
-        retire_parameters(before, self._parameters)
-        if optimizer is not None:
             check_given_optimizer(optimizer)
         elif deepspeed is None or not deepspeed.has_own_optimizer:
             optimizer = build_optimizer(model, self.args)
+            applied.plain.follow(optimizer)
         if deepspeed is not None:
             optimizer = self._start_deepspeed(deepspeed, optimizer)
         assert optimizer is not None
@@ -174,17 +165,17 @@ class ComposedRun(Run):
         self._parallelized.watch_updates(optimizer)
         # Only now: creating a scheduler patches `optimizer.step`, and must come first.
         self.lr_scheduler = self._make_scheduler(optimizer, lr_scheduler_fn, lr_scheduler)
+        applied.on_close(give_back, weakref.ref(optimizer))
+        applied.on_close(give_back, weakref.ref(self.lr_scheduler))
         self.optimizer = take_over_optimizer(
             optimizer,
             self.clock,
             clip_grad=self.args.clip_grad,
             scaler=self.scaler,
-            # On a CPU it saves little, and a clipped step is a plain loop's to the bit.
-            clips_in_step=self.device.type == "cuda" and not self.args.cpu_offload,
+            clips_in_step=self._parallelized.wants("clipping in the step"),
         )
         take_over_scheduler(self.lr_scheduler, self.clock)
         self.clock.guard = self._build_guard(model, self.optimizer)
-        seed_dropout(model, self.args.seed, self.topology)
         get_observer().after_compose(self)
         self._warn_about_unused_settings(
             has_optimizer=has_optimizer,
@@ -274,20 +265,18 @@ class ComposedRun(Run):
     def _switch_on(
         self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool
     ) -> Parallelized:
-        if self.adapter is not None:
-            call_adapted_layers(model)
-        switch_on = functools.partial(
-            parallelize,
+        without = [] if self.skips_cache else ["no-cache-in-training"]
+        return parallelize(
             model,
-            self.args,
+            self.args.replace("the script", without=[*(self.args.without or ()), *without]),
             device=self.device,
             topology=self.topology,
             precision=self.precision,
             given_plan=plan,
             for_training=for_training,
             is_filler=self._own_loop.is_on_filler,
+            is_by_row=self._row_gradients.is_on,
         )
-        return switch_on_once(model, self.args, switch_on)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -299,6 +288,7 @@ class ComposedRun(Run):
         """The model with its plan and switches, once composed."""
         if self._parallelized is None:
             raise RapidformerError("call engine.compose(model=...) first.")
+        self._parallelized.applied.check_open()
         return self._parallelized
 
     def get_learning_rate(self) -> float:
@@ -327,6 +317,3 @@ class ComposedRun(Run):
             train_iters=train_iters,
             count_samples=self.batches.count_samples,
         )
-
-    def _check_double_backward(self) -> None:
-        check_double_backward(self.args, self.topology, is_by_row=self._is_by_row)

@@ -23,6 +23,7 @@ from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.writing import writing
+from rapidformer.config.explain import render
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.dist.collectives import broadcast_object, wait_for_all
 from rapidformer.dist.heartbeat import beat, in_phase
@@ -192,8 +193,17 @@ class RapidformerEngine(SavingRun):
             merge_export(exported, target)
         wait_for_all()
 
-    def close(self) -> None:
-        """Leave the process group; the last call of a script."""
+    def explain(self) -> str:
+        """Every change that could be made to the model: on, off or not applicable, and why."""
+        return "\n".join(render(self.parallelized.explain(self.args)))
+
+    def close(self, *, gives_back: bool = True) -> None:
+        """Give the plain model back, with its trained weights, and leave the process group.
+
+        Every rank must call this. ``gives_back=False`` leaves the model as it is.
+        """
+        if gives_back and self._parallelized is not None and self._parallelized.deepspeed is None:
+            self._parallelized.applied.undo()
         beat("end")
         self.release_folder()
         if self._parallelized is not None and self._parallelized.deepspeed is not None:
@@ -205,7 +215,7 @@ def _close(reference: weakref.ref[RapidformerEngine]) -> None:
     """Close an engine at exit. Until then, it and its model may be freed: notebooks build many."""
     engine = reference()
     if engine is not None:
-        engine.close()
+        engine.close(gives_back=False)
     else:
         beat("end")
         stop_processes()

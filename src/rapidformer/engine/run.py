@@ -15,9 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.cuda_graph.obstacles import find_graph_problem
-from rapidformer.accel.fp8.layers import find_fp8_problem
-from rapidformer.accel.precision.precision import LossScaler, choose_precision
+from rapidformer.accel.parallelize import check_device
+from rapidformer.accel.precision.precision import choose_precision
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
     Settings,
@@ -50,6 +49,7 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.adapter_config import to_text
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 from rapidformer.timers import Timers
@@ -89,7 +89,7 @@ class Run:
         )
         self.is_main = processes.is_main
         self.timers = Timers()
-        _check_device(self.args, self.device)
+        check_device(self.args, self.device)
         self.precision = choose_precision(self.args.mixed_precision, self.device)
         self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
         self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)
@@ -300,17 +300,6 @@ def _read_arguments(
     if isinstance(args, Mapping):
         return arguments_from_mapping(args)
     return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
-
-
-def _check_device(args: Settings, device: torch.device) -> None:
-    """Refuse switches that need another device."""
-    found = [
-        find_fp8_problem(device) if args.fp8 else None,
-        find_graph_problem(device) if args.cuda_graph == "on" else None,
-    ]
-    problems = [problem for problem in found if problem is not None]
-    if problems:
-        raise ConfigurationError(problems)
 
 
 def _build_scaler(args: Settings) -> LossScaler:

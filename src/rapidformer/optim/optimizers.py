@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from rapidformer.compat.triton import has_triton
+from rapidformer.config import Settings
 from rapidformer.config.sections import OptimizerArguments
+from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
@@ -39,7 +41,6 @@ def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer
             fused=_can_fuse(groups) and not _is_sharded(groups),
         )
     if settings.optimizer == "adafactor":
-        _refuse_sharded(groups, "adafactor")
         return Adafactor(groups, lr=lr)
     if settings.optimizer == "muon":
         return _build_muon(model, settings, lr)
@@ -68,7 +69,8 @@ def _build_adamw(
 
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     # Without Triton, it would be torch's own under another name.
-    cls = MultiTensorAdamW if _have_triton(groups) else AdamW
+    is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
+    cls = MultiTensorAdamW if is_on and _have_triton(groups) else AdamW
     return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 
@@ -86,18 +88,8 @@ def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
-def _refuse_sharded(groups: Iterable[dict[str, Any]], name: str) -> None:
-    if _is_sharded(groups):
-        raise ConfigurationError(
-            f"--optimizer {name} looks at whole matrices and cannot work on the split ones of "
-            "ZeRO/FSDP, tensor and expert parallelism: use adam or sgd, or leave those switches "
-            "out."
-        )
-
-
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
     groups = group_parameters(model, settings.weight_decay)
-    _refuse_sharded(groups, "muon")
     plan = find_plan(model)
     inside = {id(p) for block in plan.get_blocks(model) for p in block.parameters()}
     tied = {id(model.get_parameter(name)) for names in plan.tied for name in names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import ReferenceType
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.compat.torch_optimizers import has_step_hooks, obeys_flags, step_divided
 from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
 from rapidformer.errors import RapidformerError
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, list_layers, remove
 
 
 def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
@@ -109,6 +110,13 @@ def take_over_optimizer(
     extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler, clips))
     mark_as_stepped(optimizer)
     return optimizer
+
+
+def give_back(reference: ReferenceType[Any]) -> None:
+    """Let an optimizer or scheduler, if it still exists, step by itself again."""
+    taken = reference()
+    if taken is not None and "update" in list_layers(taken):
+        remove(taken, "update")
 
 
 def _can_clip(optimizer: Optimizer) -> bool:

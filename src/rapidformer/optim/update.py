@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from rapidformer.accel.precision.precision import LossScaler
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
@@ -26,6 +25,7 @@ from rapidformer.optim.gradients import (
     take_gradients,
 )
 from rapidformer.optim.guard import BadUpdate, LossGuard
+from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import get_observer
 

@@ -102,19 +102,14 @@ def list_switches(args: Settings, processes: int) -> list[str]:
 def list_left_out(args: Settings) -> list[str]:
     """Settings given by the user that verification leaves out, each with the reason."""
     left_out = [
-        f"{to_flag(name)}: {switch.why}" for switch in _LEFT_OUT for name in switch.list_given(args)
+        f"{_describe(args, name)}: {switch.why}"
+        for switch in _LEFT_OUT
+        for name in switch.list_given(args)
     ]
-    if args.optimizer == "muon":
-        left_out.append("--optimizer muon: it computes in bf16; both runs use SGD")
-    elif args.optimizer in ("adam", "adamw") and args.adam_eps < SMALLEST_EPSILON:
+    if args.optimizer in ("adam", "adamw") and args.adam_eps < SMALLEST_EPSILON:
         left_out.append(
             f"--adam-eps {args.adam_eps:g}: it turns round-off into full steps; both runs use "
             f"{SMALLEST_EPSILON:g}"
-        )
-    if args.optimizer_state_dtype != "fp32":
-        left_out.append(
-            f"--optimizer-state-dtype {args.optimizer_state_dtype}: it rounds the moments; both "
-            "runs keep them in fp32"
         )
     if args.lr_warmup_iters or args.lr_warmup_fraction or args.lr_warmup_samples:
         left_out.append("the learning-rate warmup: its first steps would change nothing")
@@ -134,8 +129,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
     args = _turn_off(args.keep_nothing(SOURCE), _LEFT_OUT).replace(
         SOURCE,
         hidden_dropout=0.0, attention_dropout=0.0,
-        optimizer="sgd" if args.optimizer == "muon" else args.optimizer,
-        adam_eps=max(args.adam_eps, SMALLEST_EPSILON), optimizer_state_dtype="fp32",
+        adam_eps=max(args.adam_eps, SMALLEST_EPSILON),
         lr_warmup_iters=0, lr_warmup_fraction=None, lr_warmup_samples=0,
         # So steep that an update with another one's rate shows, and never down to zero.
         lr_decay_style="linear", lr_decay_iters=2 * job.updates, lr_decay_samples=None, min_lr=0.0,
@@ -263,6 +257,7 @@ def _take_switches_away(args: Settings, job: Job) -> Settings:
     """One process, all switches off, the same samples in every update."""
     return _turn_off(args, SWITCHES).replace(
         SOURCE,
+        without=[switch.word for switch in SWITCHES if switch.has_word],
         nproc_per_node=None, nnodes=None, hostfile=None, gradient_accumulation_steps=None,
         micro_batch_size=job.micro_batch_size, global_batch_size=job.global_batch_size,
     )  # fmt: skip
@@ -270,7 +265,9 @@ def _take_switches_away(args: Settings, job: Job) -> Settings:
 
 def _turn_off(args: Settings, switches: Sequence[Switch]) -> Settings:
     for switch in switches:
-        args = args.replace(SOURCE, **switch.get_off_values())
+        # A row for certain values of a setting says nothing about the others.
+        if switch.verification != "kept" and (not switch.on_values or switch.is_on(args)):
+            args = args.replace(SOURCE, **switch.get_off_values())
     return args
 
 

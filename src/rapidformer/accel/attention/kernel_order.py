@@ -1,15 +1,14 @@
 """``--attention``: which kernel computes attention.
 
 The kernels of torch's ``scaled_dot_product_attention`` are tried in an order; one that cannot take
-a call's mask, bias, head size or dropout is passed over, so every order is exact. The order is set
-for the whole process: a block that is recomputed in the backward pass must get the same kernel
-again, or its dropout would differ.
+a call's mask, bias, head size or dropout is passed over, so every order is exact. It holds inside
+this model's calls only (``kernel_scope.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,12 +18,15 @@ from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.attention.learned_bias import interface
-from rapidformer.accel.attention.varied_lengths import avoid_plans
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.small_tables import extend_table
+from rapidformer.compat.patches import Change
 from rapidformer.compat.transformers_models import (
+    find_unknown_attention,
     get_attention,
     has_fixed_attention,
     set_attention,
@@ -35,7 +37,7 @@ from rapidformer.overlay import extend
 
 _CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 _OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_ORDERS = {"cudnn": [_CUDNN, _FLASH, *_OTHERS], "flash": [_FLASH, _CUDNN, *_OTHERS]}
+_ORDERS = {"cudnn": (_CUDNN, _FLASH, *_OTHERS), "flash": (_FLASH, _CUDNN, *_OTHERS)}
 _NAMES = {"flex": "flex_attention", "eager": "eager"}
 """Those that transformers computes: our name to theirs."""
 _HOPPER = (9, 0)
@@ -43,8 +45,6 @@ _HOPPER = (9, 0)
 _LARGEST_HEADS = {"cudnn": 128, "flash": 256}
 _FLASH_PACKAGES = {"FA4": "flash_attn.cute", "FA3": "flash_attn_interface"}
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
-
-_order = ExitStack()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class Device:
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Choose the attention of the model and of this process."""
+    """Choose the attention of the model."""
     model, asked = assembly.model, assembly.args.attention
-    _order.close()  # an earlier run's in this process
-    apply_bias_layout(model)
+    if assembly.wants("bias layout"):
+        apply_bias_layout(model)
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
@@ -78,13 +78,20 @@ def apply(assembly: Assembly) -> str | None:
     chosen = choose(asked, device)
     if chosen is None:
         return None
-    _order.enter_context(attention.sdpa_kernel(_ORDERS[chosen], set_priority=True))
-    extra = _activate_flash(model) if asked == "flash" else ""
-    if asked == "auto" and getattr(model, "main_input_name", "") == "input_ids":
-        _order.enter_context(avoid_plans())
-    if asked == "auto" and _find_biased(model) and interface.can_run(assembly.device):
-        _order.enter_context(interface.use_kernel())
+    takes_tokens = getattr(model, "main_input_name", "") == "input_ids"
+    by_length = assembly.wants("varied lengths") and takes_tokens
+    by_bias = assembly.wants("learned bias kernel") and bool(_find_biased(model))
+    by_bias = by_bias and interface.can_run(assembly.device)
+    unknown = find_unknown_attention() if by_length or by_bias else None
+    is_known = unknown is None
+    choice = KernelChoice(_ORDERS[chosen], by_length and is_known, by_bias and is_known)
+    blocks = assembly.plan.get_blocks(model) if assembly.plan.blocks else []
+    apply_choice(model, blocks, choice)
+    extra = _activate_flash(model, assembly.applied) if asked == "flash" else ""
+    if choice.has_bias_kernel:
         extra = ", and our own kernel for the learned bias"
+    if unknown is not None:
+        extra = f"; not by length or bias, since {unknown}"
     return f"{chosen} first, if it can take the mask{extra}"
 
 
@@ -150,16 +157,29 @@ def _get_dropout(model: nn.Module) -> float:
     return max((value for value in values if isinstance(value, float)), default=0.0)
 
 
-def _activate_flash(model: nn.Module) -> str:
-    """Let torch use a newer FlashAttention if one is installed; those have no dropout."""
-    activate = getattr(attention, "activate_flash_attention_impl", None)
-    if activate is None or _get_dropout(model):
+def _activate_flash(model: nn.Module, applied: Applied) -> str:
+    """Let torch use a newer FlashAttention if one is installed; those have no dropout.
+
+    Until the engine closes, and for the whole process: torch replaces the kernel itself.
+    """
+    if not hasattr(attention, "activate_flash_attention_impl") or _get_dropout(model):
         return ""
     for name, package in _FLASH_PACKAGES.items():
         if _is_installed(package):
-            activate(name)
+            applied.enter(_newer_flash(name))
             return f", with {name}"
     return ""
+
+
+@functools.cache
+def _newer_flash(name: str) -> Change:
+    """Inside, torch's flash attention is this one."""
+
+    def activate() -> Callable[[], None]:
+        attention.activate_flash_attention_impl(name)  # type: ignore[arg-type]
+        return attention.restore_flash_attention_impl
+
+    return Change(activate)
 
 
 def _is_installed(package: str) -> bool:

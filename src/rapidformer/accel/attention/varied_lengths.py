@@ -11,8 +11,8 @@ kernels. Compiled blocks choose when they are compiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,40 +28,25 @@ _ORDER = [
 ]
 _MULTIPLE = 64
 """Lengths that are multiples of this count as fixed."""
-_used: list[bool] = []
-"""Not empty while the rule applies."""
 
 
-@contextmanager
-def avoid_plans() -> Iterator[None]:
-    """Inside, ``sdpa`` attention of every model in this process follows the rule."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' attention function ``plain``, following the rule."""
 
     @functools.wraps(plain)
     def attend(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-        # A compiled block chooses once for all sizes: ``choose_for_all_sizes``.
+        # A compiled block chooses once for all sizes: ``kernel_scope.choose_for_all_sizes``.
         if torch.compiler.is_compiling() or not (
             query.shape[2] % _MULTIPLE or key.shape[2] % _MULTIPLE
         ):
             return plain(module, query, key, *args, **options)
-        with attention.sdpa_kernel(_ORDER, set_priority=True):
+        with use_order():
             return plain(module, query, key, *args, **options)
 
-    AttentionInterface.register("sdpa", attend)
-    _used.append(True)
-    try:
-        yield
-    finally:
-        _used.pop()
-        AttentionInterface.register("sdpa", plain)
+    return attend
 
 
-def choose_for_all_sizes() -> AbstractContextManager[None]:
-    """Inside, code compiled for all sizes follows the rule, if this run does."""
-    if not _used:
-        return nullcontext()
+def use_order() -> AbstractContextManager[None]:
+    """Inside, cuDNN comes after torch's own fused kernels."""
     order: AbstractContextManager[None] = attention.sdpa_kernel(_ORDER, set_priority=True)
     return order

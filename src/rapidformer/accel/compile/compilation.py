@@ -8,7 +8,7 @@ normalizations outside the blocks that are written in Python are compiled as wel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.compile.hashed_dropout import hash_dropout
 from rapidformer.accel.compile.merged_linears import merge_linears
-from rapidformer.compat.torch_compile import Backend, Rewrite, quieten_tracing
+from rapidformer.compat.patches import Change
+from rapidformer.compat.torch_compile import QUIET_TRACING, Backend, Rewrite
 from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -35,15 +36,15 @@ def apply(assembly: Assembly) -> str:
     """Compile the blocks of this rank."""
     args, plan, model = assembly.args, assembly.plan, assembly.model
     if args.compile_backend == "inductor":
-        keep_compiled_code()
+        assembly.applied.enter(KEPT_CODE)
     if not os.environ.get("TORCH_LOGS"):
-        quieten_tracing()
+        assembly.applied.enter(QUIET_TRACING)
     norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
     apply_compile(
         model,
         plan,
         backend=args.compile_backend,
-        rewrites=_choose_rewrites(model, args.compile_backend, assembly.device),
+        rewrites=_choose_rewrites(assembly),
         norms=norms,
     )
     count = len(plan.blocks)
@@ -110,15 +111,15 @@ def _is_python_norm(module: nn.Module) -> bool:
     )
 
 
-def _choose_rewrites(model: nn.Module, backend: Backend, device: torch.device) -> list[Rewrite]:
-    """The rewrites that make this model's graphs faster on this device."""
-    if device.type != "cuda":
-        return []  # products with fp32 results are slow on a CPU; hashed dropout has not been timed
+def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
+    """The rewrites that make this model's graphs faster on this device: rows of their own."""
     rewrites: list[Rewrite] = []
-    copies = sum(2 * parameter.numel() for parameter in model.parameters())
-    if copies < _LARGEST_FRACTION * torch.cuda.get_device_properties(device).total_memory:
-        rewrites.append(merge_linears)
-    if backend == "inductor":
+    # On a CPU, products with fp32 results are slow, and hashed dropout has not been timed.
+    if assembly.wants("merged linear layers"):
+        copies = sum(2 * parameter.numel() for parameter in assembly.model.parameters())
+        memory = torch.cuda.get_device_properties(assembly.device).total_memory
+        rewrites += [merge_linears] if copies < _LARGEST_FRACTION * memory else []
+    if assembly.wants("hashed dropout") and assembly.args.compile_backend == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
     return rewrites
 
@@ -132,18 +133,34 @@ def _check_backend(backend: Backend) -> None:
         )
 
 
-def keep_compiled_code() -> None:
-    """Let later runs reuse compiled kernels: torch keeps them in /tmp, which is often cleared.
+def _keep_compiled_code() -> Callable[[], None]:
+    folder = _find_folder()
+    if folder is None:
+        return lambda: None
+    os.environ[_CACHE] = folder
 
-    A folder chosen by the user is kept. So is torch's own choice if there is no home to write to.
-    """
+    def restore() -> None:
+        if os.environ.get(_CACHE) == folder:
+            del os.environ[_CACHE]
+
+    return restore
+
+
+KEPT_CODE = Change(_keep_compiled_code)
+"""Inside, later runs can reuse compiled kernels: torch keeps them in /tmp, which is often cleared.
+
+For the whole process: torch reads the variable wherever it compiles, in processes of its own too.
+"""
+
+
+def _find_folder() -> str | None:
+    """Where to keep them; None leaves the user's choice, or torch's if there is no home."""
     if os.environ.get(_CACHE):
-        return
+        return None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        folder = Path(base).expanduser() / "rapidformer" / "torchinductor"
+        folder = Path(base).expanduser().absolute() / "rapidformer" / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return
-    if os.access(folder, os.W_OK):
-        os.environ[_CACHE] = str(folder)
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None

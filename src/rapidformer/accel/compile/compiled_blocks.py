@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.attention.varied_lengths import choose_for_all_sizes
+from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
     Backend,
@@ -100,11 +100,13 @@ class CompiledBlocks:
             self._skips_calls = True
             return call_plainly(block, *args, **kwargs)
         compiled = self._choose((*form, *kwargs), tuple(sizes))
-        if id(block) in compiled.seen or not compiled.takes_all_sizes:
-            return self._run(compiled, block, args, kwargs)
-        # This call may compile for all sizes, which needs a few settings of torch.
-        with compile_for_all_sizes(), choose_for_all_sizes():
-            return self._run(compiled, block, args, kwargs)
+        # Here as well, and not in the compiled code: a recomputed block is not in its model's call.
+        with use_kernels(block):
+            if id(block) in compiled.seen or not compiled.takes_all_sizes:
+                return self._run(compiled, block, args, kwargs)
+            # This call may compile for all sizes, which needs a few settings of torch.
+            with compile_for_all_sizes(), choose_for_all_sizes(block):
+                return self._run(compiled, block, args, kwargs)
 
     def _call_with_gradients(
         self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import FUSED_ATTENTIONS
-from rapidformer.compat.transformers_models import chooses_attention, get_attention, set_attention
+from rapidformer.compat.transformers_models import (
+    chooses_attention,
+    get_attention,
+    get_attention_table,
+    get_mask_table,
+    set_attention,
+)
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
 from rapidformer.overlay import find_fact, put_fact
@@ -42,7 +49,7 @@ def apply_context_attention(
     for config in find_configs(model):
         name = get_attention(config)
         if name in KNOWN:
-            set_attention(config, _register(name))
+            set_attention(config, _PREFIX + name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:
@@ -52,13 +59,24 @@ def find_configs(model: nn.Module) -> list[Any]:
     return list(by_id.values())
 
 
-@functools.cache
-def _register(name: str) -> str:
-    """Add a function to transformers' interface that splits heads around attention ``name``."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+def _list_entries() -> Iterator[Entry]:
+    """Functions in transformers' interfaces that split heads around its own."""
+    for name in KNOWN:
+        build = functools.partial(_build_attention, name)
+        yield Entry(get_attention_table(), _PREFIX + name, build)
+        yield Entry(get_mask_table(), _PREFIX + name, functools.partial(_build_masks, name))
 
+
+ATTENTION = Patch(_list_entries)
+"""Inside, transformers' interfaces have our functions."""
+
+
+def _build_masks(name: str, _: None) -> Any:
+    # Looked up at each call: inside a call of ours, it may be another one.
+    return lambda *args, **kwargs: get_mask_table()[name](*args, **kwargs)
+
+
+def _build_attention(name: str, _: None) -> Any:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         module: nn.Module,
@@ -69,13 +87,13 @@ def _register(name: str) -> str:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        original = ALL_ATTENTION_FUNCTIONS.get(name) or _find_eager(module)
+        original = get_attention_table().get(name) or _find_eager(module)
         region = find_fact(module, ContextRegion)
         if region is None or not region.length:
-            found: tuple[Tensor, Tensor | None] = original(
+            plain: tuple[Tensor, Tensor | None] = original(
                 module, query, key, value, attention_mask, *args, **kwargs
             )
-            return found
+            return plain
         heads, key_heads = query.shape[1], key.shape[1]
         query, key, value = exchange_heads(region, query, key, value)
         mask = _take_heads(region, attention_mask, heads)
@@ -83,9 +101,7 @@ def _register(name: str) -> str:
             attended, _ = original(module, query, key, value, mask, *args, **kwargs)
         return region.join_heads(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(_PREFIX + name, attend)
-    AttentionMaskInterface.register(_PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    return _PREFIX + name
+    return attend
 
 
 def exchange_heads(

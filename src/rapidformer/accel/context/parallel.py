@@ -20,6 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rapidformer.accel.applied import Applied
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.arguments import (
     ArgumentSplit,
     find_argument_names,
@@ -28,6 +30,7 @@ from rapidformer.accel.context.arguments import (
 )
 from rapidformer.accel.context.draws import OwnDraws
 from rapidformer.accel.context.exchanged_attention import (
+    ATTENTION,
     KNOWN,
     SplitTorchAttention,
     apply_context_attention,
@@ -73,7 +76,17 @@ class _Place:
     arguments: ArgumentSplit
 
 
-def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> ContextRegion:
+def apply(assembly: Assembly) -> str:
+    """Split the tokens between the first block and the last."""
+    mesh = assembly.topology.get_submesh("context")
+    assert mesh is not None
+    apply_context_parallel(assembly.model, assembly.plan, mesh, assembly.applied)
+    return f"{mesh.size()} ranks"
+
+
+def apply_context_parallel(
+    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, applied: Applied
+) -> ContextRegion:
     """Split the tokens of every sequence over the mesh, in place."""
     region = ContextRegion(mesh.get_group())
     problems = list(_find_problems(model, plan, region.size))
@@ -81,6 +94,7 @@ def apply_context_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) 
         raise ConfigurationError(problems)
     blocks = plan.get_blocks(model)
     if not plan.has_split_attention:
+        applied.enter(ATTENTION)
         apply_context_attention(model, blocks, region)
     draws = OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):

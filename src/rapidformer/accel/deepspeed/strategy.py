@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.package import (
     announce_build,
     import_deepspeed,
@@ -54,6 +55,24 @@ _AUTOTP_MODELS = ("bert", "llama")
 def is_split_by_autotp(model: nn.Module) -> bool:
     """Whether DeepSpeed's AutoTP splits this kind of model into layers that it can join again."""
     return getattr(getattr(model, "config", None), "model_type", None) in _AUTOTP_MODELS
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Prepare to hand the model over; evaluation alone does not need DeepSpeed."""
+    if not assembly.uses_deepspeed:
+        return None
+    strategy = DeepSpeedStrategy(
+        assembly.model,
+        assembly.whole_plan,
+        assembly.args,
+        device=assembly.device,
+        topology=assembly.topology,
+        precision=assembly.precision,
+        uses_autotp=assembly.uses_autotp,
+    )
+    assembly.synchronizer = strategy
+    assembly.needs_autocast = not strategy.keeps_precision
+    return strategy.describe()
 
 
 class DeepSpeedStrategy:

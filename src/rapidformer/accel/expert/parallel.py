@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from rapidformer.accel.data_parallel import GradientReducer
-from rapidformer.accel.sharding.zero import get_sharding_options
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import Split, Style, extend_class, inside_a_call
@@ -39,6 +37,16 @@ from rapidformer.overlay import extend, get_fact
 _FLAG = "--expert-model-parallel-size"
 _SPLIT_EXPERTS = "grouped_gemm"
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def apply(assembly: Assembly) -> str:
+    """Split the experts; their gradients are summed over different ranks than the rest."""
+    mesh = assembly.topology.get_expert_mesh("expert")
+    assert mesh is not None
+    assembly.experts = apply_expert_parallel(
+        assembly.model, assembly.plan, mesh, is_sharded=bool(assembly.args.zero_stage)
+    )
+    return f"{mesh.size()} ranks"
 
 
 def apply_expert_parallel(
@@ -73,36 +81,6 @@ def _build_generate(cls: Any) -> dict[str, Any]:
         return cls.generate(self, *args, **{"synced_gpus": True, **kwargs})
 
     return {"generate": generate}
-
-
-def shard_experts(
-    experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int, *, offloads: bool = False
-) -> None:
-    """Shard each rank's experts over the ranks that hold the same ones (ZeRO)."""
-    for module in experts:
-        fully_shard(module, **get_sharding_options(mesh, stage, offloads=offloads))
-
-
-class ExpertGradients:
-    """Sums gradients: of experts over one group, of everything else over all replicas."""
-
-    def __init__(
-        self, model: nn.Module, experts: Sequence[nn.Module], replicas: DeviceMesh, same: DeviceMesh
-    ) -> None:
-        own = [p for module in experts for p in module.parameters()]
-        known = {id(p) for p in own}
-        others = [p for p in model.parameters() if id(p) not in known]
-        self._reducers = [GradientReducer(others, replicas.get_group())]
-        if same.size() > 1:
-            self._reducers.append(GradientReducer(own, same.get_group()))
-
-    def before_backward(self, is_last: bool) -> None:
-        for reducer in self._reducers:
-            reducer.before_backward(is_last)
-
-    def after_backward(self) -> None:
-        for reducer in self._reducers:
-            reducer.after_backward()
 
 
 # ---- which experts -------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ SMALLEST = 1024
 _FIRST_CAPABILITY = (8, 9)
 
 
-def find_fp8_problem(device: torch.device) -> str | None:
-    """Why ``--fp8`` cannot work on a device; None if it can."""
+def find_device_problem(device: torch.device) -> str | None:
+    """Why fp8 cannot work on a device; None if it can."""
     if device.type == "cpu":
         if processor.is_emulation_wanted():
             return None
@@ -43,8 +43,8 @@ def find_fp8_problem(device: torch.device) -> str | None:
             return None
         name = torch.cuda.get_device_name(device)
     return (
-        f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell); "
-        f"this run is on {name}. Leave out --fp8."
+        "it needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), and "
+        f"this run is on {name}"
     )
 
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
 from rapidformer.accel.fused_loss.head import Head, watch_steps
+from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
@@ -184,19 +184,23 @@ def _build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) 
     return logits
 
 
-@cache
-def watch_torch() -> None:
-    """See what bypasses ``__torch_function__``: custom autograd functions and optimizer steps."""
-    convert_function_arguments(DeferredLogits, _compute_for_function)
-    watch_steps()
-
-
 def _compute_for_function(function: type, logits: DeferredLogits) -> Tensor:
     say_once(
         f"--fused-loss: {function.__name__}, a torch.autograd.Function, needs all logits, so they "
         "are computed as without the switch."
     )
     return logits.compute()
+
+
+def _watch_torch() -> Callable[[], None]:
+    watching = ExitStack()
+    watching.enter_context(convert_function_arguments(DeferredLogits, _compute_for_function))
+    watching.callback(watch_steps().remove)
+    return watching.close
+
+
+WATCHING = Change(_watch_torch)
+"""Inside, we see what bypasses ``__torch_function__``: autograd functions and optimizer steps."""
 
 
 class _StandIn(torch.autograd.Function):

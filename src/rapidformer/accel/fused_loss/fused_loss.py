@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import (
@@ -23,11 +24,12 @@ from rapidformer.accel.fused_loss.chunked import (
     get_compute_type,
     sum_losses,
 )
-from rapidformer.accel.fused_loss.deferred import DTYPES, defer, watch_torch
+from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING, defer
 from rapidformer.accel.fused_loss.head import Head
 from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
+from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import copy_in
 from rapidformer.dist.whole import gather_with_gradient
@@ -52,13 +54,18 @@ def apply(assembly: Assembly) -> str | None:
     assert head is not None
     if mode == "auto" and head.weight.shape[0] < _LARGE:
         return None
+    unknown = find_unknown_functions()
+    if unknown is not None and mode == "on":
+        raise ConfigurationError(f"--fused-loss on: {unknown}. Leave the flag out.")
+    if unknown is not None:
+        return f"off: {unknown}"
 
     def gather(parameter: Tensor) -> Tensor:
         # A loss over ``outputs.logits`` may run after the forward pass, when weights are sharded
         # again. Looked up late: a later switch creates the synchronizer.
         return gather_weight(assembly.synchronizer, parameter)
 
-    apply_fused_loss(head, always=mode == "on", gather=gather)
+    apply_fused_loss(head, always=mode == "on", gather=gather, applied=assembly.applied)
     return f"the {head.weight.shape[0]:,} logits of a token exist only chunk by chunk"
 
 
@@ -104,9 +111,10 @@ def apply_fused_loss(
     *,
     always: bool = True,
     gather: Callable[[Tensor], Tensor] = gather_with_gradient,
+    applied: Applied | None = None,
 ) -> None:
     """Defer this head's outputs in training."""
-    watch_torch()
+    WATCHING.keep(applied)
     extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -70,6 +71,6 @@ class _NoteStep:
             head.note_step(stepped)
 
 
-def watch_steps() -> None:
-    """Let heads know when an optimizer changes their weights. Call this once per process."""
-    register_optimizer_step_post_hook(_NoteStep())
+def watch_steps() -> RemovableHandle:
+    """Let heads know when an optimizer changes their weights, until the hook is removed."""
+    return register_optimizer_step_post_hook(_NoteStep())

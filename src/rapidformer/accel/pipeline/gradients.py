@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -56,8 +57,10 @@ class SharedGradients:
         parameters = dict(model.named_parameters())
         return [parameters[name] for names in self._names.values() for name in names]
 
-    def serve_clipping(self, model: nn.Module, device: torch.device) -> None:
-        """Let torch's ``clip_grad_norm_`` use the norm over all stages.
+    def serve_clipping(
+        self, model: nn.Module, device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages.
 
         Every rank of the pipeline must call it. A rank that holds none of the parameters in
         question passes no gradients, and takes part all the same.
@@ -75,7 +78,7 @@ class SharedGradients:
             norm = compute([g for g in gradients if id(g) not in elsewhere], order)
             return self._join_norms(norm, order, device)
 
-        extend_total_norm(measure)
+        return extend_total_norm(measure)
 
     def _join_norms(self, norm: Tensor, order: float, device: torch.device) -> Tensor:
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(device, torch.float64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.pipeline.cut import Holdings, apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import Usage, find_usage
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
@@ -31,6 +33,7 @@ from rapidformer.accel.pipeline.refusals import (
     explain_absence,
     explain_gradient_error,
     find_hook_problem,
+    find_model_problems,
     list_far_modules,
     refuse_partial_reads,
     refuse_shared_gradients,
@@ -38,6 +41,7 @@ from rapidformer.accel.pipeline.refusals import (
 from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls
+from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.topology import Topology
@@ -71,6 +75,7 @@ class Pipeline:
         assert topology.mesh is not None
         self.layout = layout
         self.plan = plan
+        self._open = ExitStack()
         self.num_parameters, self.num_trained = counts
         """Counts of the whole model, not of this rank's stages."""
         self.holdings = holdings
@@ -117,9 +122,15 @@ class Pipeline:
         absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)
-        refuse_shared_gradients(self.shared.list_parameters(model), self._context)
-        self.shared.serve_clipping(model, self._device)
+        shared = self.shared.list_parameters(model)
+        for hook in refuse_shared_gradients(shared, self._context):
+            self._open.callback(hook.remove)
+        self._open.enter_context(self.shared.serve_clipping(model, self._device))
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
+
+    def close(self) -> None:
+        """Take off what is outside the model's modules: hooks of parameters, and clipping."""
+        self._open.close()
 
     # ---- an update -----------------------------------------------------------------------------
 
@@ -275,6 +286,27 @@ def _finish_sharded(model: nn.Module) -> None:
 # ---- deciding and cutting ------------------------------------------------------------------------
 
 
+def apply(assembly: Assembly) -> str:
+    """Keep only this rank's stages; the plan then covers just those."""
+    pipeline = build_pipeline(
+        assembly.model,
+        assembly.whole_plan,
+        assembly.args,
+        device=assembly.device,
+        topology=assembly.topology,
+        is_mixed=assembly.precision.dtype is not None,
+    )
+    assembly.pipeline, assembly.plan = pipeline, pipeline.local_plan
+    assembly.applied.on_close(pipeline.close)
+    return f"{assembly.topology.pipeline} ranks ({pipeline.layout.describe()})"
+
+
+def attach(assembly: Assembly) -> None:
+    """Row ``stage gates``: around everything that has been applied."""
+    assert assembly.pipeline is not None
+    assembly.pipeline.attach(assembly.model)
+
+
 def build_pipeline(
     model: nn.Module,
     plan: ModelPlan,
@@ -285,13 +317,14 @@ def build_pipeline(
     is_mixed: bool,
 ) -> Pipeline:
     """Decide on the stages and drop all parameters of other ranks."""
-    problems = _find_problems(model, plan)
+    problems = find_model_problems(model, plan)
     if problems:
         raise ConfigurationError(problems)
     usage = find_usage(model, plan)
     layout = _build_layout(model, plan, usage, args, topology)
     problem = _find_schedule_problem(model, layout, usage)
     problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
+    problem = problem or find_unknown_norm() or ""
     if problem:
         raise ConfigurationError(problem)
     holdings = find_holdings(model, plan, layout, usage)
@@ -364,25 +397,6 @@ def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> st
         "several blocks, and this schedule cannot separate their contributions to its gradient: "
         "use --pipeline-schedule 1f1b or interleaved."
     )
-
-
-def _find_problems(model: Any, plan: ModelPlan) -> list[str]:
-    config = getattr(model, "config", None)
-    instead = "Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
-    name = type(model).__name__
-    problems = []
-    if getattr(config, "is_encoder_decoder", False):
-        problems.append(f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}")
-    elif getattr(config, "model_type", "") == "albert":
-        problems.append(f"{FLAG}: all layers of {name} are the same module. {instead}")
-    elif not plan.blocks:
-        problems.append(
-            f"{FLAG}: no repeated blocks were found in {name}. Give it a method "
-            "rapidformer_plan() that returns {'blocks': 'name.of.list'}."
-        )
-    elif plan.pipeline_problem:
-        problems.append(f"{FLAG}: {name} {plan.pipeline_problem} {instead}")
-    return problems
 
 
 def _choose_dtype(model: nn.Module, *, is_mixed: bool) -> torch.dtype:

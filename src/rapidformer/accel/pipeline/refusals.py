@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.pipeline.gates import GRADIENT_PROBLEM, StageContext, refuse_gradient
 from rapidformer.accel.pipeline.layout import FLAG, Layout
@@ -102,15 +103,15 @@ def _build_partial(cls: Any, context: StageContext, may_be_called: bool) -> dict
     return {**members, "__call__": call} if may_be_called else members
 
 
-def refuse_shared_gradients(parameters: Iterable[nn.Parameter], context: StageContext) -> None:
+def refuse_shared_gradients(
+    parameters: Iterable[nn.Parameter], context: StageContext
+) -> list[RemovableHandle]:
     """Refuse a gradient that the forward step takes of a parameter that other stages use too."""
 
     def check(gradient: Tensor) -> None:
         refuse_gradient(context)
 
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(check)
+    return [p.register_hook(check) for p in parameters if p.requires_grad]
 
 
 def explain_gradient_error(error: RuntimeError) -> Exception:
@@ -122,3 +123,23 @@ def explain_gradient_error(error: RuntimeError) -> Exception:
     if not where.startswith("torch.autograd"):
         return error
     return RapidformerError(f"{GRADIENT_PROBLEM} ({error})")
+
+
+def find_model_problems(model: Any, plan: ModelPlan) -> list[str]:
+    """Why a model cannot be cut into stages."""
+    config = getattr(model, "config", None)
+    instead = "Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
+    name = type(model).__name__
+    problems = []
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}")
+    elif getattr(config, "model_type", "") == "albert":
+        problems.append(f"{FLAG}: all layers of {name} are the same module. {instead}")
+    elif not plan.blocks:
+        problems.append(
+            f"{FLAG}: no repeated blocks were found in {name}. Give it a method "
+            "rapidformer_plan() that returns {'blocks': 'name.of.list'}."
+        )
+    elif plan.pipeline_problem:
+        problems.append(f"{FLAG}: {name} {plan.pipeline_problem} {instead}")
+    return problems

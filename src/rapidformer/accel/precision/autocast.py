@@ -1,12 +1,61 @@
-"""``--mixed-precision``: run the model under autocast; its weights are already in fp32."""
+"""``--mixed-precision``: the model's calls run under autocast, on weights kept in fp32.
+
+The model's own ``__call__`` enters autocast, so a user's loop needs no context manager.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import nn
+
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.precision.precision import apply_mixed_precision
+from rapidformer.accel.precision.precision import Precision, to_fp32
+from rapidformer.overlay import extend
 
 
 def apply(assembly: Assembly) -> None:
     """Run every call of the model in the run's precision, which has its own start-up line."""
     if assembly.needs_autocast:
         apply_mixed_precision(assembly.model, assembly.precision, assembly.device)
+
+
+def keep_fp32_weights(assembly: Assembly) -> str | None:
+    """Row ``fp32 weights``: before weights are split, which copies them."""
+    changed = apply_fp32_weights(assembly.model, assembly.precision)
+    return f"{changed} weights that were in 16 bits" if changed else None
+
+
+def apply_fp32_weights(model: nn.Module, precision: Precision) -> int:
+    """Keep a mixed-precision run's weights in fp32; returns how many were in 16 bits."""
+    short = (torch.float16, torch.bfloat16)
+    weights = [p for p in model.parameters() if p.dtype in short]
+    for parameter in weights if precision.dtype is not None else ():
+        parameter.data = parameter.data.float()
+    return len(weights) if precision.dtype is not None else 0
+
+
+def apply_mixed_precision(
+    model: nn.Module, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Run every call of the model under autocast, on fp32 weights."""
+    if precision.dtype is None:
+        return model
+    extend(model, "autocast", lambda cls: _build_autocast(cls, precision, device))
+    return model
+
+
+def _build_autocast(
+    cls: type[nn.Module], precision: Precision, device: torch.device
+) -> dict[str, Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with precision.autocast(device):
+            output = cls.__call__(self, *args, **kwargs)
+        return output if _has_loss(output) else to_fp32(output)
+
+    return {"__call__": call}
+
+
+def _has_loss(output: Any) -> bool:
+    return isinstance(output, dict) and output.get("loss") is not None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from rapidformer.compat.torch_fsdp import list_parameter_groups, wait_for_reductions
 from rapidformer.compat.torch_tensors import count_changes
@@ -65,9 +66,9 @@ class GatheredWeights:
         # fully_shard adds to the shard's gradient on streams that autograd does not know about.
         wait_for_reductions(self._modules[0])
 
-    def watch_updates(self, optimizer: Optimizer) -> None:
+    def watch_updates(self, optimizer: Optimizer) -> RemovableHandle:
         """Reshard before every update: the optimizer updates the shards."""
-        optimizer.register_step_pre_hook(lambda *_: self.release())
+        return optimizer.register_step_pre_hook(lambda *_: self.release())
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._keep_changes()

@@ -8,17 +8,19 @@ these objects refuse to be used. Shape, dtype and device can still be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_dispatch import without_torch_function
 from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import RapidformerError
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, remove
 
 
 class AbsentWeight(torch.Tensor):
@@ -55,19 +57,28 @@ def build_placeholder(
     return placeholder  # type: ignore[no-any-return]
 
 
-def retire_parameters(
-    before: Mapping[str, ReferenceType[nn.Parameter]], current: Iterable[nn.Parameter]
-) -> None:
-    """Refuse, from now on, the use of parameters that have been replaced or dropped.
+def apply(assembly: Assembly) -> str | None:
+    """Row ``retired parameters``: refuse the use of those that were replaced or dropped.
 
     References are weak: whole weights that nobody has collected must not outlive their shards.
     """
-    kept = {id(parameter) for parameter in current}
-    for name, reference in before.items():
+    kept = {id(parameter) for parameter in assembly.model.parameters()}
+    count = 0
+    for name, reference in assembly.applied.plain.names.items():
         retired: Any = reference()
         if retired is not None and id(retired) not in kept:
             extend(retired, "retired", _add_nothing, styles=(AbsentWeight,), is_shared=True)
-            retired._explain = lambda name=name: _describe_retired(name)
+            retired._explain = functools.partial(_describe_retired, name)
+            assembly.applied.on_close(_revive, reference)
+            count += 1
+    return f"{count} that were replaced" if count else None
+
+
+def _revive(reference: ReferenceType[nn.Parameter]) -> None:
+    retired: Any = reference()
+    if retired is not None:
+        remove(retired, "retired")
+        del retired._explain
 
 
 def _add_nothing(cls: Any) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.split.double_gradients import refuse_double_gradients
 from rapidformer.accel.tensor.outputs import WholeOutputs
-from rapidformer.accel.tensor.slices import distribute
+from rapidformer.accel.tensor.slices import distribute, make_local
 from rapidformer.accel.tensor.styles import (
     Colwise,
     ColwiseGathered,
@@ -72,6 +73,18 @@ class _Cut:
 
     placement: Placement
     reading: Reading | None = None
+
+
+def apply(assembly: Assembly) -> str | None:
+    """Split the layers by the model's plan, which sequence parallelism needs too."""
+    if assembly.uses_autotp:
+        return None
+    mesh = assembly.topology.get_submesh("tensor")
+    assert mesh is not None
+    assembly.tensor_plan = apply_tensor_parallel(assembly.model, assembly.plan, mesh)
+    if assembly.uses_deepspeed:
+        make_local(assembly.model, mesh)
+    return f"{mesh.size()} ranks (plan: {assembly.tensor_plan.source})"
 
 
 def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:

@@ -7,7 +7,6 @@ other case both do what ``sdpa`` does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.compat.patches import Entry, Patch
+from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
 
 _CURRENT: ContextVar[tuple[Rows, Rows | None] | None] = ContextVar("rows", default=None)
 
@@ -32,17 +33,20 @@ def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-@functools.cache
-def register() -> str:
-    """Add our functions to the interfaces; returns their name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import (
-        ALL_MASK_ATTENTION_FUNCTIONS,
-        bidirectional_mask_function,
-    )
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+NAME = "rapidformer_by_row"
 
-    make_plain_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+def _list_entries() -> Iterator[Entry]:
+    yield Entry(get_attention_table(), NAME, _build_attention)
+    yield Entry(get_mask_table(), NAME, _build_masks)
+
+
+BY_ROW = Patch(_list_entries)
+"""Inside, transformers' interfaces have our functions."""
+
+
+def _build_masks(_: None) -> Any:
+    from transformers.masking_utils import bidirectional_mask_function
 
     def make_mask(**given: Any) -> Any:
         rows, encoder = _CURRENT.get() or (None, None)
@@ -50,7 +54,14 @@ def register() -> str:
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _covers_batch(rows, keys or rows, given):
             return make_row_mask(rows, may_attend, keys)
-        return make_plain_mask(**given)
+        return get_mask_table()["sdpa"](**given)
+
+    return make_mask
+
+
+def _build_attention(_: None) -> Any:
+    # Looked up at each call: inside a call of ours, it may be another one.
+    table = get_attention_table()
 
     def attend(
         module: nn.Module,
@@ -62,17 +73,12 @@ def register() -> str:
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, RowMask):
             return kernels.attend(query, key, value, attention_mask, **options), None
-        # Looked up at each call: a later run may register a kernel for its model's bias.
-        attend_plainly = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        found: tuple[Tensor, Tensor | None] = attend_plainly(
+        attended: tuple[Tensor, Tensor | None] = table["sdpa"](
             module, query, key, value, attention_mask, **options
         )
-        return found
+        return attended
 
-    name = "rapidformer_by_row"
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, make_mask)
-    return name
+    return attend
 
 
 def _covers_batch(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
@@ -31,7 +32,7 @@ from rapidformer.accel.unpad.sides import (
     restore_sides,
     use_sides,
 )
-from rapidformer.accel.unpad.token_attention import register, use_rows
+from rapidformer.accel.unpad.token_attention import BY_ROW, NAME, use_rows
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -50,6 +51,7 @@ def apply(assembly: Assembly) -> str | None:
         assembly.precision.dtype,
         is_compiled=assembly.args.compile,
         is_asked=is_asked,
+        applied=assembly.applied,
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -59,16 +61,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:
-    """Why this run cannot be unpadded: its device or its other switches do not allow it."""
-    topology = assembly.topology
-    if assembly.device.type not in ("cpu", "cuda"):
-        return "it is implemented for CPUs and CUDA GPUs only"
-    if assembly.pipeline is not None or topology.tensor * topology.context > 1:
-        return "it does not work with tensor, pipeline or context parallelism yet"
-    if topology.expert > 1 or assembly.uses_deepspeed:
-        return "it does not work with expert parallelism or DeepSpeed yet"
-    if assembly.args.compile and assembly.device.type == "cuda" and not assembly.precision.dtype:
-        return "on a GPU, --compile needs flash attention, which works in 16 bits only"
+    """Why this model cannot be unpadded in this run, beside what the row says."""
     if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
         return "on a GPU, --compile needs flash attention, which takes no position bias"
     is_default = assembly.args.dynamic_shape == "auto"
@@ -86,6 +79,7 @@ def apply_unpadding(
     *,
     is_compiled: bool = False,
     is_asked: bool = True,
+    applied: Applied | None = None,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
@@ -96,6 +90,7 @@ def apply_unpadding(
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
+    BY_ROW.keep(applied)
     restore = _extend_parts(model, plan)
     plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
@@ -118,7 +113,7 @@ def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
     configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
     stacks = find_stacks(model) if is_encoder_decoder(model) else None
     for config in configs:
-        set_attention(config, register())
+        set_attention(config, NAME)
     extend_blocks(model, plan)
     if stacks is not None:
         extend_sides(model, *stacks)

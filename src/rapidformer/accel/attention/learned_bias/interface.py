@@ -8,8 +8,7 @@ Ampere. Every other call is passed on unchanged.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,20 +53,6 @@ def _try(device: torch.device) -> None:
         error = float((found - expected).abs().max())
         if not error < 0.01:
             raise RuntimeError(f"a result is off by {error:g}")
-
-
-@contextmanager
-def use_kernel() -> Iterator[None]:
-    """Let ``sdpa`` attention, of every model in this process, use the kernel for calls it suits."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionInterface.register("sdpa", build_attention(plain))
-    try:
-        yield
-    finally:
-        AttentionInterface.register("sdpa", plain)
 
 
 def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:

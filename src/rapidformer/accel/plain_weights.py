@@ -1,0 +1,284 @@
+"""The weights of a plain model, given back when an engine closes.
+
+Rows split, shard, round and drop parameters; what stays here is where each one was, which were
+tied, and its dtype, but not the parameter: a whole weight must not outlive its shards. Giving them
+back is collective. Trained weights keep the precision that they were trained in; frozen ones return
+to theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from rapidformer.compat.torch_modules import get_buffer_table, get_parameter_table, list_unsaved
+from rapidformer.dist.collectives import gather_from_all, gather_from_stages, is_alone
+from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import join_whole
+from rapidformer.host_memory import measure_free_memory
+from rapidformer.log import warn_once
+
+
+def measure_free(device: torch.device) -> float:
+    """Bytes that new tensors may take."""
+    if device.type != "cuda":
+        return measure_free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Weight:
+    """A parameter of the plain model."""
+
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Its owners, with their names for it: several if it is tied."""
+    reference: weakref.ref[nn.Parameter]
+    dtype: torch.dtype
+    shape: torch.Size
+    exact: Tensor | None = None
+    """The values of a frozen weight that was rounded, in host memory, if casting back is not exact.
+    """
+
+    def find_current(self) -> nn.Parameter | None:
+        """What its owners have now; None if it is on another pipeline stage."""
+        tables = [(get_parameter_table(module), name) for module, name in self.places]
+        return next((table[name] for table, name in tables if table.get(name) is not None), None)
+
+
+class PlainWeights:
+    """Where the parameters of a model were before anything was applied."""
+
+    def __init__(self, model: nn.Module | None = None, topology: Topology | None = None) -> None:
+        model = model if model is not None else nn.Module()
+        self.names = {name: weakref.ref(p) for name, p in model.named_parameters()}
+        """Each parameter's name, and the parameter while somebody holds it."""
+        self.measure_free = measure_free
+        self._topology = topology or Topology()
+        self._orders = {module: tuple(get_parameter_table(module)) for module in model.modules()}
+        self._unsaved = {module: set(list_unsaved(module)) for module in model.modules()}
+        self._weights: dict[int, _Weight] = {}
+        self._optimizers: list[tuple[weakref.ref[Optimizer], list[list[_Weight]]]] = []
+        for module in model.modules():
+            for name, parameter in get_parameter_table(module).items():
+                if parameter is not None:
+                    self._add(module, name, parameter)
+
+    def _add(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        weight = _Weight(
+            reference=weakref.ref(parameter), dtype=parameter.dtype, shape=parameter.shape
+        )
+        self._weights.setdefault(id(parameter), weight).places.append((module, name))
+
+    def keep_exact(self, parameter: nn.Parameter, rounded: torch.dtype) -> None:
+        """Before a frozen weight is rounded: keep its values if casting back is not exact.
+
+        Those of most published models are in 16 bits already, and need no copy.
+        """
+        weight = self._weights.get(id(parameter))
+        if weight is None or weight.reference() is not parameter or parameter.is_meta:
+            return
+        exact = parameter.detach().to(weight.dtype)
+        if not torch.equal(exact.to(rounded).to(weight.dtype), exact):
+            weight.exact = exact.cpu()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Point this optimizer to the plain parameters again, with its state, when they return.
+
+        Called before it is re-pointed to split ones, or after it was built from them.
+        """
+        # By living objects: the id of a parameter that was dropped may be another's by now.
+        known = ((p, w) for w in self._weights.values() for p in (w.find_current(), w.reference()))
+        by_id = {id(p): w for p, w in known if p is not None}
+        groups = [
+            [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+            for group in optimizer.param_groups
+        ]
+        self._optimizers.append((weakref.ref(optimizer), groups))
+
+    # ---- giving them back ------------------------------------------------------------------------
+
+    def are_untouched(self) -> bool:
+        """Whether all parameters are still the ones that were there before."""
+        return all(w.find_current() is w.reference() for w in self._weights.values())
+
+    def have_room(self) -> bool:
+        """Whether the whole weights fit into free memory on every rank; says so if they do not."""
+        if self.are_untouched() and self._topology.pipeline == 1:
+            return True
+        needed = sum(map(_count_new_bytes, self._weights.values())) + self._count_state_bytes()
+        devices = {p.device for w in self._weights.values() if (p := w.find_current()) is not None}
+        free = min((self.measure_free(device) for device in devices), default=0.0)
+        needs = [(needed, free)] if is_alone() else gather_from_all((needed, free))
+        worst = max(needs, key=lambda pair: pair[0] - pair[1])
+        if worst[0] <= worst[1]:
+            return True
+        warn_once(
+            f"the model keeps its weights split over the ranks: whole, they need "
+            f"{worst[0] / 2**30:.1f} GiB more, and {worst[1] / 2**30:.1f} GiB are free. "
+            "engine.export(folder) writes the whole model."
+        )
+        return False
+
+    def _count_state_bytes(self) -> int:
+        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        values = [value for state in states for value in state.values()]
+        return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, DTensor))
+
+    def restore(self) -> None:
+        """Give every module its whole parameters again; every rank must call this."""
+        sources = self._find_sources()
+        replaced: dict[int, nn.Parameter] = {}
+        states = list(self._collect_states())
+        for key, weight in self._weights.items():
+            current = weight.find_current()
+            plain = self._make_plain(weight, current, sources.get(key))
+            replaced[key] = plain
+            for module, name in weight.places:
+                get_parameter_table(module)[name] = plain
+        for module, names in self._orders.items():
+            table = get_parameter_table(module)
+            ordered = {name: table[name] for name in names if name in table} | table
+            table.clear()
+            table.update(ordered)
+        self._restore_buffers()
+        self._restore_optimizers(replaced, states)
+
+    def _make_plain(
+        self, weight: _Weight, current: nn.Parameter | None, source: _Source | None
+    ) -> nn.Parameter:
+        original = weight.reference()
+        if current is not None and current is original:
+            if not current.requires_grad and current.dtype != weight.dtype:
+                current.data = _return_to_dtype(weight, current.data)
+            if source is not None:
+                _broadcast(current.data, source, self._topology)
+            return current
+        values: Tensor | None = None
+        if current is not None:
+            values = join_whole(current).to(current.device)
+        if source is not None:
+            values = _broadcast(values, source, self._topology)
+        assert values is not None
+        is_trained = (
+            source.is_trained
+            if source is not None
+            else bool(current is not None and current.requires_grad)
+        )
+        if not is_trained and values.dtype != weight.dtype:
+            values = _return_to_dtype(weight, values)
+        if original is None or original.is_meta:
+            return nn.Parameter(values, requires_grad=is_trained)
+        original.data = values  # a list of parameters made before compose is valid again
+        original.grad = None
+        original.requires_grad_(is_trained)
+        return original
+
+    def _find_sources(self) -> dict[int, _Source]:
+        """For each weight that a stage lacks: the stage that sends it. Empty without a pipeline."""
+        if self._topology.pipeline == 1:
+            return {}
+        held = {
+            index: _Source(0, p.dtype, p.requires_grad, weight.shape)
+            for index, weight in enumerate(self._weights.values())
+            if (p := weight.find_current()) is not None
+        }
+        by_stage = gather_from_stages(held, self._topology)
+        sources: dict[int, _Source] = {}
+        for index, key in enumerate(self._weights):
+            stages = [stage for stage, names in enumerate(by_stage) if index in names]
+            if len(stages) < len(by_stage):
+                first = by_stage[stages[0]][index]
+                sources[key] = _Source(stages[0], first.dtype, first.is_trained, first.shape)
+        return sources
+
+    def _restore_buffers(self) -> None:
+        """What a layer counts in its buffers is right only on its own stage."""
+        if self._topology.pipeline == 1:
+            return
+        for module, before in self._unsaved.items():
+            for name, buffer in get_buffer_table(module).items():
+                if buffer is None or name in before:
+                    continue
+                away = gather_from_stages(name in list_unsaved(module), self._topology)
+                if any(away):
+                    source = _Source(away.index(False), buffer.dtype, False, buffer.shape)
+                    _broadcast(buffer, source, self._topology)
+
+    def _collect_states(self) -> Iterator[tuple[Optimizer, dict[int, Any]]]:
+        """Each optimizer's state by the weight that it is of."""
+        current = {id(w.find_current()): key for key, w in self._weights.items()}
+        for reference, _ in self._optimizers:
+            optimizer = reference()
+            if optimizer is not None:
+                yield (
+                    optimizer,
+                    {
+                        current[id(p)]: state
+                        for p, state in optimizer.state.items()
+                        if id(p) in current
+                    },
+                )
+
+    def _restore_optimizers(
+        self,
+        replaced: dict[int, nn.Parameter],
+        states: list[tuple[Optimizer, dict[int, Any]]],
+    ) -> None:
+        keys = {id(weight): key for key, weight in self._weights.items()}
+        groups_of = {id(ref()): groups for ref, groups in self._optimizers}
+        for optimizer, state in states:
+            groups = groups_of[id(optimizer)]
+            del optimizer.param_groups[len(groups) :]
+            for group, weights in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [replaced[keys[id(weight)]] for weight in weights]
+            optimizer.state.clear()
+            for key, values in state.items():
+                optimizer.state[replaced[key]] = {
+                    name: join_whole(value) if isinstance(value, DTensor) else value
+                    for name, value in values.items()
+                }
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a weight comes from that a pipeline stage lacks."""
+
+    stage: int
+    dtype: torch.dtype
+    is_trained: bool
+    shape: torch.Size
+
+
+def _broadcast(values: Tensor | None, source: _Source, topology: Topology) -> Tensor:
+    mesh = topology.get_submesh("pipeline")
+    assert mesh is not None
+    if values is None:
+        device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+        values = torch.empty(source.shape, dtype=source.dtype, device=device)
+    group = mesh.get_group()
+    dist.broadcast(values, src=dist.get_global_rank(group, source.stage), group=group)
+    return values
+
+
+def _return_to_dtype(weight: _Weight, values: Tensor) -> Tensor:
+    exact = weight.exact
+    return values.to(weight.dtype) if exact is None else exact.to(values.device)
+
+
+def _count_new_bytes(weight: _Weight) -> int:
+    """Bytes of a whole weight that this rank has only a part of, which stays until the end."""
+    current = weight.find_current()
+    if current is not None and current is weight.reference():
+        return 0
+    return weight.shape.numel() * (weight.dtype if current is None else current.dtype).itemsize

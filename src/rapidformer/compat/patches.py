@@ -1,0 +1,141 @@
+"""Change another library for as long as we need it, and refuse one that is not as we know it.
+
+A change is made when its first user enters and undone when its last one leaves, whatever the order
+in which engines, threads and nested models do so. It is visible to the whole process meanwhile: so
+what it installs asks ``is_inside`` whether the call is ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from importlib.metadata import version
+from typing import Any, NamedTuple, Protocol
+
+PRIVATE_NAMES: dict[str, str] = {}
+KNOWN = {"transformers": "5.17", "torch": "2.11 to 2.13"}
+"""The versions whose private functions were read."""
+_MISSING: Any = object()
+
+
+class Entry(NamedTuple):
+    """One value of another library, and what takes its place."""
+
+    owner: Any
+    """A table, a module or a class."""
+    name: str
+    build: Callable[[Any], Any]
+    """From the value that was there (None if there was none) to ours."""
+
+
+class Keeper(Protocol):
+    """What holds contexts open."""
+
+    def enter(self, context: AbstractContextManager[Any]) -> Any: ...
+
+
+class Change(AbstractContextManager[None]):
+    """A change of the process, made while at least one of its users is inside."""
+
+    def __init__(self, make: Callable[[], Callable[[], object]]) -> None:
+        """``make`` makes the change and returns how to undo it."""
+        self._make = make
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo: Callable[[], object] | None = None
+        self._depth: ContextVar[int] = ContextVar("depth", default=0)
+
+    def is_inside(self) -> bool:
+        """Whether this thread is one of the users."""
+        return self._depth.get() > 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._undo = self._make()
+            self._users += 1
+        self._depth.set(self._depth.get() + 1)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """Stay inside until the keeper (an engine's ``Applied``) closes; without one, for good."""
+        if keeper is None:
+            self.__enter__()
+        else:
+            keeper.enter(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._depth.set(self._depth.get() - 1)
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._undo is not None:
+                self._undo()
+
+
+class Patch(Change):
+    """Values of another library that are replaced while at least one user is inside."""
+
+    def __init__(self, list_entries: Callable[[], Iterable[Entry]]) -> None:
+        """``list_entries`` is called at first use: it may import the library."""
+        super().__init__(self._install)
+        self._list_entries = list_entries
+        self._entries: list[tuple[Any, str, Callable[[Any], Any]]] = []
+        self._built: list[tuple[Any, Any]] = []
+        """What was there and ours, for each. Built once: compiled code knows it by identity."""
+
+    def _install(self) -> Callable[[], None]:
+        if not self._entries:
+            self._entries = [(_get_table(owner), *rest) for owner, *rest in self._list_entries()]
+            self._built = [(None, None)] * len(self._entries)
+        for position, (table, name, build) in enumerate(self._entries):
+            before = table.get(name, _MISSING)
+            if before is not self._built[position][0]:
+                self._built[position] = before, build(None if before is _MISSING else before)
+            table[name] = self._built[position][1]
+        return self._restore
+
+    def _restore(self) -> None:
+        for (table, name, _), (before, ours) in zip(self._entries, self._built, strict=True):
+            if table.get(name) is not ours:
+                continue  # somebody has replaced it since
+            if before is _MISSING:
+                del table[name]
+            else:
+                table[name] = before
+
+
+class _Members:
+    """A class's own attributes, as a table."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self._cls).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._cls, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._cls, name)
+
+
+def _get_table(owner: Any) -> Any:
+    if isinstance(owner, type):
+        return _Members(owner)
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def describe_difference(library: str, owner: Any, name: str, known: list[str]) -> str | None:
+    """How a function differs from the one we know, with both versions; None if it does not."""
+    function = getattr(owner, name, None)
+    takes = list(inspect.signature(function).parameters) if callable(function) else None
+    if takes == known:
+        return None
+    installed = "has no such function" if takes is None else f"takes ({', '.join(takes)})"
+    return (
+        f"{name} of {library} {version(library)} {installed}, and rapidformer knows "
+        f"{name}({', '.join(known)}) of {library} {KNOWN[library]}"
+    )

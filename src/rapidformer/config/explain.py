@@ -1,0 +1,123 @@
+"""Every row in a run: on, off or not applicable, why, and how to change that.
+
+Everything here follows from the rows (``switches.py``), without torch. Whether a row finds
+something to change in a model is known only once it was applied: an engine passes what it applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rapidformer.config.row import AUTO
+from rapidformer.config.schema import get_settings
+from rapidformer.config.settings import Settings
+from rapidformer.config.switches import SWITCHES, Situation, Switch, get_switch, to_flag
+
+State = Literal["on", "off", "not applicable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One row in this run."""
+
+    name: str
+    state: State
+    why: str
+    measured: str
+    """What it gained or cost where that was measured; empty if it was not."""
+    change: str
+    """How to change the state; empty if it cannot be changed."""
+
+
+def explain(
+    args: Settings,
+    situation: Situation | None = None,
+    applied: Mapping[str, str] | None = None,
+) -> list[Answer]:
+    """Every row. ``applied`` has the rows that changed something, each with its start-up line."""
+    situation = situation or Situation()
+    answers = [_answer(switch, args, situation, applied) for switch in SWITCHES]
+    order: list[State] = ["on", "off", "not applicable"]
+    return sorted(answers, key=lambda answer: order.index(answer.state))
+
+
+def render(answers: list[Answer]) -> Iterator[str]:
+    """Plain lines, for a file or a pipe."""
+    for answer in answers:
+        measured = f" Measured: {answer.measured}." if answer.measured else ""
+        change = f" To change: {answer.change}." if answer.change else ""
+        yield f"{answer.state:<15}{answer.name}: {answer.why}.{measured}{change}"
+
+
+def _answer(
+    switch: Switch, args: Settings, situation: Situation, applied: Mapping[str, str] | None
+) -> Answer:
+    state, why = _decide(switch, args, situation)
+    if state == "on" and applied is not None and switch.module and switch.name not in applied:
+        state, why = "not applicable", "this model has nothing that it would change"
+    elif state == "on" and applied is not None and applied.get(switch.name):
+        why = f"{why}: {applied[switch.name]}"
+    does = switch.does or get_settings()[switch.turned_on_by[0]].help.split(": ")[0]
+    return Answer(
+        name=switch.name,
+        state=state,
+        why=f"{does} ({why})",
+        measured=switch.gain,
+        change=_describe_change(switch, args, state),
+    )
+
+
+def _decide(switch: Switch, args: Settings, situation: Situation) -> tuple[State, str]:
+    if not switch.is_on(args):
+        return "off", _explain_off(switch, args)
+    if not switch.has_what_it_needs(args):
+        needed = " or ".join(rule.describe() for rule in switch.needs)
+        return "not applicable", f"it needs {needed}"
+    deepspeed = get_switch("DeepSpeed")
+    if deepspeed.is_on(args) and switch.under_deepspeed != "applied":
+        return "not applicable", f"with --deepspeed it is {switch.under_deepspeed}"
+    obstacle = switch.find_obstacle(args, situation)
+    if obstacle is not None:
+        return "not applicable", obstacle
+    return "on", _explain_on(switch, args)
+
+
+def _explain_off(switch: Switch, args: Settings) -> str:
+    if not switch.turned_on_by:
+        return f"--without {switch.word}"
+    # A setting that is on by default was turned off.
+    turned_off = [
+        f"{to_flag(name)} {getattr(args, name)}"
+        for name in switch.turned_on_by
+        if getattr(args, name) != get_settings()[name].default and not switch.on_values
+    ]
+    return turned_off[0] if turned_off else "not asked for"
+
+
+def _explain_on(switch: Switch, args: Settings) -> str:
+    if not switch.turned_on_by:
+        return "by itself" if switch.kind == "automatic" else "always"
+    if not switch.is_asked(args):
+        return f"by default where it pays: {to_flag(switch.turned_on_by[0])} {AUTO}"
+    return f"asked for: {switch.describe(args)}"
+
+
+def _describe_change(switch: Switch, args: Settings, state: State) -> str:
+    """How to turn it off or on; empty for what follows from something else."""
+    if not switch.turned_on_by:
+        if state == "off":
+            return f"leave {switch.word} out of --without"
+        return f"--without {switch.word}" if switch.has_word and state == "on" else ""
+    flag = to_flag(switch.turned_on_by[0])
+    setting = get_settings()[switch.turned_on_by[0]]
+    if state == "on":
+        off = switch.off.get(switch.turned_on_by[0])
+        has_off = off is not None and not switch.on_values
+        return f"{flag} {off}" if has_off else f"leave out {switch.describe(args)}"
+    if state == "off":
+        values = {bool: "", int: "N", float: "X"}
+        value = next(iter(switch.on_values or setting.choices), values.get(setting.kind, "FILE"))
+        return f"{flag} {value}".strip()
+    return ""

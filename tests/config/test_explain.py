@@ -1,0 +1,125 @@
+"""``rapidformer explain``: every row of a run, and what the engine says after composing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from rapidformer.cli.main import main
+from rapidformer.config import parse_arguments, resolve
+from rapidformer.config.explain import Answer, explain
+from rapidformer.config.switches import SWITCHES, Situation, get_switch
+from rapidformer.engine import RapidformerEngine
+from tests.accel.test_applied import check_plain, look
+from tests.parity.harness import make_adamw
+from tests.parity.models import build_model
+
+GPU = Situation(device="cuda", ranks=1, precision="bf16")
+
+
+def ask(words: list[str], situation: Situation) -> dict[str, Answer]:
+    args = resolve(parse_arguments(words), world_size=situation.ranks or 1)
+    return {answer.name: answer for answer in explain(args, situation)}
+
+
+def test_every_row_has_one_answer() -> None:
+    assert sorted(ask([], GPU)) == sorted(switch.name for switch in SWITCHES)
+
+
+def test_states_reasons_and_how_to_change_them() -> None:
+    answers = ask(["--compile", "--mixed-precision", "bf16", "--without", "host-masks"], GPU)
+    assert (answers["compilation"].state, answers["compilation"].change) == (
+        "on", "leave out --compile",
+    )  # fmt: skip
+    assert answers["CUDA graph"].state == "on" and "by default" in answers["CUDA graph"].why
+    assert answers["CUDA graph"].change == "--cuda-graph off"
+    assert answers["hashed dropout"].change == "--without hashed-dropout"
+    assert (answers["host masks"].state, answers["host masks"].change) == (
+        "off", "leave host-masks out of --without",
+    )  # fmt: skip
+    assert answers["recompute"].change == "--checkpoint-activations"
+    assert answers["tensor parallelism"].change == "--tensor-model-parallel-size N"
+    assert answers["data parallelism"].state == "not applicable"
+    assert "4.09 instead of 4.80 ms" in answers["merged linear layers"].measured
+
+
+def test_what_gives_way_says_to_what() -> None:
+    answers = ask(["--checkpoint-activations"], GPU)
+    assert answers["CUDA graph"].state == "not applicable"
+    assert "--checkpoint-activations" in answers["CUDA graph"].why
+    on_cpu = ask([], Situation(device="cpu", ranks=2, precision="fp32"))
+    assert "CUDA device, and this run is on CPU" in on_cpu["small tables"].why
+    assert on_cpu["data parallelism"].state == "on"
+
+
+def test_figures_stand_in_the_docs(docs: str) -> None:
+    """No figure without a measurement: every number of a gain is on one of the two pages."""
+    for switch in SWITCHES:
+        words = switch.gain.replace(",", " ").replace(";", " ").split()
+        for word in words:
+            number = word.rstrip("k.")
+            if number.replace(".", "").isdigit() and "." in number:
+                assert number in docs, (switch.name, number)
+
+
+@pytest.fixture
+def docs(request: pytest.FixtureRequest) -> str:
+    folder = request.config.rootpath / "docs"
+    names = ("speed.md", "performance.md")
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def test_the_command_lists_rows_and_ends_with_what_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--device", "cpu", "--cuda-graph", "on", "--checkpoint-activations"]
+    assert main(["explain", *flags]) == 1
+    output = capsys.readouterr()
+    assert "on             recompute: recompute activations in the backward pass" in output.out
+    assert "(asked for: --checkpoint-activations)" in output.out
+    assert "--cuda-graph on cannot be combined with --checkpoint-activations" in output.err
+    assert main(["explain", "--device", "cpu"]) == 0
+
+
+# ---- composed ------------------------------------------------------------------------------------
+
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "recompute": {"checkpoint_activations": True},
+    "compilation": {"compile": True, "compile_backend": "eager"},
+    "fused loss": {"fused_loss": "on"},
+    "dynamic shape": {"dynamic_shape": "on"},
+    "attention": {"attention": "eager"},
+    "bf16 moments": {"optimizer_state_dtype": "bf16"},
+    "activation offload": {"activation_offload": True},
+    "token budget": {"tokens_per_micro_batch": 64},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "other"), itertools.combinations(ONE_PROCESS, 2), ids=lambda name: name.split()[0]
+)
+def test_every_pair_is_applied_as_explained(one: str, other: str) -> None:
+    """What one process can do on a CPU: composed, what was applied is what the table says."""
+    settings = {**ONE_PROCESS[one], **ONE_PROCESS[other]}
+    if {one, other} == {"dynamic shape", "attention"}:
+        settings["dynamic_shape"] = "auto"  # it needs sdpa attention, as its refusal says
+    model = build_model("gpt2")
+    before = look(model)
+    engine = RapidformerEngine(
+        args={"lr": 0.1, "device": "cpu", "log_level": "error", "micro_batch_size": 2, **settings}
+    )
+    given = make_adamw(model) if "bf16 moments" not in (one, other) else None
+    engine.compose(model, given)
+    applied = {row.name for row in engine.parallelized.applied.rows}
+    expected = {
+        answer.name
+        for answer in explain(engine.args, engine.parallelized.situation)
+        if answer.state == "on" and get_switch(answer.name).module
+    }
+    assert applied == expected
+    assert all(name in engine.explain() for name in (one, other))
+    engine.close()
+    check_plain(model, before)
