@@ -111,7 +111,7 @@ def compose(asked: str, model: nn.Module) -> RapidformerEngine:
     try:
         engine.compose_for_evaluation(model)
     finally:
-        engine.close()
+        engine.close(gives_back=False)
     return engine
 
 
