@@ -914,6 +914,6 @@ def test_batches_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_gpu_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that needs another device is reported at once."""
     monkeypatch.setattr(processor, "is_emulation_wanted", lambda: False)
-    text = r"2 problems:\n  - --fp8 needs an NVIDIA GPU .*\n  - --cuda-graph on: it needs a CUDA"
+    text = r"2 problems:\n  - --fp8: it needs an NVIDIA.*\n  - --cuda-graph on: it needs a CUDA"
     with pytest.raises(ConfigurationError, match=text):
         Run(make_gpt2(), make_texts(8), None, cuda_graph="on", fp8=True)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rapidformer.compat.torch_modules import WEIGHT_TABLES
+from rapidformer.overlay import return_to
 
 _MISSING: Any = object()
 
@@ -59,8 +60,7 @@ class _NewClass:
     after: type
 
     def undo(self) -> None:
-        if self.before in type(self.owner).__mro__:
-            self.owner.__class__ = self.before
+        return_to(self.owner, self.before)
 
 
 @dataclass(frozen=True, eq=False)
