@@ -109,7 +109,7 @@ def compose(asked: str, model: nn.Module) -> RapidformerEngine:
         args=["--attention", asked, "--device", "cpu", "--log-level", "error"]
     )
     try:
-        engine.compose_for_evaluation(model)
+        engine.model.compose_for_evaluation(model)
     finally:
         engine.close()
     return engine
@@ -119,7 +119,7 @@ def test_eager_reaches_every_part_of_the_model_and_the_start_up_line() -> None:
     model = make("t5")
     engine = compose("eager", model)
     assert {get_attention(config) for config in find_configs(model)} == {"eager"}
-    assert "attention: eager attention" in engine.parallelized.switches
+    assert "attention: eager attention" in engine.model.parallelized.switches
 
 
 def test_a_refusal_stops_the_run() -> None:

@@ -20,17 +20,17 @@ def train(is_rounded: bool, settings: dict[str, Any]) -> tuple[nn.Module, list[t
     torch.set_num_threads(1)
     engine = RapidformerEngine(args={**SETTINGS, "mixed_precision": "bf16", **settings})
     # Whatever this processor has.
-    engine.precision = Precision(dtype=torch.bfloat16, reason="of the test")
+    engine.runtime.precision = Precision(dtype=torch.bfloat16, reason="of the test")
     model = build_model("gpt2-lora")
     if not is_rounded:
         forget_base(model)
     rows = build_rows("gpt2-lora", 16)
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     engine.compose(model, make_sgd(model))
     model.train()
     run_updates(engine, model, loader)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    weights = engine.gather_weights()
+    weights = engine.checkpoints.gather_weights()
     return model, [weights[name] for name in sorted(trained) if name in weights]
 
 

@@ -52,7 +52,7 @@ class Rows(torch.utils.data.Dataset):
 engine = RapidformerEngine()
 is_switched = engine.args.world_size > 1
 FAULT
-loader = engine.build_data_loader(Rows())
+loader = engine.data.build_loader(Rows())
 model, optimizer, lr_scheduler = engine.compose(Model())
 AFTER
 for batch in loader:

@@ -55,9 +55,9 @@ class Run(stand_in.Run):
 
 
 def count(run: Run) -> int:
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is None
-    return run.engine.graphs.count
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem is None
+    return run.engine.updates.graphs.count
 
 
 @pytest.fixture(params=["torch", "ours"], autouse=True)
@@ -82,8 +82,8 @@ def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
     on = Run(make_gpt2(), make_texts(48), **more)
     assert on.run_and_list() == off
     assert count(on) == 1
-    assert on.engine.graphs is not None
-    assert on.engine.graphs.updates == (optimizer == "ours")
+    assert on.engine.updates.graphs is not None
+    assert on.engine.updates.graphs.updates == (optimizer == "ours")
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_a_step_that_cannot_be_captured(kind: type[Run]) -> None:
     off = kind(make_gpt2(), make_texts(32), cuda_graph="off").run_and_list()
     run = kind(make_gpt2(), make_texts(32))
     assert run.run_and_list() == off
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is not None
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem is not None

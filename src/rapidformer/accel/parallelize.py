@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rapidformer.accel.adapter_rules import check_adapter
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.batch_norm import synchronise_batch_norm
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
@@ -48,6 +49,8 @@ class Parallelized:
     """What was turned on, and why: shown at start-up."""
     pipeline: Pipeline | None = None
     """The stages of a pipelined model."""
+    applied: Applied = field(default_factory=Applied)
+    """Every change that was made to the model, with its undo."""
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
@@ -140,6 +143,7 @@ def parallelize(
         synchronizer=assembly.synchronizer,
         switches=lines,
         pipeline=assembly.pipeline,
+        applied=assembly.applied,
     )
 
 

@@ -102,7 +102,7 @@ def _predict(engine: RapidformerEngine, rows: Rows) -> None:
 def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> None:
     from rapidformer.cli.prediction_key import compute_key
     from rapidformer.dist.collectives import broadcast_object
-    from rapidformer.engine.predicting import GROUP_BATCHES
+    from rapidformer.engine.evaluation import GROUP_BATCHES
     from rapidformer.tasks.evaluation.predicting import get_batch_size, iterate_predictions
 
     size, start, partial = get_batch_size(engine), 0, None

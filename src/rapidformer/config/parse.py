@@ -64,6 +64,11 @@ def build_parser(
     return parser
 
 
+def list_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every spelling that the parser knows."""
+    return list(parser._option_string_actions)
+
+
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: list[str]) -> None:
     options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
     if setting.is_switch:

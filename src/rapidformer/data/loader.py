@@ -67,7 +67,7 @@ class DistributedLoader:
         self._order = EpochOrder(dataset, self._seed, shuffle=shuffle, draw=order)
         self._stream = StreamReader(dataset, self._seed, gather_digests)
         self._num_workers = num_workers
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._lengths = lengths
         """Tokens of every sample; not known beforehand for a stream."""
         self._sum_counts = sum_counts
@@ -162,7 +162,7 @@ class DistributedLoader:
 
         Not if the batch comes from a worker process or was pinned by torch's loader: both copy it.
         """
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             return self._is_stream
         # A step's micro-batches are collected before it runs.
         has_one = self._cut.per_update == 1 and not (
@@ -214,9 +214,9 @@ class DistributedLoader:
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self._is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
-            pins = self._device.type == "cuda"
+            pins = self.device.type == "cuda"
             rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
-        rounds = read_ahead(rounds, self._device, stays_on_host)
+        rounds = read_ahead(rounds, self.device, stays_on_host)
         if self._sum_counts is not None:
             rounds = self._count_ahead(rounds, self._sum_counts)
         rounds_left, starts_update = 0, True
@@ -288,9 +288,9 @@ class DistributedLoader:
             pairs = [(each.info.rows, each.info.labels) for each in held]
             counts = torch.tensor(pairs, device="cpu").sum(0)
             total = sum_counts(counts)
-            if self._device.type == "cuda":
+            if self.device.type == "cuda":
                 total = total.pin_memory()
-            total = total.to(self._device, non_blocking=True)
+            total = total.to(self.device, non_blocking=True)
             for each in held:
                 yield each._replace(batch={**each.batch, UPDATE_COUNTS: total})
 
@@ -322,7 +322,7 @@ class DistributedLoader:
             num_workers=num_workers,
             # An update is handed out whole: the workers must get that far while another one runs.
             prefetch_factor=max(2, self._cut.per_update // num_workers) if num_workers else None,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self.device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
         )

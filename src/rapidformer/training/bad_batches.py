@@ -12,10 +12,9 @@ from typing import Any
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Update
 from rapidformer.engine import RapidformerEngine
-from rapidformer.engine.bad_batches import describe_bad_batch
 from rapidformer.errors import TrainingError
 from rapidformer.log import get_logger
-from rapidformer.optim.guard import BadUpdate, RecentValues
+from rapidformer.optim.guard import BadUpdate, RecentValues, describe_bad_batch
 from rapidformer.training.meter import Measurement
 from rapidformer.training.report import Reporter
 
@@ -35,19 +34,21 @@ class BadBatches:
         self._engine = engine
         self._loader = loader
         self._reporter = reporter
-        self._recent = engine.recent_values
+        self._recent = engine.updates.recent_values
         self._seen: list[tuple[int, range]] = []
         """Epoch and positions of each batch since the numbers were read last."""
-        guard = engine.clock.guard
+        guard = engine.updates.clock.guard
         if guard is not None:
             guard.is_late = (
-                guard.can_be_late and engine.scaler is None and engine.clock.keeper is None
+                guard.can_be_late
+                and engine.updates.scaler is None
+                and engine.updates.clock.keeper is None
             )
 
     @property
     def is_late(self) -> bool:
         """Whether the verdict on an update is still unknown after it."""
-        guard = self._engine.clock.guard
+        guard = self._engine.updates.clock.guard
         return guard is not None and guard.is_late
 
     def see(self, update: Update) -> None:
@@ -57,7 +58,7 @@ class BadBatches:
     def check(self, measured: Measurement, step: int, *, tolerates_infinity: bool) -> None:
         """Stop at the first bad update of a log interval, which ends with this step."""
         seen, self._seen = self._seen, []
-        if self._engine.clock.guard is not None:
+        if self._engine.updates.clock.guard is not None:
             return  # it has judged them
         found = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
         if found is None:

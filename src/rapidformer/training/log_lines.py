@@ -49,9 +49,9 @@ class LogLines:
             line["mfu"] = utilization
         if engine.device.type == "cuda":
             line["memory_gib"] = torch.cuda.max_memory_allocated(engine.device) / 2**30
-        if engine.graphs is not None:
-            line["cuda_graphs"] = engine.graphs.count
-        if engine.scaler is not None:
-            line["loss_scale"] = engine.scaler.scale
-            line["skipped_updates"] = engine.clock.skipped
+        if engine.updates.graphs is not None:
+            line["cuda_graphs"] = engine.updates.graphs.count
+        if engine.updates.scaler is not None:
+            line["loss_scale"] = engine.updates.scaler.scale
+            line["skipped_updates"] = engine.updates.clock.skipped
         return line

@@ -21,9 +21,9 @@ class Utilization:
     def measure_device(self) -> None:
         """Measure before the first step: at most tenths of a second."""
         engine = self._engine
-        if engine.is_main and engine.work is not None:
+        if engine.is_main and engine.model.work is not None:
             self._rate = measure_rank_rate(
-                engine.device, engine.precision.dtype, engine.args.world_size
+                engine.device, engine.runtime.precision.dtype, engine.args.world_size
             )
 
     def compute(self, measured: Measurement) -> float | None:
@@ -33,8 +33,8 @@ class Utilization:
         """
         if self._rate is None or not measured.slots:
             return None
-        assert self._engine.work is not None
-        operations = self._engine.work.count(
+        assert self._engine.model.work is not None
+        operations = self._engine.model.work.count(
             tokens=measured.tokens,
             targets=measured.labels,
             rows=measured.samples,

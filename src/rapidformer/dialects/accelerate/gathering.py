@@ -31,9 +31,9 @@ def gather_for_metrics(
     batch has rows. A list of anything but tensors is joined as objects.
     """
     if use_gather_object or _holds_objects(values):
-        kept = engine.drop_surplus_items(list(values))
-        return engine.gather_objects(kept)
-    return gather_nested(engine, engine.drop_surplus_rows(values))
+        kept = engine.data.drop_surplus_items(list(values))
+        return engine.data.gather_objects(kept)
+    return gather_nested(engine, engine.data.drop_surplus_rows(values))
 
 
 def _holds_objects(values: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rapidformer.dist.collectives import gather_from_all
+from rapidformer.dist.collectives import gather_from_all, wait_for_all
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 
@@ -58,7 +58,7 @@ class ProcessVerbs:
     # ---- one after the other -------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        self.engine.wait_for_all()
+        wait_for_all()
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` once per node."""

@@ -76,16 +76,16 @@ class TrainerTemplate(Template):
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""
         loader = self.trainer.get_train_dataloader()
-        self.trainer.train_dataloader = self.engine.adopt_loader(loader, is_training=True)
+        self.trainer.train_dataloader = self.engine.data.adopt_loader(loader, is_training=True)
         self.compose()
 
     def compose(self) -> Any:
         trainer = self.trainer
-        self.engine.is_own_loop = False
+        self.engine.updates.is_own_loop = False
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
-        self.engine.warns_of_unused_settings = False
-        self.engine.skips_cache = not trainer.args.use_cache
+        self.engine.updates.has_own_parts = False
+        self.engine.model.skips_cache = not trainer.args.use_cache
         composed = self.engine.compose(
             trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
         )

@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.evaluation import run_batches
 from rapidformer.models.own_loss import shifts_labels
 
 _PADDING = -100
@@ -42,7 +43,7 @@ def run_evaluation(
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         return trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
-    results = engine.run_batches(loader, step)
+    results = run_batches(loader, step)
     result = next(results, None)
     while result is not None:
         batch, (loss, logits, labels) = result[0].batch, result[1]

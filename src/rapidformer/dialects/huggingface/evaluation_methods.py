@@ -90,7 +90,7 @@ class EvaluationMethods(RunRecords):
         loss_only = self.args.prediction_loss_only
         if prediction_loss_only is not None:
             loss_only = prediction_loss_only
-        loader = self.engine.adopt_loader(dataloader, is_training=False)
+        loader = self.engine.data.adopt_loader(dataloader, is_training=False)
         outputs: list[EvalLoopOutput] = []
 
         def run() -> dict[str, float]:

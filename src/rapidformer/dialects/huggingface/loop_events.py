@@ -61,7 +61,7 @@ class LoopEvents(Callback):
     def _recall(self, loop: RunningLoop) -> None:
         """The history of the run that is resumed, and the state of its callbacks if asked for."""
         trainer = self._trainer
-        checkpoint = trainer.engine.resumed_from
+        checkpoint = trainer.engine.checkpoints.resumed_from
         for folder in (checkpoint, Path(loop.args.save or ".")):
             if folder is None or not (folder / STATE_FILE).is_file():
                 continue

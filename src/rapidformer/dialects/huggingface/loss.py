@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer.dialects.accelerate.gathering import gather_for_metrics, gather_nested
+from rapidformer.dist.collectives import wait_for_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.own_loss import shifts_labels
@@ -76,8 +77,8 @@ class TrainerAccelerator:
         """
         loss = loss.mean() if loss.dim() else loss
         self._losses.append(loss.detach())
-        if self._engine.parallelized.pipeline is None:
-            self._engine.backward_within(loss)
+        if self._engine.model.parallelized.pipeline is None:
+            self._engine.updates.backward_within(loss)
         else:
             self._losses[-1] = loss
 
@@ -85,7 +86,7 @@ class TrainerAccelerator:
         """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
         losses, self._losses = self._losses, []
         is_loss = isinstance(returned, torch.Tensor)
-        if losses and self._engine.parallelized.pipeline is None and is_loss:
+        if losses and self._engine.model.parallelized.pipeline is None and is_loss:
             return returned.detach().mean()
         if losses:
             return torch.stack(losses).sum()
@@ -106,7 +107,7 @@ class TrainerAccelerator:
         return self._engine.args.world_size
 
     def wait_for_everyone(self) -> None:
-        self._engine.wait_for_all()
+        wait_for_all()
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped."""

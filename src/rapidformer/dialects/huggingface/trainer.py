@@ -147,7 +147,7 @@ class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
             if self._can_train():
                 TrainerTemplate(self, self._engine).prepare()
             else:
-                self._engine.compose_for_evaluation(self.model)
+                self._engine.model.compose_for_evaluation(self.model)
         return self._engine
 
     def _can_train(self) -> bool:
@@ -258,8 +258,8 @@ class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _measure_training(self, progress: Progress, started: float) -> Metrics:
-        steps = self.engine.clock.updates
-        samples = self.engine.batches.count_samples(steps)
+        steps = self.engine.updates.clock.updates
+        samples = self.engine.data.batches.count_samples(steps)
         metrics: Metrics = speed_metrics(
             "train", started, num_samples=samples, num_steps=self.state.max_steps
         )
@@ -326,7 +326,7 @@ class Trainer(FamiliarNames, DataMethods, EvaluationMethods):
     def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
         """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        steps = self.engine.get_train_iters() or 0
+        steps = self.engine.data.get_train_iters() or 0
         if self._overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(steps)
         elif self.optimizer is None and (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.engine import RapidformerEngine
+from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat.features import build_encoder, tokenize
@@ -49,8 +49,14 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        (found,) = self._engine.predict(
-            [row], self._generate, self._prepared.collate, batch_size=1, seed=seed
+        (found,) = predict_rows(
+            self._engine.data,
+            self._engine.model,
+            [row],
+            self._generate,
+            self._prepared.collate,
+            batch_size=1,
+            seed=seed,
         )
         self._turns += 1
         generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor

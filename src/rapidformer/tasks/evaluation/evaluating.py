@@ -16,7 +16,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import as_list, load_splits
 from rapidformer.data.splits import name_splits
 from rapidformer.engine import RapidformerEngine
-from rapidformer.engine.predicting import gather_rounds
+from rapidformer.engine.evaluation import gather_rounds, run_batches
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -47,13 +47,13 @@ def iterate_records(
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
     step = partial(task.evaluate_step, model, prepared=prepared)
-    for each, records in engine.run_batches(loader, step):
+    for each, records in run_batches(loader, step):
         held.append(records[: each.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
-            yield gather_rounds(held, engine.topology)
+            yield gather_rounds(held, engine.runtime.topology)
             held = []
-    yield gather_rounds(held, engine.topology)
+    yield gather_rounds(held, engine.runtime.topology)
 
 
 def measure(
@@ -160,7 +160,7 @@ def compose_split(
 ) -> tuple[Any, DistributedLoader]:
     """The trained model, composed without an optimizer, and a loader of the split in order."""
     model = compose_task_model(engine, task, prepared)
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         prepared.get_split(split),
         prepared.collate,
         shuffle=False,

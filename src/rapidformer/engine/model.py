@@ -1,0 +1,227 @@
+"""The model of a run: its plan, its adapters and everything that was applied to it.
+
+Composing extends the user's own module in place, nothing is wrapped; closing takes it all off
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from rapidformer.accel.cache import skip_cache_in_training
+from rapidformer.accel.double_backward import check_double_backward, watch_double_backward
+from rapidformer.accel.dropout_seeds import seed_dropout
+from rapidformer.accel.host_masks import make_masks_from_host
+from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.split.absent import retire_parameters
+from rapidformer.config import Settings
+from rapidformer.dist.heartbeat import in_phase
+from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.reuse import switch_on_once
+from rapidformer.engine.runtime import Runtime
+from rapidformer.errors import ModelError, RapidformerError
+from rapidformer.log import get_logger
+from rapidformer.models.adapters import (
+    Adapter,
+    add_adapters,
+    call_adapted_layers,
+    describe_adapter,
+    describe_untrainable,
+    find_adapter,
+    forget_resized_base,
+    get_inner,
+)
+from rapidformer.models.deferred import build_for_split
+from rapidformer.models.evaluation_mode import evaluation_mode
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import GivenPlan
+from rapidformer.models.work import ModelWork, count_work
+from rapidformer.optim.observer import get_observer
+
+
+class FormerParameters:
+    """A model's parameters before switches replaced them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self._references = {name: weakref.ref(p) for name, p in model.named_parameters()}
+
+    def retire(self, current: list[nn.Parameter]) -> None:
+        """Make those that were replaced refuse to be used."""
+        retire_parameters(self._references, current)
+
+
+class RunModel:
+    """A model, once composed, with what was applied to it."""
+
+    def __init__(self, args: Settings, runtime: Runtime, current: CurrentBatch) -> None:
+        self.args = args
+        self.module: nn.Module | None = None
+        """The user's own module, once composed; without an adapter's shell around it."""
+        self.parameters: list[nn.Parameter] = []
+        """As they are between updates: sharded ones are shards."""
+        self.adapter: Adapter | None = None
+        """What is trained instead of the model's own weights, if anything is."""
+        self.work: ModelWork | None = None
+        """The arithmetic that training the model takes, once composed."""
+        self.shifts_labels = False
+        """Whether the model compares each position with the next label."""
+        self.skips_cache = True
+        """Whether a model keeps no key/value cache in training."""
+        self._runtime, self._current = runtime, current
+        self._parallelized: Parallelized | None = None
+        self._penalties = _Penalties()
+
+    @property
+    def parallelized(self) -> Parallelized:
+        """The model with its plan and switches, once composed."""
+        if self._parallelized is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        return self._parallelized
+
+    @property
+    def has_learned_tokens(self) -> bool:
+        """Whether every row begins with tokens of an adapter (prompt tuning)."""
+        return self.adapter is not None and self.adapter.prepends_tokens
+
+    def build(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """``build()`` with the adapters that the settings ask for; see ``engine.build_model``."""
+        return build_for_split(self.args, build)
+
+    def compose(
+        self,
+        model: nn.Module,
+        plan: GivenPlan | None = None,
+        *,
+        has_optimizer: bool = False,
+        names_adapter: bool = False,
+    ) -> FormerParameters:
+        """Apply all switches for training; returns the parameters as they were before.
+
+        ``has_optimizer``: there is an optimizer already, which cannot know new adapters.
+        ``names_adapter``: log what is trained.
+        """
+        if self.module is not None:
+            raise RapidformerError("this engine has already composed a model: create a new one.")
+        model = self._add_adapters(model, has_optimizer=has_optimizer)
+        if self.adapter is not None and names_adapter and self._runtime.is_main:
+            get_logger().info("adapter   %s", describe_adapter(self.adapter, model))
+        get_observer().before_compose(model)
+        self.work = count_work(model)
+        if self.skips_cache:
+            skip_cache_in_training(model)
+        make_masks_from_host(model)
+        former = FormerParameters(model)
+        self._switch_on(model, plan, for_training=True)
+        # Listed once: walking a model's modules takes longer than many of its kernels.
+        self.parameters = list(model.parameters())
+        watch_double_backward(
+            model, functools.partial(self._penalties.check, self.args, self._runtime)
+        )
+        return former
+
+    def compose_for_evaluation(
+        self, model: nn.Module, *, plan: GivenPlan | None = None
+    ) -> nn.Module:
+        """Apply what a model needs without training: no optimizer, no schedule."""
+        inner = get_inner(model)
+        self.adapter = find_adapter(inner)
+        self._switch_on(inner, plan, for_training=False)
+        return model.eval()
+
+    def _switch_on(self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool) -> None:
+        self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
+        if self.adapter is not None:
+            call_adapted_layers(model)
+        switch_on = functools.partial(
+            parallelize,
+            model,
+            self.args,
+            device=self._runtime.device,
+            topology=self._runtime.topology,
+            precision=self._runtime.precision,
+            given_plan=plan,
+            for_training=for_training,
+            is_filler=self._current.is_filler,
+        )
+        self._parallelized = switch_on_once(model, self.args, switch_on)
+        self.module = model
+        self._current.has_model = True
+
+    def _add_adapters(self, model: nn.Module, *, has_optimizer: bool) -> nn.Module:
+        """The model that holds the weights, with the adapters that the settings ask for."""
+        inner = get_inner(model)
+        had_adapter = find_adapter(inner) is not None
+        adapted = add_adapters(inner, self.args)
+        resized = forget_resized_base(adapted)
+        if resized is not None and self._runtime.is_main:
+            get_logger().warning(resized)
+        self.adapter = find_adapter(adapted)
+        if self.adapter is not None and not had_adapter and has_optimizer:
+            raise RapidformerError(
+                "the optimizer given to compose() was built before the adapters, which it would "
+                "not train. Build the model with its adapters first, then the optimizer:\n"
+                "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
+                "or let compose() build the optimizer from the flags."
+            )
+        if self.adapter is not None and not any(p.requires_grad for p in adapted.parameters()):
+            raise ModelError(describe_untrainable(self.adapter))
+        return adapted
+
+    def seed_dropout(self) -> None:
+        """Give every rank its own random numbers; the last thing before training."""
+        seed_dropout(self.parallelized.model, self.args.seed, self._runtime.topology)
+
+    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.
+
+        Every rank must call it, for the same parameters in the same order. The gradient is that of
+        one process. A parameter that is whole is returned as it is.
+        """
+        return self.parallelized.gather_weight(parameter)
+
+    @contextmanager
+    def gradients_by_row(self) -> Iterator[None]:
+        """Allow a gradient penalty on several data-parallel ranks.
+
+        For ``torch.autograd.grad(outputs.sum(), inputs, create_graph=True)`` and the like, where
+        each row's gradient depends on that row alone.
+        """
+        before, self._penalties.is_by_row = self._penalties.is_by_row, True
+        try:
+            yield
+        finally:
+            self._penalties.is_by_row = before
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and no dropout inside; afterwards, training mode is restored."""
+        mode = evaluation_mode(self.parallelized.model)
+        with mode, torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
+            yield
+
+    def close(self, *, restores: bool) -> None:
+        """Let go of the model; with ``restores``, it is the plain model again."""
+        parallelized, self._parallelized, self.module = self._parallelized, None, None
+        self.parameters, self.adapter = [], None
+        if parallelized is None:
+            return
+        if parallelized.deepspeed is not None:
+            parallelized.deepspeed.close()
+        if restores:
+            parallelized.applied.undo()
+
+
+class _Penalties:
+    """Whether gradient penalties are taken row by row. Apart, since a hook of the model has it."""
+
+    is_by_row = False
+
+    def check(self, args: Settings, runtime: Runtime) -> None:
+        check_double_backward(args, runtime.topology, is_by_row=self.is_by_row)
