@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rapidformer import RapidformerEngine
-from rapidformer.engine import composing
+from rapidformer.engine import model as composing
 from rapidformer.optim import optimizers
 from rapidformer.optim.update import UpdateClock
 

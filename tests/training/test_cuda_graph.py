@@ -179,8 +179,8 @@ class Run(Finetuner):
             prove_filling(model, engine.model.parallelized.plan, None)
             engine.updates.graphs = GraphedPasses(
                 model, engine.model.parameters, engine.device, self._capture,
-                engine.updates.weights.count_labels, is_asked=False, is_16_bit=False, compiles=False,
-                work=engine.model.work,
+                engine.updates.weights.count_labels, is_asked=False, is_16_bit=False,
+                compiles=False, work=engine.model.work,
             )  # fmt: skip
         return model
 

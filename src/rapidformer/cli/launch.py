@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rapidformer.config import Settings, get_settings, parse_arguments
-from rapidformer.config.dialects import ALIASES
+from rapidformer.config.dialects import ALIASES, VALUES
 from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError
@@ -90,20 +90,28 @@ def _find_launch_flags(rest: list[str]) -> list[str]:
 
     ``--save`` too: the ranks' logs are written there.
     """
-    known, found = (_get_flags() - {"--config"}) | _spell({"save"}), []
+    known = (_get_flags() - {"--config"}) | _spell({"save"})
+    flags: list[str] = []
     for index, word in enumerate(rest):
         name, equals, value = word.partition("=")
         if _dashed(name) not in known:
             continue
         if not equals and index + 1 < len(rest):
             value = rest[index + 1]
-        words = [_dashed(name), value]
+        setting = get_settings()[_get_name(name)]
+        if value.startswith("--"):
+            continue
         try:
-            parse_arguments(words)
-        except ConfigurationError:
+            setting.convert(VALUES.get(setting.name, {}).get(value.lower(), value))
+        except ValueError:
             continue  # one of the script's own flags, such as --device cuda:1
-        found += words
-    return found
+        flags += [_dashed(name), value]
+    return flags
+
+
+def _get_name(flag: str) -> str:
+    name = flag.lstrip("-").replace("-", "_")
+    return ALIASES.get(name, name)
 
 
 def _dashed(name: str) -> str:
