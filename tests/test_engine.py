@@ -512,6 +512,12 @@ def test_a_model_keeps_no_cache_in_training_only() -> None:
     assert model.config.use_cache is True
 
 
+def test_explain_names_every_switch() -> None:
+    said = make_engine(compile=True).explain().splitlines()
+    assert "on             compilation: asked for (--compile)." in said
+    assert any(line.startswith("off            recompute: ") for line in said)
+
+
 def test_modules_kept_in_evaluation_mode_stay_in_it() -> None:
     """compose() tries batches, and an evaluation comes and goes."""
     model: Any = make("bert", dropout=0.1).train()

@@ -137,10 +137,12 @@ def run_alone(folder: Path) -> dict[str, Any]:
     assert half.model is not None
     found["bf16"] = {
         "losses": losses,
-        "weights": {str(p.dtype) for p in half.model.parameters()},
+        "weights": {str(p.dtype) for p in half.model.parameters},
         "saved": {
             str(t.dtype)
-            for t in half.parallelized.deepspeed.state.collect(with_optimizer=True)[0].values()
+            for t in half.model.parallelized.deepspeed.state.collect(with_optimizer=True)[
+                0
+            ].values()
         },
     }
 
@@ -148,7 +150,7 @@ def run_alone(folder: Path) -> dict[str, Any]:
     warm = compose(folder, {**stage_1, **schedule})
     found["rates"] = []
     for _ in range(6):
-        found["rates"].append(warm.get_learning_rate())
+        found["rates"].append(warm.updates.get_learning_rate())
         step(warm)
 
     own = {
@@ -157,7 +159,7 @@ def run_alone(folder: Path) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
     }
     theirs = compose(folder, own, lr=0.01)
-    found["their optimizer"] = (type(theirs.optimizer).__name__, step(theirs), step(theirs))
+    found["their optimizer"] = (type(theirs.updates.optimizer).__name__, step(theirs), step(theirs))
 
     for stage in (0, 2, 3):
         engine = compose(

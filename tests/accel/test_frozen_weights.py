@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from tests.processes import run_in_processes
 def train(is_rounded: bool, settings: dict[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
     """A few updates in bf16; returns the trained weights."""
     torch.set_num_threads(1)
-    engine = RapidformerEngine(args={**SETTINGS, "mixed_precision": "bf16", **settings})
     # Whatever this processor has.
-    engine.runtime.precision = Precision(dtype=torch.bfloat16, reason="of the test")
+    precision = Precision(dtype=torch.bfloat16, reason="of the test")
+    with mock.patch("rapidformer.engine.runtime.choose_precision", return_value=precision):
+        engine = RapidformerEngine(args={**SETTINGS, "mixed_precision": "bf16", **settings})
     model = build_model("gpt2-lora")
     if not is_rounded:
         forget_base(model)

@@ -92,7 +92,7 @@ def _evaluate(args: Settings, data: Any = None) -> tuple[EvaluationReport, bool]
 
         return evaluate_task(engine, data), engine.is_main
     finally:
-        engine.close(restores_model=False)
+        engine.close(gives_back=False)
 
 
 def _choose_file(args: Settings, split: str) -> Path | None:

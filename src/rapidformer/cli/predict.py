@@ -41,7 +41,7 @@ def run(command: CommandLine) -> None:
         run_chat(engine)
     else:
         _predict(engine, _read_once(engine) if rows is None else rows)
-    engine.close(restores_model=False)
+    engine.close(gives_back=False)
 
 
 def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
             write_predictions(answers, Path(args.output).expanduser())
         return answers
     finally:
-        engine.close(restores_model=False)
+        engine.close(gives_back=False)
 
 
 def _read_early(args: Settings) -> Rows | None:

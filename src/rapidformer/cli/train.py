@@ -34,7 +34,7 @@ def run(command: CommandLine) -> None:
 
     engine = RapidformerEngine(args=args)
     train(engine)
-    engine.close(restores_model=False)
+    engine.close(gives_back=False)
 
 
 def check_script(script: str) -> None:

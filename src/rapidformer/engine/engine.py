@@ -29,6 +29,7 @@ from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.command_line import read_command_line
+from rapidformer.config.explain import explain, render
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
@@ -278,18 +279,22 @@ class RapidformerEngine:
         """
         return self.checkpoints.export(folder, processor, merge=merge)
 
-    def close(self, *, restores_model: bool = True) -> None:
+    def explain(self) -> str:
+        """Every switch in this run, a line each: on, off or not applicable, and why."""
+        return "\n".join(render(explain(self.model.args)))
+
+    def close(self, *, gives_back: bool = True) -> None:
         """Finish what is being written, take off all that was applied, leave the process group.
 
         The model is then the plain model again, with its trained weights. That may gather sharded
-        weights; a script that needs the model no more spares this with ``restores_model=False``.
+        weights; a script that needs the model no more spares this with ``gives_back=False``.
         """
         if self not in _open_engines:
             return
         _open_engines.discard(self)
         beat("end")
         self.checkpoints.close()
-        self.model.close(restores=restores_model)
+        self.model.close(gives_back=gives_back)
         self.updates.close()
         self.data.close()
         closed: Any = _Closed()
@@ -316,7 +321,7 @@ def _close_at_exit() -> None:
 def _close_all() -> None:
     """At exit, nothing is restored: that may take all ranks, and some may be gone."""
     for engine in list(_open_engines):
-        engine.close(restores_model=False)
+        engine.close(gives_back=False)
     beat("end")
     stop_processes()
 

@@ -206,15 +206,15 @@ class RunModel:
         with mode, torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
             yield
 
-    def close(self, *, restores: bool) -> None:
-        """Let go of the model; with ``restores``, it is the plain model again."""
+    def close(self, *, gives_back: bool) -> None:
+        """Let go of the model; with ``gives_back``, it is the plain model again."""
         parallelized, self._parallelized, self.module = self._parallelized, None, None
         self.parameters, self.adapter = [], None
         if parallelized is None:
             return
         if parallelized.deepspeed is not None:
             parallelized.deepspeed.close()
-        if restores:
+        if gives_back:
             parallelized.applied.undo()
 
 

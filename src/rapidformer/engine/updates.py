@@ -122,7 +122,7 @@ class Updates:
         clock.guard = build_guard(
             self.recent_values, parallelized.model, optimizer, args, runtime, self.is_own_loop
         )
-        if self.is_own_loop:
+        if clock.guard is not None and self.is_own_loop:
             clock.on_bad_update = functools.partial(
                 report_skipped, clock, list_samples, runtime.is_main
             )
