@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import PreparedData, Record
@@ -57,14 +58,16 @@ class CausalLM(LanguageModel):
     has_shifted_labels = True
     row_extras = ("shown", "expected")
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         from rapidformer.tasks.rows.rows import get_column_names
 
         settings = ChatSettings.read(args)
         if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows.rows import get_splits
         from rapidformer.tasks.text.text import (
             build_text_collator,
@@ -99,7 +102,7 @@ class CausalLM(LanguageModel):
         )
 
     def _encode_texts(
-        self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Any
+        self, tables: Mapping[str, Any], tokenizer: Any, length: int, args: Settings
     ) -> dict[str, Any]:
         from rapidformer.tasks.rows.rows import get_column_names
         from rapidformer.tasks.text.blocks import encode_blocks
@@ -127,7 +130,7 @@ class CausalLM(LanguageModel):
         columns: ChatColumns,
         tokenizer: Any,
         length: int,
-        args: Any,
+        args: Settings,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         from rapidformer.tasks.chat.features import build_encoder, encode_chats
 
@@ -140,7 +143,7 @@ class CausalLM(LanguageModel):
         return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
         from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings
@@ -186,7 +189,7 @@ class CausalLM(LanguageModel):
         )
 
     def build_model(
-        self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         model: Any = super().build_model(args, prepared, must_be_trained=must_be_trained)
         # transformers does not recognize GPT-2's loss by its class name, and would warn each time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.rows.columns import find_column
@@ -37,7 +38,7 @@ class MaskedLM(LanguageModel):
     metrics = ("perplexity", "accuracy", "loss")
     row_extras = ("texts",)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows.rows import get_column_names, get_splits
         from rapidformer.tasks.text.blocks import encode_blocks
         from rapidformer.tasks.text.masking import MaskingCollator
@@ -60,7 +61,7 @@ class MaskedLM(LanguageModel):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, map_rows
         from rapidformer.tasks.text.text import build_text_collator, load_text_parts
@@ -110,7 +111,7 @@ class MaskedLM(LanguageModel):
         return describe_blocks(records)
 
 
-def _check_mask(tokenizer: Any, args: Any) -> None:
+def _check_mask(tokenizer: Any, args: Settings) -> None:
     if tokenizer.mask_token_id is None:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "
@@ -120,7 +121,7 @@ def _check_mask(tokenizer: Any, args: Any) -> None:
         raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
 
 
-def _mask_once(blocks: Any, tokenizer: Any, args: Any) -> Any:
+def _mask_once(blocks: Any, tokenizer: Any, args: Settings) -> Any:
     """Evaluation rows with fixed masks, the same in every evaluation."""
     from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.masking import mask_row

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.labels.space import SINGLE
@@ -77,10 +78,12 @@ class MultipleChoice(Task):
     best_metric = "accuracy"
     greater_is_better = True
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         _find_columns(rows, args, with_label=has_answers)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows.rows import get_column_names, get_splits
         from rapidformer.tasks.text.text import (
             build_text_collator,
@@ -117,7 +120,7 @@ class MultipleChoice(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.rows.rows import as_full_rows
         from rapidformer.tasks.text.text import build_text_collator, load_text_parts
@@ -172,7 +175,7 @@ class MultipleChoice(Task):
         return result
 
 
-def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
+def _find_columns(rows: Any, args: Settings, with_label: bool) -> _Columns:
     from rapidformer.tasks.rows.rows import get_column_names
 
     available = get_column_names(rows)
@@ -183,7 +186,7 @@ def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
     return _Columns(context=context, question=question, choices=choices, label=label)
 
 
-def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
+def _find_choices(available: Sequence[str], args: Settings) -> tuple[str, ...]:
     if args.choice_columns:
         return tuple(check_given(name, CHOICES.flag, available) for name in args.choice_columns)
     groups: dict[str, list[tuple[int, str]]] = {}
@@ -279,7 +282,7 @@ def _encode(
     labels: Sequence[int] | None,
     tokenizer: Any,
     max_length: int,
-    args: Any,
+    args: Settings,
 ) -> Any:
     from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.text import get_tokenizer_key

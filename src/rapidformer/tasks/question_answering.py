@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.answers import (
@@ -81,7 +82,7 @@ class QuestionAnswering(Task):
     greater_is_better = True
     evaluation_keys = frozenset({"context_mask"})
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows.rows import get_column_names, get_splits
         from rapidformer.tasks.text.text import build_text_collator, get_text_settings
 
@@ -109,7 +110,7 @@ class QuestionAnswering(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.rows.rows import as_full_rows, get_column_names
         from rapidformer.tasks.text.text import build_text_collator
@@ -198,7 +199,7 @@ def _get_example(window: Mapping[str, Any]) -> int:
     return int(window["example"])
 
 
-def _load_parts(args: Any) -> TextParts:
+def _load_parts(args: Settings) -> TextParts:
     from rapidformer.tasks.text.text import check_is_fast, load_text_parts
 
     parts = load_text_parts(args)
@@ -230,7 +231,7 @@ def _extras(
     windows: Mapping[str, Any],
     labelled: Mapping[str, bool],
     can_abstain: bool,
-    args: Any,
+    args: Settings,
 ) -> dict[str, Any]:
     return {
         "rows": tables,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
@@ -68,13 +69,15 @@ class Seq2SeqLM(Task):
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         if has_answers:
             _find_pair(rows, args)
         else:
             _find_source(rows, args)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.rows.rows import get_splits
         from rapidformer.tasks.text.text import (
             build_text_collator,
@@ -111,7 +114,7 @@ class Seq2SeqLM(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.rows.rows import as_rows
         from rapidformer.tasks.text.text import build_text_collator, load_text_parts
@@ -183,7 +186,7 @@ class Seq2SeqLM(Task):
 Path = tuple[str, ...]
 
 
-def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
+def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:
     from rapidformer.tasks.rows.rows import get_column_names
 
     available = get_column_names(rows)
@@ -204,7 +207,7 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
     return (found["source"],), (found["target"],)
 
 
-def _find_source(rows: Any, args: Any) -> Path:
+def _find_source(rows: Any, args: Settings) -> Path:
     from rapidformer.tasks.rows.rows import get_column_names
 
     languages = _get_languages(rows)
@@ -276,13 +279,13 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     return ["-".join(str(name) for name in names) for names in zip(*columns, strict=True)]
 
 
-def _get_target_length(args: Any) -> int:
+def _get_target_length(args: Settings) -> int:
     from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH
 
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
-def _get_new_tokens(args: Any) -> int:
+def _get_new_tokens(args: Settings) -> int:
     return int(args.max_new_tokens or _get_target_length(args))
 
 
@@ -293,7 +296,7 @@ def _encode(
     target: Path | None,
     tokenizer: Any,
     max_length: int,
-    args: Any,
+    args: Settings,
 ) -> Any:
     from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.text import get_tokenizer_key

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -53,7 +54,7 @@ class TokenClassification(Task):
     best_metric = "f1"
     greater_is_better = True
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.labels.space import get_model_classes
         from rapidformer.tasks.rows.rows import get_column_names, get_splits
         from rapidformer.tasks.text.text import build_text_collator, get_text_settings
@@ -88,7 +89,7 @@ class TokenClassification(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.labels.space import get_output_names
         from rapidformer.tasks.rows.rows import as_rows, get_column_names
@@ -171,7 +172,7 @@ class TokenClassification(Task):
         return result
 
 
-def _load_parts(args: Any) -> TextParts:
+def _load_parts(args: Settings) -> TextParts:
     from rapidformer.models.configuration import load_config
     from rapidformer.tasks.text.text import check_is_fast, load_text_parts
 
@@ -186,7 +187,7 @@ def _as_words(value: Any) -> list[str]:
 
 
 def _read_tags(
-    tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
+    tables: Mapping[str, Any], words: str, tags: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
     from rapidformer.tasks.labels.checks import collect_labels
@@ -225,7 +226,7 @@ def _encode(
     labels: tuple[str, LabelSpace] | None,
     tokenizer: Any,
     max_length: int,
-    args: Any,
+    args: Settings,
 ) -> Any:
     from rapidformer.tasks.rows.rows import map_rows
     from rapidformer.tasks.text.text import get_tokenizer_key

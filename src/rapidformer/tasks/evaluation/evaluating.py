@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import as_list, load_splits
 from rapidformer.data.splits import name_splits
@@ -123,7 +124,7 @@ def evaluate_task(
     )
 
 
-def _find_single_file(args: Any) -> Path | None:
+def _find_single_file(args: Settings) -> Path | None:
     """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
 
     Not the file of the run that is evaluated: that one was trained on.
@@ -137,12 +138,12 @@ def _find_single_file(args: Any) -> Path | None:
     return path if path.is_file() else None
 
 
-def _read_single_file(args: Any) -> Any:
+def _read_single_file(args: Settings) -> Any:
     (rows,) = load_splits(args).values()
     return rows
 
 
-def _choose_rows(args: Any, split: str, data: Any) -> Any:
+def _choose_rows(args: Settings, split: str, data: Any) -> Any:
     if data is not None and not isinstance(data, Mapping):
         return data
     splits = load_splits(args) if data is None else name_splits(data, "the given data")

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import cut_into_groups, predict_in_groups
 from rapidformer.models.location import (
@@ -76,7 +77,7 @@ def get_batch_size(engine: RapidformerEngine) -> int:
     return 1 if engine.args.stream else engine.data.get_prediction_batch_size()
 
 
-def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Any) -> PreparedData:
+def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Settings) -> PreparedData:
     """The same data, whose answers are printed while they are generated."""
     from rapidformer.tasks.evaluation.streaming import AnswerStreamer
 

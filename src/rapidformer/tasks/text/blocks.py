@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
 
@@ -20,7 +21,7 @@ def encode_blocks(
     column: str,
     tokenizer: Any,
     max_length: int,
-    args: Any,
+    args: Settings,
     *,
     add_special: bool,
 ) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class TextParts(NamedTuple):
     """Tokens per row."""
 
 
-def load_text_parts(args: Any, **options: Any) -> TextParts:
+def load_text_parts(args: Settings, **options: Any) -> TextParts:
     """The model's configuration, its tokenizer (loaded with the options) and the row length."""
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
@@ -33,7 +34,7 @@ def load_text_parts(args: Any, **options: Any) -> TextParts:
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config))
 
 
-def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
+def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
     """Tokens per row: --seq-length, or the model's limit, at most 512."""
     from rapidformer.models.configuration import get_position_limit
 
@@ -63,7 +64,7 @@ def get_context_length(tokenizer: Any, config: Any) -> int:
     return int(min(get_position_limit(config) or _NO_LIMIT, tokenizer.model_max_length, _NO_LIMIT))
 
 
-def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+def get_text_settings(args: Settings, tokenizer: Any, config: Any) -> dict[str, Any]:
     """Model settings that follow from the tokenizer."""
     from rapidformer.models.location import is_from_scratch
 

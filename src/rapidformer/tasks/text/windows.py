@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
 
@@ -98,7 +99,7 @@ def encode_windows(
     names: Sequence[str],
     tokenizer: Any,
     max_length: int,
-    args: Any,
+    args: Settings,
 ) -> Any:
     """Cut the rows of a split into windows, with the first and last token of the answer.
 
