@@ -8,14 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.accel.parallelize import Parallelized
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
-from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.export import merge_export
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.finite import check_finite
 from rapidformer.checkpoint.first_rank import run_on_first
@@ -30,24 +29,13 @@ from rapidformer.checkpoint.writing import writing
 from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
 from rapidformer.dist.heartbeat import in_phase
-from rapidformer.engine.facts import find_differences
+from rapidformer.engine.exporting import Composed, export_composed, gather_whole_weights
+from rapidformer.engine.facts import report_differences
 from rapidformer.engine.held_folder import HeldFolder
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import RapidformerError, TrainingError, WriteError
 from rapidformer.log import get_logger, warn_once
-from rapidformer.models.adapters import Adapter
 from rapidformer.optim.update import UpdateClock
-
-
-class Saved(Protocol):
-    """What checkpoints are made of, asked for each time."""
-
-    @property
-    def parallelized(self) -> Parallelized:
-        """The model with what was applied to it."""
-
-    @property
-    def adapter(self) -> Adapter | None: ...
 
 
 class Checkpoints:
@@ -63,7 +51,7 @@ class Checkpoints:
         args: CheckpointArguments,
         runtime: Runtime,
         clock: UpdateClock,
-        model: Saved,
+        model: Composed,
         collect: Callable[[], TrainingState],
         follow_samples: Callable[[int | None, int], int | None] = lambda batch, attempts: None,
     ) -> None:
@@ -272,16 +260,9 @@ class Checkpoints:
                 done = self._follow_samples(state.saved_facts.get("global batch"), attempts)
             if done is not None and isinstance(state.scheduler, LambdaLR):
                 move_schedule(state.scheduler, state.optimizer, done)
-            self._report_differences(state.saved_facts, current)
+            if self._runtime.is_main:
+                report_differences(state.saved_facts, current, state.loaded_from)
         return extra
-
-    def _report_differences(self, saved: dict[str, Any], current: dict[str, Any]) -> None:
-        differences = find_differences(saved, current)
-        if differences and self._runtime.is_main:
-            lines = "".join(f"\n  - {sentence}" for sentence in differences)
-            get_logger().warning(
-                f"resumed with other settings than {self.resumed_from} was saved with:{lines}"
-            )
 
     def roll_back(self) -> dict[str, Any]:
         """Restore this run's newest checkpoint, but not its place in the data.
@@ -335,35 +316,14 @@ class Checkpoints:
 
     def gather_weights(self) -> dict[str, Any]:
         """All weights by name, whole, on rank 0; empty elsewhere."""
-        parallelized = self._model.parallelized
-        parallelized.settle()
-        deepspeed = parallelized.deepspeed
-        if deepspeed is not None and deepspeed.state is not None:
-            return deepspeed.state.gather_weights()
-        return gather_weights(parallelized.model)
+        return gather_whole_weights(self._model)
 
     def export(
         self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
     ) -> Path:
         """Save the model alone; see ``engine.export``."""
-        adapter, parallelized = self._model.adapter, self._model.parallelized
-        if merge is None:
-            merge = adapter is not None and adapter.base is None and not adapter.is_prompt
-            if merge and not hasattr(parallelized.model, "config"):
-                adapter, merge = None, False
-        with in_phase("save"), writing(Path(folder)):
-            parallelized.settle()
-            deepspeed = parallelized.deepspeed
-            weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None
-            return export_model(
-                parallelized.model,
-                Path(folder),
-                self._runtime.topology,
-                processor=processor,
-                weights=weights,
-                adapter=adapter,
-                merges=merge,
-            )
+        topology = self._runtime.topology
+        return export_composed(self._model, Path(folder), topology, processor, merge=merge)
 
     def export_into(self, folder: str | Path, processor: Any = None) -> None:
         """Save the model into a folder that may hold other files, which stay."""

@@ -25,8 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
-from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.command_line import read_command_line
 from rapidformer.config.explain import explain, render
@@ -37,20 +35,18 @@ from rapidformer.dist.processes import stop_processes
 from rapidformer.engine.checkpoints import Checkpoints
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.data import RunData
-from rapidformer.engine.facts import describe_facts
+from rapidformer.engine.facts import collect_state
 from rapidformer.engine.model import RunModel
 from rapidformer.engine.optimizing import Wanted
-from rapidformer.engine.runtime import Runtime, start_run
-from rapidformer.engine.unused_settings import describe_unused, list_own_parts
+from rapidformer.engine.runtime import start_run
+from rapidformer.engine.unused_settings import warn_about_unused_settings
 from rapidformer.engine.updates import Updates
 from rapidformer.errors import RapidformerError
-from rapidformer.log import get_logger
 from rapidformer.models.adapter_config import to_text
 from rapidformer.models.adapters import get_inner
 from rapidformer.models.plan import GivenPlan
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
-from rapidformer.overlay import find_fact
 
 Arguments = Settings | Mapping[str, Any] | Sequence[str] | None
 _open_engines: weakref.WeakSet[RapidformerEngine] = weakref.WeakSet()
@@ -87,7 +83,7 @@ class RapidformerEngine:
             self.runtime,
             clock,
             self.model,
-            functools.partial(_collect_state, self.runtime, self.data, self.model, self.updates),
+            functools.partial(collect_state, self.runtime, self.data, self.model, self.updates),
             self.data.follow_samples,
         )
         _open_engines.add(self)
@@ -178,7 +174,7 @@ class RapidformerEngine:
         self.model.seed_dropout()
         get_observer().after_compose(self)
         if self.updates.has_own_parts and self.is_main:
-            _warn_about_unused_settings(
+            warn_about_unused_settings(
                 self._args,
                 has_optimizer=optimizer is not None,
                 schedule=wanted.schedule,
@@ -336,35 +332,3 @@ def _read_arguments(
     if args is None:
         return read_command_line(extra_args_provider)
     return parse_arguments(args, extra_args_provider)
-
-
-def _collect_state(
-    runtime: Runtime, data: RunData, model: RunModel, updates: Updates
-) -> TrainingState:
-    """The state of all parts, for a checkpoint."""
-    parallelized, clock = model.parallelized, updates.clock
-    optimizer: Any = updates.optimizer  # None if only weights are loaded
-    return TrainingState(
-        model=parallelized.model,
-        optimizer=optimizer,
-        scheduler=updates.lr_scheduler,
-        scaler=updates.scaler,
-        loader=data.train_loader,
-        step=clock.updates,
-        device=runtime.device,
-        topology=runtime.topology,
-        bypass=functools.partial(bypass_clock, clock),
-        padding=find_fact(parallelized.model, PaddingObserver),
-        gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
-        facts=describe_facts(data.args, data.train_loader, parallelized.model),
-        base=model.adapter.base if model.adapter else None,
-    )
-
-
-def _warn_about_unused_settings(args: Settings, *, has_guard: bool, **script: Any) -> None:
-    parts = list_own_parts(**script)
-    if "loop" in parts and not has_guard:
-        parts["loop"] = (*parts["loop"], "on_bad_loss", "loss_spike_threshold", "max_rollbacks")
-    message = describe_unused(args, parts)
-    if message is not None:
-        get_logger().warning(message)
