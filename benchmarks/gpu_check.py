@@ -46,7 +46,7 @@ def train(folder: Path, **settings: Any) -> list[float]:
     values |= {"save": str(folder), "log_level": "error", **settings}
     check = Check(RapidformerEngine(args=values))
     check.train()
-    dtypes = {p.dtype for p in check.engine.parallelized.model.parameters()}
+    dtypes = {p.dtype for p in check.engine.model.parallelized.model.parameters()}
     assert dtypes == {torch.float32}, dtypes
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["loss"] for line in lines]

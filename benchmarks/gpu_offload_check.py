@@ -45,7 +45,7 @@ def run(settings: dict[str, Any], load: str | None = None, save: str | None = No
     torch.cuda.reset_peak_memory_stats()
     if load is not None:
         engine.load_checkpoint(load)
-    first = engine.clock.updates
+    first = engine.updates.clock.updates
     losses, norms = [], []
     model.train()
     for number in range(first * 2, (first + STEPS) * 2):
@@ -56,14 +56,14 @@ def run(settings: dict[str, Any], load: str | None = None, save: str | None = No
         engine.backward(loss, torch.tensor(float(ROWS * (LENGTH - 1)), device=engine.device))
         losses.append(loss.item())
         if number % 2:
-            norms.append(float(engine.clock.grad_norm or 0.0))
+            norms.append(float(engine.updates.clock.grad_norm or 0.0))
         engine.step()
-    assert engine.optimizer is not None
+    assert engine.updates.optimizer is not None
     if save is not None:
         engine.save_checkpoint(save)
         engine.export(f"{save}/model")
     weights = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    state = [v for each in engine.optimizer.state.values() for v in each.values()]
+    state = [v for each in engine.updates.optimizer.state.values() for v in each.values()]
     places = {t.device.type for t in [*weights, *state] if t.dim()}
     peak = torch.cuda.max_memory_allocated() / 2**20
     engine.close()

@@ -118,8 +118,8 @@ def measure(config: LlamaConfig, settings: dict[str, Any]) -> dict[str, int]:
             result["gradients"] = count(list_gradients(model))
     engine.step()
     result["at rest"] = count(model.parameters())
-    assert engine.optimizer is not None
-    state = engine.optimizer.state.values()
+    assert engine.updates.optimizer is not None
+    state = engine.updates.optimizer.state.values()
     result["optimizer"] = count(v for each in state for v in each.values() if v.dim())
     engine.close()
     return result
@@ -162,7 +162,7 @@ def measure_build(build: Callable[[], torch.nn.Module], settings: Any, in_shards
     before = read_memory("VmRSS")
     model = engine.build_model(build) if in_shards else build()
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    engine.compose_for_evaluation(model)
+    engine.model.compose_for_evaluation(model)
     peak = read_memory("VmHWM") - before
     engine.close()
     return peak / total

@@ -150,7 +150,7 @@ def race(kind: str, steps: int) -> list[tuple[float, float, float, float]]:
     )  # fmt: skip
     sides = [switch_on(engine), write_by_hand(kind)]
     times = []
-    for number, ids in enumerate(make_batches(steps, engine.topology.get_rank("data"))):
+    for number, ids in enumerate(make_batches(steps, engine.runtime.topology.get_rank("data"))):
         seconds, busy = [0.0, 0.0], [0.0, 0.0]
         for side in (0, 1) if number % 2 else (1, 0):
             dist.barrier()

@@ -49,14 +49,14 @@ class Measured:
         )  # fmt: skip
         vocabulary = SIZES[size]["vocab_size"]
         rows = [torch.randint(vocabulary, (length,)).tolist() for _ in range(512)]
-        loader = self.engine.build_data_loader(
+        loader = self.engine.data.build_loader(
             [{"input_ids": row, "labels": row} for row in rows], is_training=True
         )
         config = LlamaConfig(**SIZES[size], max_position_embeddings=length)
         with self.engine.device:  # drawing a billion weights takes a CPU minutes
             model = LlamaForCausalLM(config)
         (self.model, *_) = self.engine.compose(model)
-        self._updates = self.engine.iterate_updates(loader)
+        self._updates = self.engine.data.iterate_updates(loader)
 
     def step(self) -> float:
         """Seconds of one optimizer step."""
@@ -83,19 +83,23 @@ def measure(size: str, length: int, steps: int, async_save: str) -> dict[str, An
     folder = Path(tempfile.mkdtemp(prefix="save-stall-"))
     try:
         run.step()
-        run.engine.prepare_saves()  # as the training loop does
+        run.engine.checkpoints.prepare_saves()  # as the training loop does
         for _ in range(20):  # the first ones are slower
             run.step()
         alone = statistics.median(run.step() for _ in range(steps))
         first = run.save(folder)
-        run.engine.wait_for_save()
+        run.engine.checkpoints.wait_for_save()
         run.step()
         started = time.perf_counter()
         later = run.save(folder)
         during = []
-        while run.engine.is_saving and not run.engine.is_save_written and len(during) < 400:
+        while (
+            run.engine.checkpoints.is_saving
+            and not run.engine.checkpoints.is_save_written
+            and len(during) < 400
+        ):
             during.append(run.step())
-        run.engine.wait_for_save()
+        run.engine.checkpoints.wait_for_save()
         complete = time.perf_counter() - started
     finally:
         run.engine.close()

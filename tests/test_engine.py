@@ -59,7 +59,7 @@ def test_compose_fills_in_the_schedules_length_from_the_epochs() -> None:
         num_training_steps=engine.args.train_iters,
     )
     _, _, scheduler, _ = engine.compose(model, optimizer, schedule, loader)
-    assert engine.get_train_iters() == 20
+    assert engine.data.get_train_iters() == 20
     assert scheduler.lr_lambdas[0](10) == pytest.approx(0.5)
 
 
@@ -194,16 +194,16 @@ def test_the_first_loader_built_is_the_training_one() -> None:
     model, optimizer = make_parts()
     engine = make_engine(epochs=2, micro_batch_size=2, global_batch_size=4)
     rows = [{"x": torch.rand(3)} for _ in range(10)]
-    train = engine.build_data_loader(rows)
-    evaluation = engine.build_data_loader(rows[:3])
-    assert engine.get_train_iters() == 2 * 3
+    train = engine.data.build_loader(rows)
+    evaluation = engine.data.build_loader(rows[:3])
+    assert engine.data.get_train_iters() == 2 * 3
     engine.compose(model, optimizer, lambda opt: torch.optim.lr_scheduler.ConstantLR(opt, 1.0))
     for _ in range(2):
         for batch in train:
             engine.backward(model(batch["x"]).mean())
             engine.step()
         assert sum(len(batch["x"]) for batch in evaluation) == 3
-    assert engine.clock.updates == 6, "the smaller batch at an epoch's end is an update too"
+    assert engine.updates.clock.updates == 6, "the smaller batch at an epoch's end is an update too"
 
 
 def test_gathering_after_the_loop_keeps_every_row_once() -> None:
@@ -217,7 +217,7 @@ def test_gathering_after_the_loop_keeps_every_row_once() -> None:
 def _gather_both_ways() -> tuple[list[int], list[int], int]:
     engine = make_engine(micro_batch_size=2)
     rows = [{"x": torch.tensor(i)} for i in range(9)]
-    loader = engine.build_data_loader(rows, is_training=False)
+    loader = engine.data.build_loader(rows, is_training=False)
     inside, mine = [], []
     for batch in loader:
         inside += engine.gather(batch["x"]).tolist()
@@ -237,11 +237,11 @@ def _train_after_evaluation() -> float:
     model, optimizer = make_parts()
     engine.compose(model, optimizer)
     rows = [{"x": torch.rand(3)} for _ in range(5)]
-    for _ in engine.build_data_loader(rows, is_training=False):
+    for _ in engine.data.build_loader(rows, is_training=False):
         pass
     engine.backward(model(torch.rand(2, 3)).mean())
     engine.step()
-    return float(engine.clock.total_weight)
+    return float(engine.updates.clock.total_weight)
 
 
 def test_an_unknown_length_leaves_the_rate_constant() -> None:
@@ -250,7 +250,7 @@ def test_an_unknown_length_leaves_the_rate_constant() -> None:
     engine.compose(model)
     rates = []
     for _ in range(3):
-        rates.append(engine.get_learning_rate())
+        rates.append(engine.updates.get_learning_rate())
         engine.backward(model(torch.rand(2, 3)).mean())
         engine.step()
     assert rates == [0.1, 0.1, 0.1]
@@ -264,7 +264,7 @@ def test_the_global_batch_is_reached_in_the_loaders_own_batches() -> None:
     for (batch,) in loader:
         engine.backward(model(batch).mean())
         engine.step()
-    assert engine.clock.updates == 4
+    assert engine.updates.clock.updates == 4
     with pytest.raises(ConfigurationError, match="batch_size 24"):
         make_engine(global_batch_size=64).compose(
             *make_parts(), train_dataloader=DataLoader(list(range(99)), batch_size=24)
@@ -323,8 +323,8 @@ def _train_in_fp16() -> tuple[int, float]:
     for _ in range(20):
         engine.backward(model(torch.rand(4, 8)).mean(), weight=3000)
         engine.step()
-    assert engine.scaler is not None
-    return engine.clock.skipped, engine.scaler.scale
+    assert engine.updates.scaler is not None
+    return engine.updates.clock.skipped, engine.updates.scaler.scale
 
 
 # ---- loaders on several processes --------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_training_on_several_processes_without_compose_is_refused() -> None:
 
 def _train_without_compose() -> tuple[int, int, str]:
     engine = make_engine(micro_batch_size=2)
-    loader = engine.build_data_loader([{"x": torch.rand(3)} for _ in range(8)])
+    loader = engine.data.build_loader([{"x": torch.rand(3)} for _ in range(8)])
     looked = len(next(iter(loader))["x"])
     batches = 0
     try:
@@ -372,15 +372,15 @@ def _read_streams() -> tuple[tuple[str, str], list[int]]:
     engine = make_engine(micro_batch_size=2)
     sharded = Stream(engine.args.rank, 2)
     loaders = (
-        engine.build_data_loader(sharded, is_training=False),
-        engine.adopt_loader(DataLoader(sharded, batch_size=2), is_training=False),
+        engine.data.build_loader(sharded, is_training=False),
+        engine.data.adopt_loader(DataLoader(sharded, batch_size=2), is_training=False),
     )
     messages = []
     for loader in loaders:
         with pytest.raises(DataError) as error:
             next(iter(loader))
         messages.append(str(error.value))
-    whole = engine.build_data_loader(Stream(), is_training=False)
+    whole = engine.data.build_loader(Stream(), is_training=False)
     rows = [int(row) for batch in whole for row in batch["x"].flatten()]
     return (messages[0], messages[1]), rows
 
@@ -405,21 +405,21 @@ def make_labelled_rows(*counts: int) -> list[dict[str, torch.Tensor]]:
 )
 def test_backward_counts_the_labels_of_the_batch_in_hand(model: Any, weight: float) -> None:
     engine = make_engine(micro_batch_size=2)
-    loader = engine.build_data_loader(make_labelled_rows(2, 4))
+    loader = engine.data.build_loader(make_labelled_rows(2, 4))
     engine.compose(model)
     for batch in loader:
         engine.backward(model(batch["x"]).mean())
-        assert engine.clock.total_weight == weight
+        assert engine.updates.clock.total_weight == weight
         engine.step()
-    (update,) = engine.iterate_updates(loader)
+    (update,) = engine.data.iterate_updates(loader)
     (result,) = engine.run_update(lambda batch: model(batch["x"]).mean(), update)
-    assert result.weight == engine.clock.total_weight == weight
+    assert result.weight == engine.updates.clock.total_weight == weight
 
 
 def test_a_fillers_loss_and_its_parts_weigh_nothing() -> None:
     engine = make_engine(micro_batch_size=2)
     model, optimizer = make_parts()
-    loader = engine.build_data_loader(make_labelled_rows(2))
+    loader = engine.data.build_loader(make_labelled_rows(2))
     engine.compose(model, optimizer)
     (micro_batch,) = loader.iterate_micro_batches()
 
@@ -427,10 +427,15 @@ def test_a_fillers_loss_and_its_parts_weigh_nothing() -> None:
         loss = model(batch["x"]).mean()
         return loss, None, {"own": (loss, 5.0), "same": (loss, None)}
 
-    weights = {name: w for name, (_, w) in engine.run_forward(forward, micro_batch).means.items()}
+    weights = {
+        name: w
+        for name, (_, w) in engine.updates.weights.run_forward(forward, micro_batch).means.items()
+    }
     assert weights == {"own": 5.0, "same": 2.0, "loss": 2.0}
     filler = micro_batch._replace(is_filler=True)
-    assert {w for _, w in engine.run_forward(forward, filler).means.values()} == {0.0}
+    assert {w for _, w in engine.updates.weights.run_forward(forward, filler).means.values()} == {
+        0.0
+    }
 
 
 def test_a_loss_of_unknown_weight_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,7 +454,7 @@ def test_batches_without_tensors_train_too() -> None:
     """Texts that the loop itself makes into tensors: nothing is counted, nothing is lost."""
     model, optimizer = make_parts()
     engine = make_engine(micro_batch_size=2)
-    loader = engine.build_data_loader(["some text", "and more"], collate_fn=list)
+    loader = engine.data.build_loader(["some text", "and more"], collate_fn=list)
     engine.compose(model, optimizer)
     for texts in loader:
         assert texts == ["some text", "and more"]
@@ -466,15 +471,15 @@ def test_settings_built_directly_accumulate_to_the_global_batch() -> None:
     engine = RapidformerEngine(args=Settings(global_batch_size=32, lr=0.1, log_level="error"))
     rows = [{"x": torch.ones(1), "labels": torch.ones(())} for _ in range(64)]
     engine.compose(nn.Linear(1, 1), train_dataloader=DataLoader(rows, batch_size=16))  # type: ignore[arg-type]
-    assert engine.clock.rounds_per_update == 2
+    assert engine.updates.clock.rounds_per_update == 2
 
 
 def test_a_validation_pass_before_backward_leaves_the_weight_of_the_batch() -> None:
     model = nn.Linear(3, 1, bias=False)
     engine = make_engine(global_batch_size=2, micro_batch_size=1, clip_grad=0.0)
     rows = make_labelled_rows(1, 3)
-    train = engine.build_data_loader(rows, is_training=True)
-    valid = engine.build_data_loader(rows, is_training=False)
+    train = engine.data.build_loader(rows, is_training=True)
+    valid = engine.data.build_loader(rows, is_training=False)
     engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in train:
         loss = model(batch["x"]).mean()
@@ -482,7 +487,7 @@ def test_a_validation_pass_before_backward_leaves_the_weight_of_the_batch() -> N
             for other in valid:
                 model(other["x"])
         engine.backward(loss)
-    assert float(engine.clock.total_weight) == 4.0
+    assert float(engine.updates.clock.total_weight) == 4.0
 
 
 def test_a_model_keeps_no_switch_of_an_earlier_engine() -> None:
@@ -508,6 +513,12 @@ def test_a_model_keeps_no_cache_in_training_only() -> None:
     assert model.config.use_cache is True
 
 
+def test_explain_names_every_switch() -> None:
+    said = make_engine(compile=True).explain().splitlines()
+    assert "on             compilation: asked for (--compile)." in said
+    assert any(line.startswith("off            recompute: ") for line in said)
+
+
 def test_modules_kept_in_evaluation_mode_stay_in_it() -> None:
     """compose() tries batches, and an evaluation comes and goes."""
     model: Any = make("bert", dropout=0.1).train()
@@ -516,6 +527,6 @@ def test_modules_kept_in_evaluation_mode_stay_in_it() -> None:
     engine = RapidformerEngine(args={"log_level": "error", "lr": 0.1})
     engine.compose(model)
     assert [module.training for module in model.modules()] == before
-    with engine.evaluating():
+    with engine.model.evaluating():
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before

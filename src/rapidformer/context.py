@@ -23,6 +23,7 @@ class _Context:
     timers: Timers | None = None
     tokenizer: Any = None
     build_tokenizer: Callable[[], Any] | None = None
+    is_started: bool = False
 
 
 _current = _Context()
@@ -42,6 +43,16 @@ def set_context(
 def replace_args(args: Settings) -> None:
     """Replace the current run's settings: its folder may be chosen after it has started."""
     _current.args = args
+
+
+def mark_as_started() -> None:
+    """The command runs a script: its command line is meant for us."""
+    _current.is_started = True
+
+
+def is_started() -> bool:
+    """Whether the command has started this process's script."""
+    return _current.is_started
 
 
 def get_args() -> Settings:

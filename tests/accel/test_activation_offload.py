@@ -135,9 +135,9 @@ def test_a_cpu_run_says_that_there_is_nothing_to_offload(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = RapidformerEngine(args=["--activation-offload", "--device", "cpu"])
-    engine.compose_for_evaluation(make("bert"))
+    engine.model.compose_for_evaluation(make("bert"))
     assert "--activation-offload has no effect: it needs a CUDA device" in capsys.readouterr().err
-    lines = engine.parallelized.switches
+    lines = engine.model.parallelized.switches
     assert not any(line.startswith("activation offload") for line in lines)
     engine.close()
 
@@ -160,7 +160,7 @@ def train(flags: list[str]) -> dict[str, np.ndarray]:
     batch = {name: value[row : row + 1] for name, value in make_batch("llama").items()}
     engine.backward(model(**batch)["loss"])
     optimizer.step()
-    lines = engine.parallelized.switches
+    lines = engine.model.parallelized.switches
     assert any(line.startswith("activation offload: 3") for line in lines) == (
         "--activation-offload" in flags
     )

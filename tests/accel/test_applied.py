@@ -57,7 +57,7 @@ def check_plain(model: nn.Module, before: dict[str, Any]) -> None:
 def train(model: nn.Module, name: str, settings: Settings, **more: Any) -> RapidformerEngine:
     torch.set_num_threads(1)
     engine = RapidformerEngine(args={**SETTINGS, **settings})
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         build_rows(name, 16), collate, shuffle=False, is_training=True
     )
     engine.compose(model, more.get("make_optimizer", make_sgd)(model))
@@ -89,7 +89,7 @@ def test_a_closed_model_is_the_plain_model(
     before, parameters = look(model), dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in parameters.items()}
     engine = train(model, name, settings)
-    assert engine.parallelized.applied.rows
+    assert engine.model.parallelized.applied.rows
     engine.close()
     check_plain(model, before)
     after = dict(model.named_parameters())
@@ -281,9 +281,9 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
         before, collected = look(model), dict(model.named_parameters())
         start = {key: p.detach().clone() for key, p in collected.items()}
         engine = train(model, name, settings)
-        whole = engine.gather_weights()
-        optimizer = engine.optimizer
-        engine.parallelized.applied.undo()
+        whole = engine.checkpoints.gather_weights()
+        optimizer = engine.updates.optimizer
+        engine.model.parallelized.applied.undo()
         check_plain(model, before)
         weights = dict(model.named_parameters())
         for key, parameter in weights.items():
@@ -311,7 +311,7 @@ def test_a_closed_model_is_whole_and_plain_on_every_rank() -> None:
 def stay_sharded() -> str:
     model = build_model("gpt2")
     engine = train(model, "gpt2", {"zero_3_memory_optimization": True})
-    applied = engine.parallelized.applied
+    applied = engine.model.parallelized.applied
     applied.plain.measure_free = lambda device: 0.0
     assert applied.undo() is False and not applied.is_closed
     other = RapidformerEngine(args={**SETTINGS, "zero_1_memory_optimization": True})

@@ -117,7 +117,7 @@ def composed(asked: str, model: nn.Module) -> Iterator[RapidformerEngine]:
         args=["--attention", asked, "--device", "cpu", "--log-level", "error"]
     )
     try:
-        engine.compose_for_evaluation(model)
+        engine.model.compose_for_evaluation(model)
         yield engine
     finally:
         engine.close()
@@ -127,7 +127,7 @@ def test_eager_reaches_every_part_of_the_model_and_the_start_up_line() -> None:
     model = make("t5")
     with composed("eager", model) as engine:
         assert {get_attention(config) for config in find_configs(model)} == {"eager"}
-        assert "attention: eager attention" in engine.parallelized.switches
+        assert "attention: eager attention" in engine.model.parallelized.switches
     assert {get_attention(config) for config in find_configs(model)} == {"sdpa"}
 
 

@@ -97,8 +97,8 @@ def compose(
 
 def step(engine: RapidformerEngine, rows: slice = slice(0, 4)) -> float:
     batch = {k: torch.stack([r[k] for r in build_rows()[rows]]) for k in ("x", "labels")}
-    assert engine.model is not None
-    loss = engine.model(**batch)["loss"]
+    assert engine.model.module is not None
+    loss = engine.model.module(**batch)["loss"]
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
@@ -137,10 +137,12 @@ def run_alone(folder: Path) -> dict[str, Any]:
     assert half.model is not None
     found["bf16"] = {
         "losses": losses,
-        "weights": {str(p.dtype) for p in half.model.parameters()},
+        "weights": {str(p.dtype) for p in half.model.parameters},
         "saved": {
             str(t.dtype)
-            for t in half.parallelized.deepspeed.state.collect(with_optimizer=True)[0].values()
+            for t in half.model.parallelized.deepspeed.state.collect(with_optimizer=True)[
+                0
+            ].values()
         },
     }
 
@@ -148,7 +150,7 @@ def run_alone(folder: Path) -> dict[str, Any]:
     warm = compose(folder, {**stage_1, **schedule})
     found["rates"] = []
     for _ in range(6):
-        found["rates"].append(warm.get_learning_rate())
+        found["rates"].append(warm.updates.get_learning_rate())
         step(warm)
 
     own = {
@@ -157,13 +159,13 @@ def run_alone(folder: Path) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
     }
     theirs = compose(folder, own, lr=0.01)
-    found["their optimizer"] = (type(theirs.optimizer).__name__, step(theirs), step(theirs))
+    found["their optimizer"] = (type(theirs.updates.optimizer).__name__, step(theirs), step(theirs))
 
     for stage in (0, 2, 3):
         engine = compose(
             folder, {"zero_optimization": {"stage": stage}}, make_sgd, global_batch_size=8
         )
-        model = engine.model
+        model = engine.model.module
         assert model is not None
         before = step(engine)
         norm_inside = engine.clip_grad_norm()
@@ -183,13 +185,13 @@ def run_alone(folder: Path) -> dict[str, Any]:
 def overflow(folder: Path, content: dict[str, Any]) -> list[float]:
     """Losses around an update whose gradient fp16 cannot hold, and the updates done."""
     engine = compose(folder, content, fp16=True, initial_loss_scale=16.0)
-    assert engine.scaler is not None
+    assert engine.updates.scaler is not None
     losses = [step(engine)]
-    engine.scaler.scale = 1e38
+    engine.updates.scaler.scale = 1e38
     losses += [step(engine)]
-    engine.scaler.scale = 16.0
+    engine.updates.scaler.scale = 16.0
     losses += [step(engine), step(engine)]
-    return [*losses, engine.clock.updates, engine.clock.skipped]
+    return [*losses, engine.updates.clock.updates, engine.updates.clock.skipped]
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ def train(**settings: Any) -> tuple[dict[str, Tensor], list[str]]:
     row = slice(engine.args.rank, engine.args.rank + 1)
     engine.backward(model(**{k: v[row] for k, v in make_batch("llama").items()})["loss"])
     optimizer.step()
-    return engine.gather_weights(), engine.parallelized.switches
+    return engine.checkpoints.gather_weights(), engine.model.parallelized.switches
 
 
 def test_fp8_is_announced_as_a_choice_of_precision() -> None:

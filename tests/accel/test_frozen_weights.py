@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,19 +19,20 @@ from tests.processes import run_in_processes
 def train(is_rounded: bool, settings: dict[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
     """A few updates in bf16; returns the trained weights."""
     torch.set_num_threads(1)
-    engine = RapidformerEngine(args={**SETTINGS, "mixed_precision": "bf16", **settings})
     # Whatever this processor has.
-    engine.precision = Precision(dtype=torch.bfloat16, reason="of the test")
+    precision = Precision(dtype=torch.bfloat16, reason="of the test")
+    with mock.patch("rapidformer.engine.runtime.choose_precision", return_value=precision):
+        engine = RapidformerEngine(args={**SETTINGS, "mixed_precision": "bf16", **settings})
     model = build_model("gpt2-lora")
     if not is_rounded:
         forget_base(model)
     rows = build_rows("gpt2-lora", 16)
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     engine.compose(model, make_sgd(model))
     model.train()
     run_updates(engine, model, loader)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    weights = engine.gather_weights()
+    weights = engine.checkpoints.gather_weights()
     return model, [weights[name] for name in sorted(trained) if name in weights]
 
 

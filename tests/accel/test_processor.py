@@ -51,8 +51,8 @@ def test_without_16_bit_hardware_the_run_stays_in_fp32_and_says_so(
         "rapidformer.accel.precision.precision.warn_once", lambda message, **_: said.append(message)
     )
     engine = RapidformerEngine(args={"mixed_precision": asked})
-    assert engine.precision.dtype is None and engine.scaler is None
-    assert engine.precision.reason == f"fp32 (this processor has no {missing})"
+    assert engine.runtime.precision.dtype is None and engine.updates.scaler is None
+    assert engine.runtime.precision.reason == f"fp32 (this processor has no {missing})"
     assert said == [
         f"this processor has no {missing}: the run stays in fp32, which is many times faster than "
         f"emulating {missing}."

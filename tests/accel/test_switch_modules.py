@@ -33,8 +33,8 @@ def test_start_up_lines_follow_the_order_of_the_rows() -> None:
         args=["--compile", "--compile-backend", "eager", "--recompute-granularity", "selective",
               "--recompute-interval", "2", "--device", "cpu", "--log-level", "error"]
     )  # fmt: skip
-    engine.compose_for_evaluation(make("bert"))
-    assert engine.parallelized.switches == [
+    engine.model.compose_for_evaluation(make("bert"))
+    assert engine.model.parallelized.switches == [
         "precision: fp32",
         "recompute: selective, 1 in 2 of 3 blocks",
         "compilation: torch.compile of 3 blocks with eager",

@@ -475,7 +475,7 @@ def test_a_resumed_run_removes_padding_from_the_same_batches(tmp_path: Path) -> 
         }  # fmt: skip
         trainer = Padded(RapidformerEngine(args=settings))
         trainer.train()
-        return dict(trainer.engine.parallelized.model.named_parameters())
+        return dict(trainer.engine.model.parallelized.model.named_parameters())
 
     expected = train("whole")
     train("stopped", exit_interval=2)

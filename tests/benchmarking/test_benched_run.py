@@ -98,9 +98,9 @@ def test_a_script_that_ends_after_enough_steps_is_timed(tmp_path: Path) -> None:
 
     def train_one_epoch() -> None:
         engine = RapidformerEngine(args=SETTINGS)
-        loader = engine.build_data_loader(ROWS)
+        loader = engine.data.build_loader(ROWS)
         model, *_ = engine.compose(Bench(engine).model_optimizer_lr_scheduler_provider()[0])
-        for update in engine.iterate_updates(loader):
+        for update in engine.data.iterate_updates(loader):
             engine.run_update(lambda batch: model(**batch).loss, update)
             engine.step()
 

@@ -106,7 +106,7 @@ def test_training_waits_for_a_save_if_host_memory_has_no_room_for_a_copy(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
         assert BackgroundSave().has_room(prepare_save(tmp_path, run.state, {}).pieces) is has_room
-    monkeypatch.setattr("rapidformer.engine.saving.SMALLEST_BYTES", 0)
+    monkeypatch.setattr("rapidformer.engine.checkpoints.SMALLEST_BYTES", 0)
     for free, is_behind in ((0.0, False), (math.inf, True)):
         monkeypatch.setattr(background_module, "measure_free_memory", lambda free=free: free)
         folder = tmp_path / str(free)
@@ -169,9 +169,9 @@ def _save_and_train(folder: Path) -> None:
     )  # fmt: skip
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     rows = [{"input_ids": [i, i + 1, i + 2], "labels": [i, i + 1, i + 2]} for i in range(28)]
-    loader = engine.build_data_loader(rows, is_training=True)
+    loader = engine.data.build_loader(rows, is_training=True)
     (model, *_) = engine.compose(GPT2LMHeadModel(config))
-    updates = engine.iterate_updates(loader)
+    updates = engine.data.iterate_updates(loader)
 
     def train() -> None:
         engine.run_update(lambda batch: model(**batch).loss, next(updates))
@@ -187,11 +187,11 @@ def _save_and_train(folder: Path) -> None:
 
     save_module.write_pieces = wait_and_write
     target = engine.save_checkpoint(folder / "behind", wait=False)
-    assert engine.is_saving
+    assert engine.checkpoints.is_saving
     train()
     assert not target.exists()
     opened.set()
-    engine.wait_for_save()
+    engine.checkpoints.wait_for_save()
     assert target.is_dir()
     engine.close()
 

@@ -56,7 +56,7 @@ def train(
     if load is not None:
         for parameter in model.parameters():
             nn.init.constant_(parameter, 7.0)
-    loader = engine.build_data_loader(build_rows("small-bert-mlm"), shuffle=True)
+    loader = engine.data.build_loader(build_rows("small-bert-mlm"), shuffle=True)
     model, *_ = engine.compose(
         model,
         make_optimizer(model),
@@ -66,14 +66,14 @@ def train(
         engine.load_checkpoint(load)
     losses = []
     model.train()
-    while engine.clock.updates < updates:
-        for update in engine.iterate_updates(loader):
+    while engine.updates.clock.updates < updates:
+        for update in engine.data.iterate_updates(loader):
             results = engine.run_update(lambda batch: model(**batch)["loss"], update)
             losses += [float(result.loss) if result.weight else 0.0 for result in results]
             engine.step()
-            if save is not None and engine.clock.updates == 3:
+            if save is not None and engine.updates.clock.updates == 3:
                 engine.save_checkpoint(save)
-            if engine.clock.updates == updates:
+            if engine.updates.clock.updates == updates:
                 break
     if export is not None:
         engine.export(export)

@@ -46,7 +46,7 @@ def train(model: nn.Module, folder: Path, *, steps: int = 2, **settings: Any) ->
         engine.backward(composed(input_ids=IDS, labels=IDS).loss, weight=7)
         engine.step()
     engine.save_checkpoint(folder)
-    engine.release_folder()
+    engine.checkpoints.release_folder()
     return folder
 
 

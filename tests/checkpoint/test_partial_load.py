@@ -28,12 +28,12 @@ def _train(layers: int, settings: dict[str, Any]) -> RapidformerEngine:
     values = {"device": "cpu", "lr": 0.01, "global_batch_size": 4, "micro_batch_size": 1}
     engine = RapidformerEngine(args={**values, "log_level": "error", **settings})
     model = build_model("small-gpt2", layers=layers)
-    loader = engine.build_data_loader(build_rows("small-gpt2", 8), collate, is_training=True)
+    loader = engine.data.build_loader(build_rows("small-gpt2", 8), collate, is_training=True)
     (model, *_) = engine.compose(model)
     if engine.args.load:
         engine.load_checkpoint()
         return engine
-    update = next(iter(engine.iterate_updates(loader)))
+    update = next(iter(engine.data.iterate_updates(loader)))
     engine.run_update(lambda batch: model(**batch)["loss"], update)
     engine.step()
     return engine

@@ -463,7 +463,7 @@ def test_a_tied_weight_is_stored_once_and_restored_by_each_name(tmp_path: Path) 
     assert embedding in stored and head not in stored
     assert read_saved_shapes(folder)[head] == stored[embedding] == (64, 8)
     second.load_checkpoint(folder)
-    ours, theirs = first.parallelized.model, second.parallelized.model
+    ours, theirs = first.model.parallelized.model, second.model.parallelized.model
     for (name, expected), found in zip(
         ours.state_dict().items(), theirs.state_dict().values(), strict=True
     ):

@@ -15,6 +15,7 @@ import rapidformer
 from rapidformer.cli.checks import check_command
 from rapidformer.cli.main import main as run_command
 from rapidformer.config import parse_arguments
+from rapidformer.config.parse import read_flags
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
 from rapidformer.training.run_folder import ARGUMENTS_FILE
@@ -33,7 +34,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
     def run(command: str, text: str) -> list[str]:
         try:
-            check_command(command, text.split())
+            check_command(command, read_flags(text.split()))
         except ConfigurationError as error:
             return error.problems
         return []
@@ -163,9 +164,9 @@ def test_evaluate_needs_a_model_and_a_task(find: Find) -> None:
 def test_texts_and_objects_in_the_input_are_not_mixed(find: Find) -> None:
     words = ["--task", "sequence_classification", "--load", "model"]
     with pytest.raises(ConfigurationError, match=r"--input mixes texts .* and JSON objects"):
-        check_command("predict", [*words, "--input", "a movie", '{"text": "x"}'])
+        check_command("predict", read_flags([*words, "--input", "a movie", '{"text": "x"}']))
     with pytest.raises(ConfigurationError, match="is not valid JSON"):
-        check_command("predict", [*words, "--input", '{"text": x}'])
+        check_command("predict", read_flags([*words, "--input", '{"text": x}']))
 
 
 def test_an_output_that_cannot_be_written_is_refused(find: Find) -> None:
@@ -210,7 +211,7 @@ def test_a_run_knows_its_task_and_columns(find: Find, tmp_path: Path) -> None:
     )
     (tmp_path / "own.jsonl").write_text(json.dumps({"body": "x", "label": 1}) + "\n")
     for load in ("run", "run/best"):
-        args, _ = check_command("evaluate", ["--load", load])
+        args, _ = check_command("evaluate", read_flags(["--load", load]))
         assert (args.task, args.text_column, args.seq_length) == (
             "sequence_classification", "body", 32,
         )  # fmt: skip

@@ -33,7 +33,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original") / "run"
     engine = make_engine(epochs=2, save=str(folder), log_interval=5, optimizer="adam")
     LineFinetuner(engine).train()
-    engine.release_folder()
+    engine.checkpoints.release_folder()
     return folder
 
 

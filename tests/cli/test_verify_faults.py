@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from rapidformer import RapidformerEngine
-from rapidformer.engine import composing
+from rapidformer.engine import model as composing
+from rapidformer.engine.weighing import LossWeights
 from rapidformer.optim import optimizers
 from rapidformer.optim.update import UpdateClock
 
@@ -52,7 +53,7 @@ class Rows(torch.utils.data.Dataset):
 engine = RapidformerEngine()
 is_switched = engine.args.world_size > 1
 FAULT
-loader = engine.build_data_loader(Rows())
+loader = engine.data.build_loader(Rows())
 model, optimizer, lr_scheduler = engine.compose(Model())
 AFTER
 for batch in loader:
@@ -167,7 +168,7 @@ def test_replicas_that_draw_the_same_dropout_masks(
             "but the gradient was divided by 4: it is a mean of means",
         ),
         (
-            "RapidformerEngine.count_labels = lambda self, micro_batch: 1.0",
+            "LossWeights.count_labels = lambda self, micro_batch: 1.0",
             "has weight 1, but the loader counted",
         ),
         (

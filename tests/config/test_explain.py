@@ -113,10 +113,10 @@ def test_every_pair_is_applied_as_explained(one: str, other: str) -> None:
     )
     given = make_adamw(model) if "bf16 moments" not in (one, other) else None
     engine.compose(model, given)
-    applied = {row.name for row in engine.parallelized.applied.rows}
+    applied = {row.name for row in engine.model.parallelized.applied.rows}
     expected = {
         answer.name
-        for answer in explain(engine.args, engine.parallelized.situation)
+        for answer in explain(engine.args, engine.model.parallelized.situation)
         if answer.state == "on" and get_switch(answer.name).module
     }
     assert applied == expected

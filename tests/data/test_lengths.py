@@ -47,7 +47,7 @@ def test_the_loader_uses_it_with_another_order_each_epoch() -> None:
     engine = RapidformerEngine(
         args={"micro_batch_size": 4, "group_by_length": True, "log_level": "error"}
     )
-    loader = engine.build_data_loader(rows, shuffle=True, is_training=True)
+    loader = engine.data.build_loader(rows, shuffle=True, is_training=True)
     first, second = ([i for b in loader for i in b["labels"].tolist()] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(36))
     assert first != second

@@ -103,7 +103,7 @@ def test_accumulate_counts_although_a_model_is_truthy() -> None:
     assert accumulated == pytest.approx(train_counting(Accelerator(cpu=True), 12), abs=1e-6)
     engine_steps = Accelerator(cpu=True, gradient_accumulation_steps=3)
     train_counting(engine_steps, 4)
-    assert engine_steps.engine.clock.updates == 2
+    assert engine_steps.engine.updates.clock.updates == 2
 
 
 def test_an_evaluation_loader_may_be_prepared_first() -> None:
@@ -119,7 +119,7 @@ def test_a_deepspeed_plugin_counts_without_accumulate() -> None:
         accelerator.backward(cross_entropy(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
-    assert accelerator.engine.clock.updates == ROWS // 4 // 2
+    assert accelerator.engine.updates.clock.updates == ROWS // 4 // 2
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
@@ -318,7 +318,7 @@ def distil(batch_size: int = 4, **arguments: Any) -> list[float]:
         accelerator.backward((model(inputs) - teacher(inputs).detach()).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert get_weights(teacher) == before and accelerator.engine.model is model
+    assert get_weights(teacher) == before and accelerator.engine.model.module is model
     return get_weights(model)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rapidformer.config import parse_arguments
-from rapidformer.engine import run
+from rapidformer.engine import runtime
 from rapidformer.errors import ConfigurationError
 
 
@@ -27,20 +27,20 @@ def test_user_defined_parameters_must_have_values() -> None:
 
 def test_app_name_chooses_the_task_where_task_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(run, "warn_once", said.append)
+    monkeypatch.setattr(runtime, "warn_once", said.append)
     alone = parse_arguments(["--app-name", "text_classify"])
     both = parse_arguments(["--app-name", "text_classify", "--task", "masked_lm"])
     assert (alone.task, both.task) == ("sequence_classification", "masked_lm")
-    run._warn_about_settings_without_effect(alone)
+    runtime._warn_about_settings_without_effect(alone)
     assert not said, "it has an effect"
-    run._warn_about_settings_without_effect(both)
+    runtime._warn_about_settings_without_effect(both)
     assert said[0].startswith("--app-name has no effect: --task overrides it")
 
 
 def test_flags_without_effect_are_reported_without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(run, "warn_once", said.append)
-    run._warn_about_settings_without_effect(parse_arguments(["--DDP-impl", "local"]))
+    monkeypatch.setattr(runtime, "warn_once", said.append)
+    runtime._warn_about_settings_without_effect(parse_arguments(["--DDP-impl", "local"]))
     assert said == ["--DDP-impl has no effect: gradients are always reduced by torch.distributed."]
 
 

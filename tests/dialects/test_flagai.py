@@ -232,7 +232,7 @@ def train_split(folder: Path, make_model: Any, stage: int) -> dict[str, Any]:
     _, resumed = train_small(
         folder / "resumed", make_model, load_dir=middle, load_optim=True, **given
     )
-    uses_deepspeed = first.engine.parallelized.deepspeed is not None
+    uses_deepspeed = first.engine.model.parallelized.deepspeed is not None
     return {"losses": losses, "resumed": resumed, "metrics": first.evaluate(),
             "uses_deepspeed": uses_deepspeed}  # fmt: skip
 
@@ -265,7 +265,7 @@ def test_lora_trains_adapters_alone(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     trainer = make_trainer(tmp_path, lora=True, lora_r=2, lora_target_modules=["query"])
     trainer.train(model, train_dataset=make_rows(), collate_fn=collate)
-    config = trainer.engine.adapter.config
+    config = trainer.engine.model.adapter.config
     assert (config.r, config.lora_alpha, config.lora_dropout) == (2, 16, 0.05)
     after = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     frozen = {name: p for name, p in after.items() if "original_module" not in name}
@@ -296,7 +296,7 @@ def test_load_dir_takes_the_weights_alone(tmp_path: Path) -> None:
         if x
     ]
     assert max(steps) == 10
-    assert second.engine.resumed_from is None
+    assert second.engine.checkpoints.resumed_from is None
     with pytest.raises(CheckpointError, match="does not fit BertForSequenceClassification"):
         make_trainer(tmp_path / "c", load_dir=str(tmp_path / "run")).train(
             _wider(), train_dataset=make_rows()

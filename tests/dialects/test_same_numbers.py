@@ -71,7 +71,7 @@ def run_finetuner(parts: dict[str, Any], folder: Path) -> None:
 
 def run_engine_loop(parts: dict[str, Any], folder: Path) -> None:
     engine = RapidformerEngine(args=SETTINGS)
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         parts["kept"], parts["collate"], shuffle=True, is_training=True
     )
     model, optimizer, schedule = engine.compose(build_model(parts))

@@ -80,7 +80,7 @@ def test_the_losses_of_a_finetuner_bit_for_bit(tmp_path: Path) -> None:
 def test_the_losses_of_an_engine_loop_bit_for_bit(tmp_path: Path) -> None:
     make_trainer(tmp_path, eval_dataset=None).train()
     engine = RapidformerEngine(args=OTHER_WORDS)
-    loader = engine.build_data_loader(make_rows(), collate, shuffle=True)
+    loader = engine.data.build_loader(make_rows(), collate, shuffle=True)
     model, _, _ = engine.compose(make_classifier())
     losses = []
     for _ in range(2):

@@ -38,7 +38,7 @@ def test_t5_trains_without_the_unfused_kernel() -> None:
 def test_cudnn_comes_first_for_multiples_of_64() -> None:
     engine = RapidformerEngine(args=["--mixed-precision", "bf16", "--log-level", "error"])
     model = build_model("llama", 0.0, layers=2)
-    engine.compose_for_evaluation(model)
+    engine.model.compose_for_evaluation(model)
     for ids, is_first in ((IDS.repeat(1, 4), True), (IDS, False)):
         with profile(activities=[ProfilerActivity.CPU]) as profiled, torch.no_grad():
             model(input_ids=ids.to(engine.device), use_cache=False)

@@ -27,13 +27,13 @@ def test_what_is_written_is_the_state_of_its_step(is_reserved: bool, tmp_path: P
         engine.backward(model(torch.ones(2, 1024, device=engine.device)).square().mean())
         optimizer.step()
         if is_reserved and step == 1:
-            engine.prepare_saves()
+            engine.checkpoints.prepare_saves()
         expected = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         engine.save_checkpoint(tmp_path, wait=False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(7.0)  # training continues
-        engine.wait_for_save()
+        engine.checkpoints.wait_for_save()
         stored = StoredTensors(tmp_path / f"iter_{step:07d}" / "state")
         for name, value in expected.items():
             assert torch.equal(stored.read(f"model.{name}"), value), (step, name)

@@ -58,9 +58,9 @@ class Run(stand_in.Run):
 
 
 def count(run: Run) -> int:
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is None
-    return run.engine.graphs.count
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem is None
+    return run.engine.updates.graphs.count
 
 
 @pytest.fixture(params=["torch", "ours"], autouse=True)
@@ -85,8 +85,8 @@ def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
     on = Run(make_gpt2(), make_texts(48), **more)
     assert on.run_and_list() == off
     assert count(on) == 1
-    assert on.engine.graphs is not None
-    assert on.engine.graphs.updates == (optimizer == "ours")
+    assert on.engine.updates.graphs is not None
+    assert on.engine.updates.graphs.updates == (optimizer == "ours")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_step_that_cannot_be_captured(kind: type[Run], problem: str) -> None:
     off = kind(make_gpt2(), make_texts(32), cuda_graph="off").run_and_list()
     run = kind(make_gpt2(), make_texts(32))
     assert run.run_and_list() == off
-    assert run.engine.graphs is not None
-    assert problem in str(run.engine.graphs.problem)
+    assert run.engine.updates.graphs is not None
+    assert problem in str(run.engine.updates.graphs.problem)
 
 
 class MeanOverAll(Run):
@@ -233,7 +233,7 @@ def test_without_deterministic_kernels_a_graph_is_used_all_the_same() -> None:
 def test_closing_gives_the_memory_of_graphs_back() -> None:
     run = Run(make_gpt2(), make_texts(48))
     run.run_and_list()
-    graphs = run.engine.graphs
+    graphs = run.engine.updates.graphs
     assert graphs is not None
     assert graphs.count == 1
     gc.collect()

@@ -158,7 +158,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
     """Each phase of an update, in its order, with the number of the update in progress."""
     from rapidformer import RapidformerEngine
     from rapidformer.data import loader as loader_module
-    from rapidformer.engine import backward, own_loop, updates
+    from rapidformer.engine import backward, current_batch, updates
     from rapidformer.engine import engine as engine_module
     from tests.launch.training import LineTrainer
 
@@ -169,7 +169,7 @@ def test_engine_says_where_it_is(beating: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append((phase, heartbeat._own.step))
 
     original = heartbeat.beat
-    for module in (heartbeat, engine_module, own_loop, backward, updates, loader_module):
+    for module in (heartbeat, engine_module, current_batch, backward, updates, loader_module):
         monkeypatch.setattr(module, "beat", note)
     settings = {"micro_batch_size": 4, "train_iters": 2, "lr": 0.1, "save": str(beating / "run")}
     settings |= {"device": "cpu", "log_level": "error", "optimizer": "sgd", "save_interval": 2}

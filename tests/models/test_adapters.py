@@ -108,7 +108,7 @@ def _fast_path() -> Iterator[None]:
 def test_layers_that_torch_never_calls_are_not_adapted() -> None:
     """nn.MultiheadAttention only reads a layer's weight."""
     engine, _ = compose(build_encoder(), lora_rank=2)
-    assert engine.adapter.describe() == "LORA, rank 2 on 0.linear1, 0.linear2"
+    assert engine.model.adapter.describe() == "LORA, rank 2 on 0.linear1, 0.linear2"
     with pytest.raises(ModelError, match=r"out_proj would never be.*it: self_attn\."):
         compose(build_encoder(), lora_rank=2, lora_target_modules=["out_proj"])
 
@@ -144,7 +144,7 @@ def test_resuming_without_the_adapter_says_which_flag_is_missing(tmp_path: Path)
     engine, model = compose(LlamaForCausalLM.from_pretrained(tmp_path / "base"), lora_rank=2)
     train(engine, model)
     engine.save_checkpoint(tmp_path / "run")
-    engine.release_folder()
+    engine.checkpoints.release_folder()
     other, _ = compose(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
     with pytest.raises(CheckpointError, match=r"holds the adapter of a model.*--lora-rank"):
         other.load_checkpoint(tmp_path / "run")

@@ -128,10 +128,10 @@ def run_engine(name: str, cut: Mapping[str, Any]) -> Bare:
     objective = Pairs() if name == "pairs" else WordsAndRows()
     settings = {"global_batch_size": ROWS, "save": "none", "lr": 0.1, "clip_grad": 0.0, **cut}
     engine = RapidformerEngine(args=settings)
-    loader = engine.build_data_loader(make_rows(), collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(make_rows(), collate, shuffle=False, is_training=True)
     model, *_ = engine.compose(build_model())
     forward = BoundObjective(objective, model)
-    update = next(engine.iterate_updates(loader))
+    update = next(engine.data.iterate_updates(loader))
     results = engine.run_update(forward, update)
     sums = torch.tensor([[float(r.loss) * float(r.weight), float(r.weight)] for r in results])
     total, weight = engine.gather(sums.sum(0)[None]).sum(0).tolist()
@@ -176,7 +176,7 @@ def test_gradient_is_the_same_on_two_processes() -> None:
 def test_second_pass_draws_what_the_first_drew() -> None:
     """With dropout, both passes must see the same units, in every micro-batch."""
     engine = RapidformerEngine(args={"micro_batch_size": 2, "global_batch_size": 8, "lr": 0.1})
-    loader = engine.build_data_loader(make_rows(), collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(make_rows(), collate, shuffle=False, is_training=True)
     model, *_ = engine.compose(build_model(dropout=0.5))
     seen: list[Tensor] = []
 
@@ -186,7 +186,7 @@ def test_second_pass_draws_what_the_first_drew() -> None:
             seen.append(vectors.detach())
             return vectors
 
-    engine.run_update(BoundObjective(Watching(), model), next(engine.iterate_updates(loader)))
+    engine.run_update(BoundObjective(Watching(), model), next(engine.data.iterate_updates(loader)))
     assert len(seen) == 8
     torch.testing.assert_close(torch.cat(seen[:4]), torch.cat(seen[4:]), rtol=0, atol=0)
     assert not torch.equal(seen[0], seen[1])

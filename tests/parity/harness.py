@@ -69,7 +69,7 @@ def zero(stage: int, **more: Any) -> Settings:
 def run_updates(engine: RapidformerEngine, model: nn.Module, loader: Any) -> None:
     """An epoch as the library's loops do it, in stages or not; labels are counted here."""
     forward = make_forward(model)
-    for update in engine.iterate_updates(loader):
+    for update in engine.data.iterate_updates(loader):
         engine.run_update(forward, update)
         engine.step()
 
@@ -146,7 +146,7 @@ def get_order(training: Training) -> list[list[int]]:
     size = training.global_batch_size
     engine = RapidformerEngine(args=training.get_settings({"micro_batch_size": size}))
     numbers = list(range(training.rows))
-    loader = engine.build_data_loader(numbers, torch.tensor, shuffle=True)
+    loader = engine.data.build_loader(numbers, torch.tensor, shuffle=True)
     return [batch.tolist() for _ in range(training.epochs) for batch in loader]
 
 
@@ -171,7 +171,7 @@ def run_case(training: Training, settings: Settings) -> Trace:
 def compose(training: Training, settings: Settings) -> tuple[RapidformerEngine, nn.Module, Any]:
     engine = RapidformerEngine(args=training.get_settings(settings))
     model = training.build_model()
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         training.build_rows(), collate, shuffle=training.is_shuffled, is_training=True
     )
     plan = GIVEN_PLANS.get(training.model)

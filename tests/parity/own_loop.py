@@ -42,7 +42,7 @@ class Loop:
         """This rank's rows of a global batch."""
         random = np.random.default_rng(number)
         ids = torch.from_numpy(random.integers(1, 64, (ROWS, 6)))
-        topology = self.engine.topology
+        topology = self.engine.runtime.topology
         rank, size = topology.get_rank("data"), topology.get_size("data")
         mine = ids[rank::size]
         return {"input_ids": mine, "attention_mask": torch.ones_like(mine), "labels": mine}
@@ -53,7 +53,7 @@ class Loop:
 
     def note_mean(self, loss: torch.Tensor) -> None:
         """Note a loss over this rank's rows as one over the whole batch."""
-        everyone = gather_objects(float(loss.detach()), self.engine.topology)
+        everyone = gather_objects(float(loss.detach()), self.engine.runtime.topology)
         self.values.append(sum(everyone) / len(everyone))
 
 
@@ -77,8 +77,8 @@ def run_case(
 ) -> Outcome:
     """Compose a model, let the case train it, and collect its weights."""
     engine = RapidformerEngine(args={**SETTINGS, **settings})
-    size = engine.topology.get_size("data")
-    engine.clock.rounds_per_update = 1
+    size = engine.runtime.topology.get_size("data")
+    engine.updates.clock.rounds_per_update = 1
     assert ROWS % size == 0
     model = make_model() if make_model else build_model(model_name)
     optimizer = (make_optimizer or make_sgd)(model)
@@ -89,7 +89,7 @@ def run_case(
         case(loop)
     except Exception as error:  # told to the test, which matches it
         return Outcome([], {}, f"{type(error).__name__}: {error}")
-    engine.parallelized.settle()
+    engine.model.parallelized.settle()
     return Outcome(loop.values, collect_weights(model))
 
 

@@ -27,7 +27,7 @@ def continue_run(
     """Load, train, save and export; returns the weights that were loaded, and the rest."""
     engine = RapidformerEngine(args=training.get_settings({**ADAM, **settings}))
     model = training.build_model()
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         training.build_rows(), collate, shuffle=False, is_training=True
     )
     engine.compose(model)

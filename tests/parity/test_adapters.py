@@ -119,7 +119,7 @@ def train_given(settings: Settings, folder: str) -> None:
         LoraConfig(target_modules=["c_attn"], init_lora_weights=False, task_type="CAUSAL_LM"),
     )
     rows = build_rows("gpt2", 16)
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     model, *_ = engine.compose(given)
     assert model is given
     model.train()

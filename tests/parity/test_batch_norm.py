@@ -87,7 +87,7 @@ def train_on_six_rows() -> list[float]:
         }
     )
     rows = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i))} for i in range(6)]
-    loader = engine.build_data_loader(rows, is_training=True, shuffle=False)
+    loader = engine.data.build_loader(rows, is_training=True, shuffle=False)
     engine.compose(model, make_sgd(model), keep_rate)
     for batch in loader:
         # A mean of squares over its rows: each rank's own weight is the number of its rows.

@@ -193,7 +193,7 @@ def _drop_out() -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarra
     if not engine.is_main:
         torch.rand(3)  # a script that draws on one process only
     model: Any = build_model("bert-mlm", dropout=0.3)
-    loader = engine.build_data_loader(build_rows("bert-mlm", 12), collate, shuffle=False)
+    loader = engine.data.build_loader(build_rows("bert-mlm", 12), collate, shuffle=False)
     engine.compose(model, make_sgd(model), keep_rate)
     outside: list[np.ndarray] = []
     inside: list[np.ndarray] = []
@@ -228,7 +228,7 @@ def test_dropout_is_the_same_outside_of_the_blocks_and_another_inside() -> None:
 
 def _count() -> int:
     engine = RapidformerEngine(args={**SETTINGS, **CONTEXT})
-    meter = Meter(engine.device, engine.topology)
+    meter = Meter(engine.device, engine.runtime.topology)
     meter.add_micro_batch({"loss": (torch.tensor(1.0), 3.0)}, BatchInfo(3, 3, 3, 20, 24))
     meter.add_update(6.0, None)
     measured = meter.read()

@@ -46,7 +46,7 @@ def doubled_tied_gradient() -> Iterator[None]:
 
     def double(self: Recorder, engine: Any) -> None:
         see(self, engine)
-        embedding = engine.model.get_input_embeddings()
+        embedding = engine.model.module.get_input_embeddings()
         embedding._parameters["weight"].register_hook(lambda gradient: 2 * gradient)
 
     with mock.patch.object(Recorder, "after_compose", double):

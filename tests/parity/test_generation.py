@@ -21,7 +21,7 @@ def _generate(model_name: str, settings: dict[str, Any]) -> list[list[int]]:
     engine.compose(model)
     model.eval()
     rows = [{"input_ids": row["input_ids"]} for row in build_rows("small-gpt2")[:9]]
-    loader = engine.build_data_loader(rows, is_training=False)
+    loader = engine.data.build_loader(rows, is_training=False)
     texts: list[list[int]] = []
     with torch.no_grad():
         for batch in loader:

@@ -63,7 +63,7 @@ def run_template(cls: type[Finetuner], **settings: Any) -> list[float]:
 def run_bare_loop(model_name: str) -> list[float]:
     """Written against torch alone, over the samples in the loop's order."""
     engine = RapidformerEngine(args={"micro_batch_size": MICRO, "seed": 11})
-    order = engine.build_data_loader(list(range(SAMPLES)), torch.tensor, shuffle=True)
+    order = engine.data.build_loader(list(range(SAMPLES)), torch.tensor, shuffle=True)
     model, rows, collate = build_model(model_name), build_rows(model_name), PadCollator()
     optimizer = torch.optim.AdamW(group_parameters(model, 0.01), lr=RATE)
     scheduler = LambdaLR(

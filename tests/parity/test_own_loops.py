@@ -132,12 +132,16 @@ def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
 
 def penalise_weights(loop: Loop) -> None:
     for number in range(3):
-        before = sum(loop.engine.gather_weight(p).abs().sum() for p in loop.model.parameters())
+        before = sum(
+            loop.engine.model.gather_weight(p).abs().sum() for p in loop.model.parameters()
+        )
         loss = loop.compute_loss(number)
-        after = sum(loop.engine.gather_weight(p).pow(2).sum() for p in loop.model.parameters())
+        after = sum(
+            loop.engine.model.gather_weight(p).pow(2).sum() for p in loop.model.parameters()
+        )
         loop.values += [float(before.detach()), float(after.detach())]
         # Unequal weights of the micro-batches: the penalty must not depend on them.
-        weight = 1.0 + loop.engine.topology.get_rank("data")
+        weight = 1.0 + loop.engine.runtime.topology.get_rank("data")
         loop.engine.backward(0.0 * loss + 0.01 * before + 0.01 * after, weight)
         loop.engine.step()
 
@@ -216,7 +220,7 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
     outcomes = run_on_ranks(runs)
     for ranks in outcomes[: len(layouts)]:
-        assert all("Gather each of them in the loss: sum(engine.gather_weight(p)" in o.error
+        assert all("Gather each of them in the loss: sum(engine.model.gather_weight(p)" in o.error
                    for o in ranks)  # fmt: skip
     for ranks in outcomes[len(layouts) :]:
         assert all("For a moving average, copy the shards after compose()" in o.error
@@ -253,7 +257,7 @@ def penalise_the_gradient_of_a_mean(loop: Loop) -> None:
 
 def penalise_gradients_by_row(loop: Loop) -> None:
     for number in range(3):
-        with loop.engine.gradients_by_row():
+        with loop.engine.model.gradients_by_row():
             loss, gradient = _differentiate(loop, number, "sum")
         loop.engine.backward(loss + gradient.pow(2).sum(-1).mean())
         loop.engine.step()

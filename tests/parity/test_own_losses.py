@@ -214,15 +214,15 @@ def run_one(loss: str) -> dict[str, np.ndarray]:
 
 def compose(layout: str, model: nn.Module) -> tuple[RapidformerEngine, Any]:
     engine = RapidformerEngine(args={**SETTINGS, **LAYOUTS[layout]})
-    loader = engine.build_data_loader(build_rows(), collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(build_rows(), collate, shuffle=False, is_training=True)
     engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.1), keep_rate)
     return engine, loader
 
 
 def run_update(engine: RapidformerEngine, loader: Any, loss: Loss) -> None:
-    model: Any = engine.model
+    model: Any = engine.model.module
     model.train()
-    for update in engine.iterate_updates(loader):
+    for update in engine.data.iterate_updates(loader):
         engine.run_update(lambda batch: (loss(model, batch), 1.0), update)
 
 
@@ -233,7 +233,7 @@ def run_split(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
         try:
             engine, loader = compose(layout, build_model())
             run_update(engine, loader, LOSSES[loss])
-            found[layout, loss] = collect_gradients(engine.model)
+            found[layout, loss] = collect_gradients(engine.model.module)
         except RapidformerError as error:
             found[layout, loss] = str(error)
     return found
@@ -383,9 +383,9 @@ def clip(model: Any) -> dict[str, float]:
 
 def clip_pipelined() -> tuple[dict[str, float], dict[str, np.ndarray]]:
     engine, loader = compose("pipeline", tie(build_model()))
-    assert next(engine.model.parameters()).device.type == "cpu"  # type: ignore[union-attr]
+    assert next(engine.model.module.parameters()).device.type == "cpu"  # type: ignore[union-attr]
     run_update(engine, loader, lambda model, batch: model(**batch).loss)
-    return clip(engine.model), collect_gradients(engine.model)  # type: ignore[arg-type]
+    return clip(engine.model.module), collect_gradients(engine.model.module)  # type: ignore[arg-type]
 
 
 def test_clipping_by_torch_under_a_pipeline_uses_the_norm_of_all_stages() -> None:
@@ -439,7 +439,7 @@ def test_parameters_collected_before_compose_are_refused_if_they_were_replaced()
 
 def look_at_split_tensors() -> dict[str, Any]:
     engine, loader = compose("tensor", build_model())
-    model: Any = engine.model
+    model: Any = engine.model.module
     batch = collate(build_rows())
     logits = model.train()(**batch).logits
     weight = model.lm_head.weight

@@ -137,7 +137,7 @@ def _train_in(
         training = Training("bert-mlm", layers=4, rows=16)
         engine, model, loader = compose(training, {**settings, **given})
         trace = train(engine, model, loader)
-        found.append((get_losses(trace), trace.norms, engine.clock.skipped))
+        found.append((get_losses(trace), trace.norms, engine.updates.clock.skipped))
     engine.close()
     return found
 
@@ -213,7 +213,7 @@ def _finetune(
     finetuner.train()
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     shown = {"loss", "twice", "grad_norm", "eval_rows", "eval_sum", "lr"}
-    weights = collect_weights(engine.parallelized.model)
+    weights = collect_weights(engine.model.parallelized.model)
     engine.close()
     return [{k: v for k, v in json.loads(line).items() if k in shown} for line in lines], weights
 
@@ -305,16 +305,16 @@ def _train_with_dropout() -> tuple[list[float], bool]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
     model = build_model("gpt2", 0.3, layers=4)
     rows = build_rows("gpt2")[:8]
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     engine.compose(model, torch.optim.SGD(model.parameters(), lr=0.0), keep_rate)
-    torch.rand(engine.topology.get_rank("pipeline") + 1)  # a script that draws unequally
+    torch.rand(engine.runtime.topology.get_rank("pipeline") + 1)  # a script that draws unequally
     losses: list[float] = []
     masks: list[torch.Tensor] = []
-    own = engine.parallelized.pipeline.local_plan.get_blocks(model)[0]
+    own = engine.model.parallelized.pipeline.local_plan.get_blocks(model)[0]
     look = only_looking(lambda module, given, out: masks.append(out == 0))
     own.mlp.dropout.register_forward_hook(look)
     for _ in range(2):
-        for update in engine.iterate_updates(loader):
+        for update in engine.data.iterate_updates(loader):
             losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]
             engine.step()
     drawn = [bool((a.shape != b.shape) or (a != b).any()) for a, b in pairwise(masks)]
@@ -430,10 +430,10 @@ def _train_on(is_stream: bool) -> list[float]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
     model: Any = build_model("gpt2", layers=4)
     rows = Stream() if is_stream else build_rows("gpt2")[:8]
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     engine.compose(model, make_sgd(model), keep_rate)
     losses = []
-    for update in engine.iterate_updates(loader):
+    for update in engine.data.iterate_updates(loader):
         losses += [float(r.loss) for r in engine.run_update(make_forward(model), update)]
         engine.step()
     return losses
@@ -452,13 +452,13 @@ def test_a_stream_trains_as_a_data_set_does() -> None:
 def _misuse() -> list[str]:
     engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
     model: Any = build_model("gpt2", layers=4)
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         build_rows("gpt2")[:8], collate, shuffle=False, is_training=True
     )
     engine.compose(model, make_sgd(model), keep_rate)
     model.train()
     batch = collate(build_rows("gpt2")[:2])
-    update = next(iter(engine.iterate_updates(loader)))
+    update = next(iter(engine.data.iterate_updates(loader)))
 
     calls = [
         lambda: model(**batch),
@@ -477,7 +477,7 @@ def _misuse() -> list[str]:
 
 def test_a_loop_that_cannot_be_pipelined_says_what_to_do() -> None:
     for messages in run_in_processes(_misuse, 2):
-        assert "for update in engine.iterate_updates(loader):" in messages[0]
+        assert "for update in engine.data.iterate_updates(loader):" in messages[0]
         assert "use engine.run_update(), Finetuner or PreTrainer" in messages[1]
         assert "call the whole model" in messages[2]
         assert "returned without calling the model" in messages[3]

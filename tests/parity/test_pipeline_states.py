@@ -50,10 +50,10 @@ class _Counting(nn.Module):
 
 def _train_counting(folder: Path, settings: dict[str, Any]) -> float:
     engine = RapidformerEngine(args={**SETTINGS, **settings})
-    torch.manual_seed(3 + engine.topology.get_rank("pipeline"))  # the first process's count
+    torch.manual_seed(3 + engine.runtime.topology.get_rank("pipeline"))  # the first process's count
     model = _Counting()
     rows = build_rows("llama", 16)
-    loader = engine.build_data_loader(rows, collate, shuffle=False, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
     engine.compose(model, make_sgd(model), keep_rate)
     train(engine, model, loader)
     engine.export(folder / "model")

@@ -57,7 +57,9 @@ def run_cases(cases: list[Case]) -> list[Result]:
     for training, settings in cases:
         engine, model, loader = compose(training, settings)
         trace = train(engine, model, loader)
-        moments = [m for s in engine.optimizer.state.values() for m in s.values() if m.dim()]
+        moments = [
+            m for s in engine.updates.optimizer.state.values() for m in s.values() if m.dim()
+        ]
         results.append(Result(trace, sum(map(_count, moments))))
     engine.close()
     return results
@@ -143,7 +145,7 @@ def _save_and_go_on(folder: str) -> list[Trace]:
     for number, settings in enumerate(layouts):
         engine = RapidformerEngine(args={**SETTINGS, **ADAM, **settings})
         model = build_model("gpt2")
-        loader = engine.build_data_loader(build_rows("gpt2", 16), collate, shuffle=False)
+        loader = engine.data.build_loader(build_rows("gpt2", 16), collate, shuffle=False)
         engine.compose(model)
         if number:
             engine.load_checkpoint(f"{folder}/{number - 1}")

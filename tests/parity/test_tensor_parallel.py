@@ -118,7 +118,7 @@ def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.
         if not engine.is_main:
             torch.rand(3)  # a script that draws on one process only
         model = build_model(name, dropout=0.2)
-        loader = engine.build_data_loader(build_rows(name, 16), collate, shuffle=False)
+        loader = engine.data.build_loader(build_rows(name, 16), collate, shuffle=False)
         engine.compose(model, make_sgd(model), keep_rate)
         train(engine, model, loader)
         are_split = all(isinstance(p, DTensor) for p in model.parameters())
@@ -331,7 +331,7 @@ def _train_forgotten(styles: dict[str, str]) -> str:
     model = _ForgottenNorm()
     tensor = {k: v for k, v in PLAN["tensor"].items() if not k.endswith("attention.output")}
     tensor |= {"layers.*.attention.output.product": "rowwise", **styles}
-    loader = engine.build_data_loader(build_rows("custom", 16), collate, shuffle=False)
+    loader = engine.data.build_loader(build_rows("custom", 16), collate, shuffle=False)
     engine.compose(model, make_sgd(model), keep_rate, plan={**PLAN, "tensor": tensor})
     try:
         train(engine, model, loader)

@@ -48,7 +48,7 @@ def make_grouped_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_epoch(engine: RapidformerEngine, model: Any, loader: Any) -> None:
-    for update in engine.iterate_updates(loader):
+    for update in engine.data.iterate_updates(loader):
         engine.run_update(lambda batch: model(**batch)["loss"], update)
         get_observer().see_gradients()  # DeepSpeed finishes them, and tells nobody
         engine.step()
@@ -74,8 +74,8 @@ class DeepSpeedRecorder(Recorder):
         """What the coming update uses: before DeepSpeed's own division it is a sum."""
         from deepspeed.utils import safe_get_full_grad
 
-        strategy = self._engine.parallelized.deepspeed
-        divisor = strategy.engine.optimizer.external_loss_scale if strategy.stage else 1.0
+        strategy = self._engine.model.parallelized.deepspeed
+        divisor = strategy.engine.updates.optimizer.external_loss_scale if strategy.stage else 1.0
         gradients = {}
         for name, parameter in strategy.model.named_parameters():
             gradient = safe_get_full_grad(parameter)
@@ -84,7 +84,7 @@ class DeepSpeedRecorder(Recorder):
         return self._name_all(gradients)
 
     def _collect_weights(self) -> Tensors:
-        strategy = self._engine.parallelized.deepspeed
+        strategy = self._engine.model.parallelized.deepspeed
         if strategy.state is not None:
             return self._name_all(strategy.state.gather_weights())
         return self._name_all(dict(strategy.model.named_parameters()))

@@ -26,7 +26,7 @@ from rapidformer.cli.main import main
 from rapidformer.cli.output import PartialPredictions
 from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
-from rapidformer.engine import RapidformerEngine
+from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.errors import DataError, ModelError
 from rapidformer.tasks.evaluation import predicting
 from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task, show_progress
@@ -101,7 +101,7 @@ def test_two_ranks_answer_as_one(layout: dict[str, Any], chat_folder: Path) -> N
 def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
     """Which samples a rank's steps saw, and what came back."""
     engine = RapidformerEngine(args=settings)
-    engine.compose_for_evaluation(torch.nn.Linear(1, 1))
+    engine.model.compose_for_evaluation(torch.nn.Linear(1, 1))
     seen: list[int] = []
     rows = [{"input_ids": [n] * (1 + n % 5)} for n in range(45)]
 
@@ -110,7 +110,12 @@ def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
         return batch["input_ids"].max(dim=1).values
 
     lengths = [len(row["input_ids"]) for row in rows]
-    found = [int(value) for value in engine.predict(rows, step, batch_size=2, lengths=lengths)]
+    found = [
+        int(value)
+        for value in predict_rows(
+            engine.data, engine.model.module, rows, step, batch_size=2, lengths=lengths
+        )
+    ]
     engine.close()
     return found, seen
 
@@ -127,10 +132,10 @@ def test_the_engine_predicts_every_sample_once() -> None:
 
 def test_a_step_must_return_a_result_per_row() -> None:
     engine = RapidformerEngine(args={"micro_batch_size": 2})
-    engine.compose_for_evaluation(torch.nn.Linear(1, 1).train())
+    engine.model.compose_for_evaluation(torch.nn.Linear(1, 1).train())
     rows = [{"input_ids": [1]}] * 2
     with pytest.raises(Exception, match=r"returned 1 results for a batch of 2 rows"):
-        list(engine.predict(rows, lambda batch: [1]))
+        list(predict_rows(engine.data, engine.model.module, rows, lambda batch: [1]))
     engine.close()
 
 

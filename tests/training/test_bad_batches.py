@@ -80,11 +80,14 @@ def train(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
 
 def get_state(trainer: Trainer) -> dict[str, Any]:
     engine = trainer.engine
-    assert engine.optimizer is not None and engine.lr_scheduler is not None
-    state = dict(engine.parallelized.model.state_dict())
-    for number, values in enumerate(engine.optimizer.state.values()):
+    assert engine.updates.optimizer is not None and engine.updates.lr_scheduler is not None
+    state = dict(engine.model.parallelized.model.state_dict())
+    for number, values in enumerate(engine.updates.optimizer.state.values()):
         state |= {f"{number}.{key}": value for key, value in values.items()}
-    numbers = {"updates": engine.clock.updates, "lr": engine.lr_scheduler.get_last_lr()[0]}
+    numbers = {
+        "updates": engine.updates.clock.updates,
+        "lr": engine.updates.lr_scheduler.get_last_lr()[0],
+    }
     return state | {name: torch.tensor(value) for name, value in numbers.items()}
 
 
@@ -175,7 +178,7 @@ def test_skip_is_as_if_the_batch_had_not_been_drawn(optimizer: str, value: float
         bad_value = value
 
     skipped = train(Bad, on_bad_loss="skip", optimizer=optimizer)
-    assert skipped.engine.clock.updates == 9
+    assert skipped.engine.updates.clock.updates == 9
     assert_equal_states(skipped, train(WithoutTheBatch, optimizer=optimizer))
 
 
@@ -204,10 +207,10 @@ def test_spikes_are_skipped_if_asked_for(tmp_path: Path) -> None:
             return rows[12:] * 3 + rows[8:12] + rows[:8], *rest
 
     settings = {"on_bad_loss": "skip", "save": str(tmp_path), "lr": 0.001}
-    assert train(Spike, **settings, loss_spike_threshold=10.0).engine.clock.updates == 23
+    assert train(Spike, **settings, loss_spike_threshold=10.0).engine.updates.clock.updates == 23
     (bad,) = [line for line in read_lines(tmp_path) if "bad_loss" in line]
     assert bad["step"] == 21 and bad["samples"] == [84, 85, 86, 87] and bad["bad_loss"] > 1000
-    assert train(Spike, **settings, overwrite=True).engine.clock.updates == 24
+    assert train(Spike, **settings, overwrite=True).engine.updates.clock.updates == 24
 
 
 def test_a_batch_that_is_skipped_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +227,7 @@ def test_your_own_loop_skips_and_names_what_it_cannot_do(
         engine = RapidformerEngine(args=values)
         trainer = Trainer(engine)
         rows, *_ = trainer.train_valid_test_datasets_provider()
-        loader = engine.build_data_loader(rows, is_training=True, shuffle=False)
+        loader = engine.data.build_loader(rows, is_training=True, shuffle=False)
         torch.manual_seed(1)
         model, optimizer, scheduler = engine.compose(Model())
         for batch in loader:
@@ -237,8 +240,8 @@ def test_your_own_loop_skips_and_names_what_it_cannot_do(
     engine = run("skip")
     said = capsys.readouterr().err
     assert "the loss is nan at step 3 (samples 8, 9, 10, 11): the batch was skipped." in said
-    assert engine.clock.updates == 9
-    assert all(bool(p.isfinite().all()) for p in engine.parameters)
+    assert engine.updates.clock.updates == 9
+    assert all(bool(p.isfinite().all()) for p in engine.model.parameters)
 
 
 # ---- rollback ----------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def test_rollback_restores_a_checkpoint_and_takes_the_next_samples(tmp_path: Pat
     Recorder.seen = []
     settings = {"on_bad_loss": "rollback", "save_interval": 2, "micro_batch_size": 4}
     rolled = train(Recorder, save=str(tmp_path / "a"), **settings)
-    assert rolled.engine.clock.updates == 9, "10 batches, one of them bad"
+    assert rolled.engine.updates.clock.updates == 9, "10 batches, one of them bad"
     # From step 2, the fourth batch follows: what the run without the bad batch does.
     assert_equal_states(rolled, train(WithoutTheBatch, micro_batch_size=4))
     assert sum(any(map(math.isnan, labels)) for labels in Recorder.seen) == 1
@@ -329,12 +332,12 @@ def _compare_in_layouts(folder: Path) -> dict[str, bool]:
     for name, layout in LAYOUTS.items():
         size = {"micro_batch_size": 2, **layout}
         expected = train(CausalWithoutTheBatch, **size, train_iters=5)
-        weights = expected.engine.gather_weights()
+        weights = expected.engine.checkpoints.gather_weights()
         for policy in ("skip", "rollback"):
             save = {"save": str(folder / f"{name} {policy}"), "save_interval": 2}
             trainer = train(Causal, on_bad_loss=policy, train_iters=6, **size, **save)
-            actual = trainer.engine.gather_weights()
-            found[f"{name} {policy}"] = trainer.engine.clock.updates == 5 and all(
+            actual = trainer.engine.checkpoints.gather_weights()
+            found[f"{name} {policy}"] = trainer.engine.updates.clock.updates == 5 and all(
                 torch.equal(value, actual[key]) for key, value in weights.items()
             )
     return found

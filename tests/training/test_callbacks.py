@@ -113,7 +113,7 @@ def test_a_callback_may_stop_the_run(tmp_path: Path) -> None:
     finetuner = train(
         Asking(3, "should_training_stop"), recorder, epochs=1, save=str(tmp_path / "run")
     )
-    assert finetuner.engine.clock.updates == 3
+    assert finetuner.engine.updates.clock.updates == 3
     assert recorder.seen[-1] == ("on_train_end", 3)
     lines = read_lines(tmp_path / "run")
     assert lines[-1]["step"] == 3 and "eval_error" in lines[-1]

@@ -187,10 +187,11 @@ class Run(Finetuner):
         model = super().compose()
         if self._capture is not None:
             engine = self.engine
-            prove_filling(model, engine.parallelized.plan, None)
-            engine.graphs = GraphedPasses(
-                model, engine.parameters, engine.device, self._capture, engine.count_labels,
-                is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.work,
+            prove_filling(model, engine.model.parallelized.plan, None)
+            engine.updates.graphs = GraphedPasses(
+                model, engine.model.parameters, engine.device, self._capture,
+                engine.updates.weights.count_labels,
+                is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.model.work,
             )  # fmt: skip
         return model
 
@@ -235,12 +236,12 @@ def test_fixed_shapes_give_the_same_bits(more: dict[str, Any]) -> None:
     capture = Again()
     on = Run(make_gpt2(), make_texts(48), capture, **more)
     on.train()
-    assert on.engine.graphs is not None
-    assert on.engine.graphs.problem is None
+    assert on.engine.updates.graphs is not None
+    assert on.engine.updates.graphs.problem is None
     assert capture.recorded == 1
     assert capture.replayed > 2
     assert on.values.lines == off.values.lines
-    for mine, theirs in zip(on.engine.parameters, off.engine.parameters, strict=True):
+    for mine, theirs in zip(on.engine.model.parameters, off.engine.model.parameters, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -309,7 +310,7 @@ class Looking(Callback):
     seen = 0
 
     def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
-        self.seen += loop.engine.parameters[0].grad is not None
+        self.seen += loop.engine.model.parameters[0].grad is not None
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.1])
@@ -327,7 +328,7 @@ def test_the_optimizer_in_the_graph(clip_grad: float) -> None:
     limit = 1e-5 if clip_grad else 0.0
     for mine, theirs in zip(on.values.lines, off.values.lines, strict=True):
         assert mine == pytest.approx(theirs, rel=limit, abs=0.0)
-    for mine, theirs in zip(on.engine.parameters, off.engine.parameters, strict=True):
+    for mine, theirs in zip(on.engine.model.parameters, off.engine.model.parameters, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=limit, atol=limit)
 
 
@@ -341,8 +342,8 @@ def test_gradients_stay_visible_to_callbacks_and_hooks(who: str) -> None:
     else:
         optimizer.register_step_post_hook(lambda *_: steps.append(1))
     run.train()
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.count == 1
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.count == 1
     assert optimizer.launches == 0
     assert looking.seen + len(steps) == 5
 
@@ -352,9 +353,9 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     capture = Again()
     on = Run(make_bert(0.1), make_rows(40), capture)
     on.train()
-    assert on.engine.graphs is not None
-    assert on.engine.graphs.problem is None
-    assert 1 < on.engine.graphs.count <= 6
+    assert on.engine.updates.graphs is not None
+    assert on.engine.updates.graphs.problem is None
+    assert 1 < on.engine.updates.graphs.count <= 6
     assert capture.replayed > capture.recorded
     # A larger size that cannot be recorded ahead does not cost the other graphs.
     full = Full()
@@ -363,9 +364,9 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
         short.train()
     assert not full.fails
     assert "no CUDA graph was recorded ahead for larger batches (" in caplog.text
-    assert short.engine.graphs is not None
-    assert short.engine.graphs.problem is None
-    assert short.engine.graphs.count > 1
+    assert short.engine.updates.graphs is not None
+    assert short.engine.updates.graphs.problem is None
+    assert short.engine.updates.graphs.count > 1
     assert short.values.lines == on.values.lines
     plain = Run(make_bert(0.0), make_rows(24), None)
     plain.train()
@@ -412,8 +413,8 @@ def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float
     capture = Again()
     graphed = Mixed(make(0.0), make_pairs(48), capture, dynamic_shape="off")
     graphed.train()
-    assert graphed.engine.graphs is not None
-    assert graphed.engine.graphs.problem is None
+    assert graphed.engine.updates.graphs is not None
+    assert graphed.engine.updates.graphs.problem is None
     assert capture.replayed > capture.recorded > 1
     mine = [line["loss"] for line in graphed.values.lines]
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
@@ -594,8 +595,8 @@ def test_results_do_not_depend_on_what_is_replayed(
         else:
             run = Weighted(make_bert(0.1), make_long_rows(30), Again())
         run.train()
-        assert run.engine.graphs is not None
-        assert run.engine.graphs.problem is None
+        assert run.engine.updates.graphs is not None
+        assert run.engine.updates.graphs.problem is None
         return run
 
     replayed = train()
@@ -648,8 +649,8 @@ def test_a_comparison_keeps_the_type_of_a_batch_and_says_why_it_fails(
     run = Training(make_t5(0.0), make_pairs(16), Again(), dynamic_shape="off")
     run.train()
     assert "a step fails in evaluation mode (ValueError: not in training), so" in caplog.text
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is None
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem is None
 
 
 def draw_with_numpy(self: Any, **batch: Any) -> Any:
@@ -670,8 +671,8 @@ def test_numbers_drawn_before_giving_up_are_drawn_again() -> None:
         run = Run(model, make_texts(12), capture)
         run.train()
         lines.append(run.values.lines)
-    assert run.engine.graphs is not None
-    assert "draws random numbers on the host" in str(run.engine.graphs.problem)
+    assert run.engine.updates.graphs is not None
+    assert "draws random numbers on the host" in str(run.engine.updates.graphs.problem)
     assert lines[0] == lines[1]
 
 
@@ -695,9 +696,9 @@ def test_every_gradient_of_a_replay_is_compared() -> None:
     off.train()
     run = Run(make_gpt2(), make_texts(24), OneGradient())
     run.train()
-    assert run.engine.graphs is not None
+    assert run.engine.updates.graphs is not None
     text = r"replaying a step gave 1 of 28 gradients other values than running it \(by 2.0e\+00"
-    assert re.match(text, str(run.engine.graphs.problem))
+    assert re.match(text, str(run.engine.updates.graphs.problem))
     assert run.values.lines == off.values.lines
 
 
@@ -728,8 +729,8 @@ def test_every_graph_is_compared_on_two_batches() -> None:
         lines.append(run.values.lines)
     assert capture is not None
     assert capture.recorded == 2
-    assert run.engine.graphs is not None
-    assert "replaying a step gave" in str(run.engine.graphs.problem)
+    assert run.engine.updates.graphs is not None
+    assert "replaying a step gave" in str(run.engine.updates.graphs.problem)
     assert lines[0] == lines[1]
 
 
@@ -743,7 +744,7 @@ def test_closing_drops_the_graphs() -> None:
     capture = Counted()
     run = Run(make_gpt2(), make_texts(24), capture)
     run.train()
-    graphs = run.engine.graphs
+    graphs = run.engine.updates.graphs
     assert graphs is not None
     assert graphs.count == 1
     graphs.close()
@@ -769,8 +770,10 @@ def test_a_number_that_changes_in_every_step_is_named() -> None:
     run = Annealed(make_gpt2(), make_texts(60), Again())
     run.callbacks = [Annealing(run)]
     run.train()
-    assert run.engine.graphs is not None
-    assert "self.rate has another value in every step: keep it" in str(run.engine.graphs.problem)
+    assert run.engine.updates.graphs is not None
+    assert "self.rate has another value in every step: keep it" in str(
+        run.engine.updates.graphs.problem
+    )
 
 
 def test_a_replay_that_differs_is_not_used() -> None:
@@ -778,8 +781,8 @@ def test_a_replay_that_differs_is_not_used() -> None:
     off.train()
     run = Run(make_gpt2(), make_texts(24), Stale())
     run.train()
-    assert run.engine.graphs is not None
-    assert "replaying a step gave" in str(run.engine.graphs.problem)
+    assert run.engine.updates.graphs is not None
+    assert "replaying a step gave" in str(run.engine.updates.graphs.problem)
     assert run.values.lines == off.values.lines
 
 
@@ -795,8 +798,8 @@ def test_evaluation_checkpoint_and_resuming(tmp_path: Path) -> None:
     rest.train()
     assert [line["step"] for line in rest.values.lines] == [5, 6, 7, 8]
     assert rest.values.lines == whole.values.lines[4:]
-    assert rest.engine.graphs is not None
-    assert rest.engine.graphs.count
+    assert rest.engine.updates.graphs is not None
+    assert rest.engine.updates.graphs.count
 
 
 def test_a_bad_loss_is_found() -> None:
@@ -818,14 +821,14 @@ class Spoiler(Callback):
     """One weight is NaN for one step."""
 
     def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
-        weight = loop.engine.parameters[0].data
+        weight = loop.engine.model.parameters[0].data
         if loop.step == 4 and not hasattr(self, "kept"):
             self.kept = weight.clone()
             weight.fill_(float("nan"))
 
     def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
         if hasattr(self, "kept"):
-            loop.engine.parameters[0].data.copy_(self.kept)
+            loop.engine.model.parameters[0].data.copy_(self.kept)
 
 
 class Scaled(Run):
@@ -848,8 +851,8 @@ def test_a_number_that_changes_needs_another_graph() -> None:
     run = Scaled(make_gpt2(), make_texts(32), capture)
     run.callbacks = [Halving(run)]
     run.train()
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem is None
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem is None
     assert capture.recorded == 2
 
 
@@ -876,7 +879,7 @@ class Late(Callback):
 
     def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
         if loop.step == 5:
-            head = loop.engine.parallelized.model.lm_head
+            head = loop.engine.model.parallelized.model.lm_head
             head.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
 
 
@@ -889,8 +892,8 @@ def test_tensors_outside_the_model_and_a_late_hook() -> None:
         run.train()
         runs.append(run)
     off, on = runs
-    assert on.engine.graphs is not None
-    assert on.engine.graphs.problem == "a replay would not run the hooks on lm_head"
+    assert on.engine.updates.graphs is not None
+    assert on.engine.updates.graphs.problem == "a replay would not run the hooks on lm_head"
     assert on.values.lines == off.values.lines
     assert torch.equal(on.center, off.center)
     assert torch.equal(on.mean, off.mean)
@@ -906,8 +909,8 @@ def test_batches_that_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "Passes", fail)
     run = Run(make_gpt2(), make_texts(8), Again())
     run.train()
-    assert run.engine.graphs is not None
-    assert run.engine.graphs.problem == "TypeError: Batch() takes 2 arguments"
+    assert run.engine.updates.graphs is not None
+    assert run.engine.updates.graphs.problem == "TypeError: Batch() takes 2 arguments"
     assert len(run.values.lines) == 2
 
 

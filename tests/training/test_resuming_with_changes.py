@@ -35,7 +35,7 @@ def train(folder: Path, **settings: Any) -> Records:
 
 def train_on_two(folder: Path, settings: dict[str, Any]) -> tuple[list[float], int, float]:
     done = train(folder, **settings)
-    return done.seen, done.engine.clock.updates, done.engine.get_learning_rate()
+    return done.seen, done.engine.updates.clock.updates, done.engine.updates.get_learning_rate()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -56,13 +56,13 @@ def test_another_batch_size_trains_on_every_sample_once(processes: int, tmp_path
 def test_the_same_batch_size_changes_nothing(tmp_path: Path) -> None:
     train(tmp_path, exit_interval=3)
     resumed = train(tmp_path, load=str(tmp_path))
-    assert (resumed.engine.clock.updates, len(resumed.seen)) == (10, 28)
+    assert (resumed.engine.updates.clock.updates, len(resumed.seen)) == (10, 28)
 
 
 def test_steps_given_in_steps_stay_steps(tmp_path: Path) -> None:
     train(tmp_path, exit_interval=3, train_iters=9)
     resumed = train(tmp_path, load=str(tmp_path), train_iters=9, micro_batch_size=8)
-    assert resumed.engine.clock.updates == 9
+    assert resumed.engine.updates.clock.updates == 9
 
 
 # ---- what differs is reported ------------------------------------------------------------------

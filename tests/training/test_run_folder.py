@@ -172,7 +172,7 @@ def test_a_run_that_lost_its_folder_restores_nothing(used: Path) -> None:
         begin(used)
         other = FolderLock(used)
         other.acquire()
-        engine.hold_folder(used)
+        engine.checkpoints.hold_folder(used)
     assert (used / ".replaced" / "best").is_dir() and not (used / "best").exists()
     other.release()
 

@@ -155,7 +155,7 @@ def test_a_loop_of_the_users_own_goes_back_too(tmp_path: Path) -> None:
         if load is not None:
             engine.load_checkpoint(load)
         for step in steps:
-            engine.clock.updates = step
+            engine.updates.clock.updates = step
             engine.save_checkpoint(tmp_path)
         engine.close()
         return engine
@@ -179,12 +179,12 @@ def test_one_command_starts_a_run_and_resumes_it(
     with pytest.raises(RapidformerError, match=r"a run without a checkpoint.*--resume auto"):
         train(tmp_path)
     stopped = train(tmp_path, **command, exit_interval=4)
-    assert stopped.engine.clock.updates == 4
+    assert stopped.engine.updates.clock.updates == 4
     resumed = train(tmp_path, **command)
-    assert resumed.engine.resumed_from == tmp_path / "iter_0000004"
+    assert resumed.engine.checkpoints.resumed_from == tmp_path / "iter_0000004"
     assert [line["step"] for line in read_lines(tmp_path) if "loss" in line] == [1, 4, 8, 10]
     again = train(tmp_path, **command)
-    assert again.engine.clock.updates == 10
+    assert again.engine.updates.clock.updates == 10
 
 
 def test_resume_auto_says_that_it_replaces_a_run_with_only_a_best_model(

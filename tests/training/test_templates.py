@@ -198,8 +198,8 @@ def test_own_optimizer_and_schedule_are_used(capsys: pytest.CaptureFixture[str])
     engine = make_engine(epochs=1, log_level="info")
     OwnOptimizer(engine).train()
     assert "; lr 0.3, StepLR; Adagrad, clip 1.0" in capsys.readouterr().err
-    assert isinstance(engine.optimizer, torch.optim.Adagrad)
-    assert engine.get_learning_rate() == pytest.approx(0.3 * 0.5**2)
+    assert isinstance(engine.updates.optimizer, torch.optim.Adagrad)
+    assert engine.updates.get_learning_rate() == pytest.approx(0.3 * 0.5**2)
 
 
 def test_pretrainer_asks_for_megatrons_numbers_of_samples(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_pretrainer_with_the_short_signatures() -> None:
 
     engine = make_engine(train_iters=5)
     Short(engine).pretrain()
-    assert engine.clock.updates == 5
+    assert engine.updates.clock.updates == 5
     assert Pretrainer is PreTrainer
 
 
@@ -255,7 +255,7 @@ def test_a_stream_needs_a_length_and_then_trains() -> None:
 
     engine = make_engine(train_iters=9)
     FromStream(engine).train()
-    assert engine.clock.updates == 9
+    assert engine.updates.clock.updates == 9
     with pytest.raises(ConfigurationError, match="--epochs or --train-iters"):
         FromStream(make_engine()).train()
 
@@ -272,7 +272,7 @@ def test_finetune_flag_takes_only_the_weights(tmp_path: Path) -> None:
     LineFinetuner(make_engine(epochs=2, save=str(tmp_path / "first"))).train()
     engine = make_engine(epochs=1, load=str(tmp_path / "first"), finetune=True)
     LineFinetuner(engine).train()
-    assert engine.clock.updates == 10, "counted from 0"
+    assert engine.updates.clock.updates == 10, "counted from 0"
 
 
 def test_the_optimizer_and_random_states_can_be_left_behind(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_the_optimizer_and_random_states_can_be_left_behind(tmp_path: Path) -> N
     class Looks(LineFinetuner):
         def run_forward_step(self, batch: Any, model: Any) -> Any:
             if not hasattr(self, "found"):
-                states = self.engine.optimizer.state.values()
-                self.found = (len(states), torch.get_rng_state(), self.engine.clock.updates)
+                states = self.engine.updates.optimizer.state.values()
+                self.found = (len(states), torch.get_rng_state(), self.engine.updates.clock.updates)
                 self.weight = model.layer.weight.detach().clone()
             return super().run_forward_step(batch, model)
 
@@ -321,7 +321,7 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     before = read_lines(tmp_path)
     engine = make_engine(epochs=1, save=str(tmp_path), load=str(tmp_path))
     LineFinetuner(engine).train()
-    assert engine.clock.updates == 10
+    assert engine.updates.clock.updates == 10
     assert read_lines(tmp_path) == before
 
 
@@ -385,7 +385,7 @@ def test_skipped_updates_trigger_nothing(tmp_path: Path) -> None:
         epochs=1, save=str(tmp_path / "second"), fp16=True, eval_interval=4, exit_interval=4
     )
     GradientOverflows(engine).train()
-    assert engine.clock.skipped == 3 and engine.clock.updates == 4
+    assert engine.updates.clock.skipped == 3 and engine.updates.clock.updates == 4
     steps = [line["step"] for line in read_lines(tmp_path / "second") if "eval_error" in line]
     assert steps == [4]
 
@@ -413,7 +413,7 @@ def test_a_run_that_died_after_its_last_checkpoint_is_finished(tmp_path: Path) -
     shutil.rmtree(tmp_path / "last")
     engine = make_engine(epochs=1, save=str(tmp_path), load=str(tmp_path))
     LineFinetuner(engine).train()
-    assert engine.clock.updates == 10
+    assert engine.updates.clock.updates == 10
     assert (tmp_path / "last").is_dir()
 
 

@@ -123,7 +123,7 @@ def test_the_best_weights_come_back(tmp_path: Path) -> None:
     )
     run = Peak(engine)
     run.train()
-    assert torch.equal(engine.model.layer.weight, run.seen[1])  # type: ignore[union-attr]
+    assert torch.equal(engine.model.module.layer.weight, run.seen[1])  # type: ignore[union-attr]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000020", "iter_0000040"]
 
 

@@ -81,5 +81,5 @@ def check_double_backward(args: Settings, topology: Topology, *, is_by_row: bool
             f"{_WHAT} would depend on how rows are spread over {topology.data} data-parallel ranks "
             "if it differentiates a mean: that mean is taken over this rank's rows. Differentiate "
             "a sum over rows, whose gradient is each row's own, and do so inside `with "
-            "engine.gradients_by_row():`."
+            "engine.model.gradients_by_row():`."
         )

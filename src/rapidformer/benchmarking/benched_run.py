@@ -79,9 +79,12 @@ class BenchedRun(RunObserver):
 
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
-        device, dtype = engine.device, engine.precision.dtype or torch.float32
-        model: nn.Module = engine.parallelized.model
-        place = {axis: engine.topology.get_rank(axis) for axis in ("tensor", "pipeline", "context")}
+        device, dtype = engine.device, engine.runtime.precision.dtype or torch.float32
+        model: nn.Module = engine.model.parallelized.model
+        place = {
+            axis: engine.runtime.topology.get_rank(axis)
+            for axis in ("tensor", "pipeline", "context")
+        }
         self.result = Result(
             model=type(model).__name__.removeprefix("FSDP"),
             parameters=sum(p.numel() for p in model.parameters()),
@@ -89,7 +92,7 @@ class BenchedRun(RunObserver):
             precision=str(dtype).removeprefix("torch."),
             global_batch=engine.args.global_batch_size or 0,
             first_step=0.0,
-            formula=engine.work.describe(),
+            formula=engine.model.work.describe(),
             matrix_rate=measure_rank_rate(device, dtype, engine.args.world_size),
             is_counted=not any(place.values()),
         )
@@ -150,7 +153,7 @@ class BenchedRun(RunObserver):
         result.step_times, result.phases = split_steps(clock.read())
         counts = self._counts
         result.rows, result.tokens, result.slots = counts["rows"], counts["tokens"], counts["slots"]
-        result.operations = self._engine.work.count(
+        result.operations = self._engine.model.work.count(
             tokens=result.tokens,
             targets=counts["labels"],
             rows=result.rows,
@@ -170,7 +173,7 @@ class BenchedRun(RunObserver):
         self._profiled_since = time.perf_counter()
 
     def _count_graphs(self) -> int:
-        compiled = find_fact(self._engine.parallelized.model, CompiledBlocks)
+        compiled = find_fact(self._engine.model.parallelized.model, CompiledBlocks)
         return compiled.graphs if compiled is not None else 0
 
     def _read_profile(self) -> None:

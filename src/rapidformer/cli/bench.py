@@ -18,8 +18,8 @@ from rapidformer.benchmarking.job import Job, Result, merge
 from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
 from rapidformer.cli.run_output import start_run, write_output_to
-from rapidformer.config import Settings, parse_arguments
-from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config import Settings
+from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
@@ -50,10 +50,11 @@ def run(argv: list[str]) -> None:
     if not argv:
         _build_parser().print_help()
         return
-    args = parse_arguments(drop_unknown_flags(words))
+    command = read_flags(words)
+    args = command.args
     plan = plan_launch(args)
     processes = plan.processes
-    _check(args, words, own, plan)
+    _check(command, own, plan)
     folder = Path(tempfile.mkdtemp(prefix="rapidformer-bench-"))
     benchmark = _Benchmark(words, args, own, processes, folder)
     benchmark.run()
@@ -87,15 +88,16 @@ def _build_parser() -> CommandParser:
     return parser
 
 
-def _check(args: Settings, words: list[str], own: Any, plan: LaunchPlan) -> None:
+def _check(command: CommandLine, own: Any, plan: LaunchPlan) -> None:
     """Check everything that can be wrong before a process is started."""
+    args = command.args
     problems = [
         f"--bench-{name} must be at least {least}, got {value}."
         for name, value, least in (("steps", own.bench_steps, 1), ("warmup", own.bench_warmup, 1))
         if value is not None and value < least
     ]
     if args.user_script is None:
-        parse_arguments(words)  # here every flag must be known
+        problems += command.problems  # here every flag must be known
         if args.task is None:
             problems.append(
                 "nothing to measure: give the flags of a run, with --task (`rapidformer tasks` "
@@ -203,7 +205,7 @@ def _work(job: Job, words: list[str]) -> None:
     from rapidformer.dist.processes import stop_processes
 
     measure = measure_trainer if job.peer else measure_run
-    measure(job, lambda: train(words)).save(job.get_path(rank))
+    measure(job, lambda: train(read_flags(words))).save(job.get_path(rank))
     stop_processes()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, arguments_from_mapping, parse_arguments, resolve
-from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config import Settings, arguments_from_mapping, resolve
+from rapidformer.config.parse import CommandLine
 from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -21,10 +21,10 @@ from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, 
 from rapidformer.tasks.rows.preflight import find_task_problems
 
 
-def check_command(name: str, words: list[str]) -> tuple[Settings, LaunchPlan]:
+def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan]:
     """The settings of the command and its launch plan, or an error with all problems."""
-    problems: list[str] = []
-    args = _choose_model(name, _parse(words, problems), problems)
+    problems = list(command.problems)
+    args = _choose_model(name, command.args, problems)
     if (args.stream or args.chat) and args.nproc_per_node is None:
         # One answer at a time: only the ranks that share the model have something to do.
         sizes = (
@@ -101,15 +101,3 @@ def _check(
     problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
     if problems:
         raise ConfigurationError(problems)
-
-
-def _parse(words: list[str], problems: list[str]) -> Settings:
-    """The settings; unknown flags are collected like other problems, and hide none of them."""
-    try:
-        return parse_arguments(words)
-    except ConfigurationError as error:
-        problems += error.problems
-        try:
-            return parse_arguments(drop_unknown_flags(words))
-        except ConfigurationError:
-            raise error from None

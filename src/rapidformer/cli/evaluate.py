@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.checks import check_call
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, parse_arguments
+from rapidformer.config import Settings
+from rapidformer.config.parse import CommandLine
 from rapidformer.data.heads import keep_rows
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from rapidformer.tasks.evaluation.report import EvaluationReport
 
 
-def run(argv: list[str]) -> None:
+def run(command: CommandLine) -> None:
     """Show the report, and write it to ``--output`` or into the run's folder."""
-    given = parse_arguments(argv)
-    args = choose_run_model(given, "evaluate")
+    if command.problems:
+        raise ConfigurationError(command.problems)
+    asked = command.args
+    args = choose_run_model(asked, "evaluate")
     if args.task is None:  # under another launcher, where nothing has been checked yet
         raise ConfigurationError("evaluate needs --task; `rapidformer tasks` lists them.")
     report, is_main = _evaluate(args)
@@ -36,9 +39,9 @@ def run(argv: list[str]) -> None:
     report.show(Console(stderr=True))
     if not sys.stdout.isatty():
         sys.stdout.write(format_json(report.to_json(), indent=1) + "\n")
-    file = _choose_file(given, report.split)
+    file = _choose_file(asked, report.split)
     if file is not None:
-        _save(report, file, is_wanted=given.output is not None)
+        _save(report, file, is_wanted=asked.output is not None)
 
 
 def _save(report: EvaluationReport, file: Path, *, is_wanted: bool) -> None:

@@ -91,20 +91,29 @@ def _find_launch_flags(rest: list[str]) -> list[str]:
 
     ``--save`` too: the ranks' logs are written there.
     """
-    known, found = (_get_flags() - {"--config"}) | _spell({"save"}), []
+    known = (_get_flags() - {"--config"}) | _spell({"save"})
+    flags: list[str] = []
     for index, word in enumerate(rest):
         name, equals, value = word.partition("=")
         if _dashed(name) not in known:
             continue
         if not equals and index + 1 < len(rest):
             value = rest[index + 1]
-        words = [_dashed(name), value]
+        setting = get_settings()[_get_name(name)]
+        if value.startswith("--"):
+            continue
         try:
-            parse_arguments(words)
-        except ConfigurationError:
+            values = get_foreign_flags().values.get(setting.name, {})
+            setting.convert(values.get(value.lower(), value))
+        except ValueError:
             continue  # one of the script's own flags, such as --device cuda:1
-        found += words
-    return found
+        flags += [_dashed(name), value]
+    return flags
+
+
+def _get_name(flag: str) -> str:
+    name = flag.lstrip("-").replace("-", "_")
+    return get_foreign_flags().aliases.get(name, name)
 
 
 def _dashed(name: str) -> str:

@@ -19,6 +19,7 @@ from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
     from rapidformer.config import Settings
+    from rapidformer.config.parse import CommandLine
     from rapidformer.launch.environment import LaunchPlan
 
 
@@ -100,10 +101,23 @@ def _dispatch(words: list[str]) -> int:
 
             print_config([word for word in rest if word != "--print-config"])
             return 0
-        if _starts_processes(name, rest):
+        if name != "launch":
+            return _run_distributed(name, module, rest)
+        if _starts_script(rest):
             return 0
     run: Callable[[list[str]], None] = import_module(module).run
     run(rest)
+    return 0
+
+
+def _run_distributed(name: str, module: str, words: list[str]) -> int:
+    """Run the command in one process per GPU, or here if this process is enough."""
+    from rapidformer.config.parse import read_flags
+
+    command = read_flags(words)
+    if not _starts_processes(name, command):
+        run: Callable[[CommandLine], None] = import_module(module).run
+        run(command)
     return 0
 
 
@@ -120,19 +134,23 @@ def _find_topic(words: list[str]) -> str | None:
     return words[1] if words[:1] in (["--help"], ["-h"]) and len(words) > 1 else None
 
 
-def _starts_processes(name: str, words: list[str]) -> bool:
+def _starts_script(words: list[str]) -> bool:
+    """Start the script of ``rapidformer launch``; False if this process is enough."""
+    from rapidformer.cli.launch import read_launch_settings, wants_help
+    from rapidformer.launch.environment import is_launched
+
+    if is_launched() or wants_help(words):
+        return False
+    return _start(read_launch_settings(words), ["launch", *words])
+
+
+def _starts_processes(name: str, command: CommandLine) -> bool:
     """Start one process per GPU, if there are several; False if this process is enough."""
     from rapidformer.launch.environment import is_launched
 
     if is_launched():
         return False
-    if name == "launch":
-        from rapidformer.cli.launch import read_launch_settings, wants_help
-
-        if wants_help(words):
-            return False
-        return _start(read_launch_settings(words), [name, *words])
-    args = _read_known_flags(words)
+    args = command.args
     if args.user_script is not None and args.hostfile is None:
         from rapidformer.cli.train import check_script
 
@@ -144,23 +162,10 @@ def _starts_processes(name: str, words: list[str]) -> bool:
         # will be.
         from rapidformer.cli.checks import check_command
 
-        args, plan = check_command(name, words)
+        args, plan = check_command(name, command)
     if args.log_level in ("debug", "info"):
         _say_loading(args)
-    return _start(args, [name, *words], plan)
-
-
-def _read_known_flags(words: list[str]) -> Settings:
-    """The settings, without flags that a script may define itself."""
-    from rapidformer.config import parse_arguments
-    from rapidformer.config.parse import drop_unknown_flags
-
-    try:
-        return parse_arguments(drop_unknown_flags(words))
-    except RapidformerError:
-        if not any(word.replace("_", "-").startswith("--user-script") for word in words):
-            parse_arguments(words)  # there is no script, so unknown flags are errors too
-        raise
+    return _start(args, [name, *command.words], plan)
 
 
 def _say_loading(args: Settings) -> None:

@@ -12,7 +12,8 @@ from rapidformer.cli.checks import check_call
 from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_input
 from rapidformer.cli.output import PartialPredictions, format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
-from rapidformer.config import Settings, parse_arguments
+from rapidformer.config import Settings
+from rapidformer.config.parse import CommandLine
 from rapidformer.data.heads import keep_rows
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     Rows = Sequence[dict[str, Any] | str]
 
 
-def run(argv: list[str]) -> None:
+def run(command: CommandLine) -> None:
     """Write one row per example: to ``--output``, or as JSON lines to the terminal."""
-    args = choose_run_model(name_input_files(parse_arguments(argv)), "predict")
+    if command.problems:
+        raise ConfigurationError(command.problems)
+    args = choose_run_model(name_input_files(command.args), "predict")
     if args.task is None:
         raise ConfigurationError("predict needs --task; `rapidformer tasks` lists them.")
     rows = _read_early(args)
@@ -102,7 +105,7 @@ def _predict(engine: RapidformerEngine, rows: Rows) -> None:
 def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> None:
     from rapidformer.cli.prediction_key import compute_key
     from rapidformer.dist.collectives import broadcast_object
-    from rapidformer.engine.predicting import GROUP_BATCHES
+    from rapidformer.engine.evaluation import GROUP_BATCHES
     from rapidformer.tasks.evaluation.predicting import get_batch_size, iterate_predictions
 
     size, start, partial = get_batch_size(engine), 0, None

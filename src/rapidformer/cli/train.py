@@ -6,18 +6,20 @@ import runpy
 import sys
 from pathlib import Path
 
-from rapidformer.config import parse_arguments
-from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config.parse import CommandLine
+from rapidformer.context import mark_as_started
+from rapidformer.dialects.megatron.module_names import provide_megatron_names
 from rapidformer.errors import ConfigurationError
 
 
-def run(argv: list[str]) -> None:
+def run(command: CommandLine) -> None:
     """Train in this process."""
-    script = parse_arguments(drop_unknown_flags(argv)).user_script
-    if script is not None:
-        run_script(script, argv)
+    args = command.args
+    if args.user_script is not None:
+        run_script(args.user_script, command.words)
         return
-    args = parse_arguments(argv)
+    if command.problems:
+        raise ConfigurationError(command.problems)
     if args.task is None:  # under another launcher, where nothing has been checked yet
         raise ConfigurationError("nothing to train: give --task or --user-script FILE.py.")
     # Imported here, not above: a script decides itself what it imports, and may not need torch.
@@ -44,7 +46,9 @@ def run_script(script: str, argv: list[str]) -> None:
     """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
     check_script(script)
     sys.argv = [script, *argv]
+    mark_as_started()
     sys.path.insert(0, str(Path(script).resolve().parent))
     import rapidformer.dialects.megatron  # noqa: F401 - for scripts that import Megatron's names
 
+    provide_megatron_names()
     runpy.run_path(script, run_name="__main__")

@@ -15,8 +15,8 @@ from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
 from rapidformer.cli.run_output import start_run, write_output_to
-from rapidformer.config import Settings, parse_arguments
-from rapidformer.config.parse import drop_unknown_flags
+from rapidformer.config import Settings
+from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -82,9 +82,10 @@ def run(argv: list[str]) -> None:
     if not argv:
         _build_parser().print_help()
         return
-    args = parse_arguments(drop_unknown_flags(words))
+    command = read_flags(words)
+    args = command.args
     processes = count_processes(args)
-    _check(args, words, processes, own.verify_steps)
+    _check(command, processes, own.verify_steps)
     folder = Path(tempfile.mkdtemp(prefix="rapidformer-verify-"))
     verification = _Verification(words, args, own, processes, folder)
     verification.run()
@@ -118,11 +119,12 @@ def _build_parser() -> CommandParser:
     return parser
 
 
-def _check(args: Settings, words: list[str], processes: int, updates: int) -> None:
+def _check(command: CommandLine, processes: int, updates: int) -> None:
     """Check everything that can be wrong before a process is started."""
+    args = command.args
     problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
     if args.user_script is None:
-        parse_arguments(words)  # here every flag must be known
+        problems += command.problems  # here every flag must be known
         if args.task is None:
             problems.append(
                 "nothing to verify: give the flags of a run, with --task (`rapidformer tasks` "
@@ -266,7 +268,7 @@ def _work(job: Job, words: list[str]) -> None:
     from rapidformer.dist.processes import stop_processes
     from rapidformer.verification.verified_run import get_trace_path, record_run
 
-    trace = record_run(job, lambda: train(words))
+    trace = record_run(job, lambda: train(read_flags(words)))
     trace.save(get_trace_path(job, rank))
     stop_processes()
 

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rapidformer.config.reading import (
@@ -60,6 +61,11 @@ def build_parser(
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
     return parser
+
+
+def list_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every spelling that the parser knows."""
+    return list(parser._option_string_actions)
 
 
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: list[str]) -> None:
@@ -154,17 +160,36 @@ def _collect(
     return values, sources
 
 
-def drop_unknown_flags(words: Sequence[str]) -> list[str]:
-    """The settings among a script's flags, by position: a value may occur twice."""
+@dataclass(frozen=True)
+class CommandLine:
+    """A command's flags, read once."""
+
+    words: list[str]
+    args: Settings
+    """The settings among them."""
+    problems: list[str]
+    """One for each flag that is no setting: a mistake, unless a script defines it."""
+
+
+def read_flags(words: Sequence[str]) -> CommandLine:
+    """The settings among flags of which some may be a script's own."""
     known = build_parser()._option_string_actions
     kept: list[str] = []
+    problems: list[str] = []
     is_known = True
+    # By position: a value may occur twice.
     for word in (_normalize(word, known) for word in words):
         if word.startswith("--"):
             is_known = word.partition("=")[0] in known
+            if not is_known:
+                problems.append(_describe_unknown(word, known))
         if is_known:
             kept.append(word)
-    return kept
+    try:
+        return CommandLine(list(words), parse_arguments(kept), problems)
+    except ConfigurationError as error:
+        has_script = any(word.partition("=")[0] == "--user-script" for word in kept)
+        raise (error if has_script else ConfigurationError([*problems, *error.problems])) from None
 
 
 def _normalize(word: str, known: Mapping[str, Any]) -> str:

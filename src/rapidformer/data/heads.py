@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.data.files import get_format, open_text
 from rapidformer.data.folders import list_data_files
 from rapidformer.data.sources import as_list, check_exists, find_sub_folder, is_hub_name
@@ -27,7 +28,7 @@ _SPLITS = ("train", "validation", "test")
 _FLAGS = {"train_data": "train", "valid_data": "validation", "test_data": "test"}
 
 
-def read_head(args: Any, problems: list[str]) -> Rows:
+def read_head(args: Settings, problems: list[str]) -> Rows:
     """The first rows of the first split; paths that are not there go to ``problems``."""
     files = list(_find_files(args, problems))
     for split in (*_SPLITS, None):
@@ -51,7 +52,7 @@ def take_head(data: Any, split: str) -> list[Any]:
     return list(itertools.islice(data, _ROWS))
 
 
-def _find_files(args: Any, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
+def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
     location = as_list(args.data_path or args.data_dir)
     if not (len(location) == 1 and is_hub_name(location[0])):
         for text in location:

@@ -66,7 +66,7 @@ class DistributedLoader:
         size = self.source.size
         self._order = EpochOrder(size or 0, self._seed, shuffle=shuffle, draw=order)
         self._num_workers = num_workers
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._lengths = lengths
         """Tokens of every sample; not known beforehand for a stream."""
         self.is_stream = size is None
@@ -153,7 +153,7 @@ class DistributedLoader:
 
         Not if the batch comes from a worker process or was pinned by torch's loader: both copy it.
         """
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             return self.is_stream
         # A step's micro-batches are collected before it runs.
         has_one = self._cut.per_update == 1 and not (
@@ -209,9 +209,9 @@ class DistributedLoader:
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self.is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
-            pins = self._device.type == "cuda"
+            pins = self.device.type == "cuda"
             rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
-        rounds = read_ahead(rounds, self._device, stays_on_host)
+        rounds = read_ahead(rounds, self.device, stays_on_host)
         rounds_left, starts_update = 0, True
         beat("data")
         for micro_batch in rounds:
@@ -287,7 +287,7 @@ class DistributedLoader:
             num_workers=num_workers,
             # An update is handed out whole: the workers must get that far while another one runs.
             prefetch_factor=max(2, self._cut.per_update // num_workers) if num_workers else None,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self.device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self._seed),
         )

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.data.files import get_first_line, get_format, import_datasets
 from rapidformer.data.folders import load_folder, load_named_files, load_split
 from rapidformer.data.splits import get_split_name, name_splits
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def load_splits(args: Any) -> dict[str, Dataset]:
+def load_splits(args: Settings) -> dict[str, Dataset]:
     """The splits that the data flags name, with keys among train, validation and test."""
     location = as_list(args.data_path or args.data_dir)
     splits = _load_location(location, args) if location else {}
@@ -73,7 +74,7 @@ def as_list(given: str | Path | Sequence[str | Path] | None) -> list[str]:
     return [str(given)] if isinstance(given, (str, Path)) else [str(item) for item in given]
 
 
-def _load_location(location: list[str], args: Any) -> dict[str, Dataset]:
+def _load_location(location: list[str], args: Settings) -> dict[str, Dataset]:
     if len(location) == 1 and is_hub_name(location[0]):
         return _load_from_hub(location[0], args)
     paths = [check_exists(item, "data_path") for item in location]
@@ -125,7 +126,7 @@ def find_sub_folder(folder: Path, name: str | None) -> Path:
 # --- the Hub --------------------------------------------------------------------------------------
 
 
-def _load_from_hub(name: str, args: Any) -> dict[str, Dataset]:
+def _load_from_hub(name: str, args: Settings) -> dict[str, Dataset]:
     datasets = import_datasets()
     full_name = f"{name} ({args.data_name})" if args.data_name else name
     online = is_hub_reachable("HF_DATASETS_OFFLINE")

@@ -3,43 +3,63 @@
     model, optimizer, lr_scheduler = engine.compose(model, optimizer, lr_scheduler_fn)
     engine.backward(loss)
 
-The engine is built in steps, one file each: ``run`` (settings, processes, data), ``composing`` (the
-model and its switches), ``weighing`` (forward steps), ``updates`` (the verbs of training),
-``predicting``, ``saving`` (checkpoints), and here loading and exporting.
+The engine is made of four parts, each a class of its own: ``data`` (loaders, order, position),
+``model`` (plan, switches, adapters), ``updates`` (loss contract, backward, step, graphs) and
+``checkpoints``. They share values, and do not know each other or the engine; what concerns one part
+alone is a method of that part (``engine.data.build_loader``).
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.optim.lr_scheduler import LambdaLR
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
-from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
-from rapidformer.checkpoint.run_file import blaming
-from rapidformer.checkpoint.writing import writing
+from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
+from rapidformer.config.command_line import read_command_line
 from rapidformer.config.explain import render
 from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.dist.collectives import broadcast_object, wait_for_all
-from rapidformer.dist.heartbeat import beat, in_phase
+from rapidformer.data.update import MicroBatchResult, Update
+from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.processes import stop_processes
-from rapidformer.engine.facts import find_differences
-from rapidformer.engine.run import Arguments
-from rapidformer.engine.saving import SavingRun
-from rapidformer.errors import RapidformerError, TrainingError
-from rapidformer.log import get_logger
+from rapidformer.engine.checkpoints import Checkpoints
+from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.data import RunData
+from rapidformer.engine.facts import collect_state
+from rapidformer.engine.model import RunModel
+from rapidformer.engine.optimizing import Wanted
+from rapidformer.engine.runtime import start_run
+from rapidformer.engine.unused_settings import warn_about_unused_settings
+from rapidformer.engine.updates import Updates
+from rapidformer.errors import RapidformerError
+from rapidformer.models.adapter_config import to_text
+from rapidformer.models.adapters import get_inner
+from rapidformer.models.plan import GivenPlan
+from rapidformer.optim.observer import get_observer
+from rapidformer.optim.update import UpdateClock
+
+Arguments = Settings | Mapping[str, Any] | Sequence[str] | None
+_open_engines: weakref.WeakSet[RapidformerEngine] = weakref.WeakSet()
+"""The last one to close leaves the process group."""
 
 
-class RapidformerEngine(SavingRun):
+class RapidformerEngine:
     """A run and the verbs of training.
 
-    ``args`` is for notebooks and tests; without it, the command line is read. ``peft_config`` is a
-    configuration object of peft: its adapters are trained instead of the model's own weights.
+    ``args`` are the settings: by name, as flags or ready-made. Without it, the command line is read
+    if it is meant for us: in a script that ``rapidformer`` or ``torchrun`` started, or that has
+    flags of ours. A notebook gets the defaults. ``peft_config`` is a configuration object of peft:
+    its adapters are trained instead of the model's own weights.
     """
 
     def __init__(
@@ -49,112 +69,199 @@ class RapidformerEngine(SavingRun):
         args: Arguments = None,
         peft_config: Any = None,
     ) -> None:
-        super().__init__(extra_args_provider, args=args, peft_config=peft_config)
-        atexit.register(_close, weakref.ref(self))
+        asked = _read_arguments(args, extra_args_provider)
+        if peft_config is not None:
+            asked = asked.replace("peft_config", peft_config=to_text(peft_config))
+        self._args, self.runtime = start_run(asked)
+        clock = UpdateClock(self._args.gradient_accumulation_steps or 1, self.runtime.topology)
+        current = CurrentBatch(clock)
+        self.data = RunData(self._args, self.runtime, clock, current)
+        self.model = RunModel(self._args, self.runtime, current)
+        self.updates = Updates(self._args, self.runtime, clock, current)
+        self.checkpoints = Checkpoints(
+            self._args,
+            self.runtime,
+            clock,
+            self.model,
+            functools.partial(collect_state, self.runtime, self.data, self.model, self.updates),
+            self.data.follow_samples,
+        )
+        _open_engines.add(self)
+        _close_at_exit()
+
+    @property
+    def args(self) -> Settings:
+        """The settings of the run."""
+        return self._args
+
+    @args.setter
+    def args(self, args: Settings) -> None:
+        """Hand other settings to all parts: a run's folder may be chosen after it has started."""
+        self._args = self.data.args = self.model.args = args
+        self.updates.args = self.checkpoints.args = args
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.runtime.device
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the run; None in a run of one process."""
+        return self.runtime.topology.mesh
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.runtime.is_main
+
+    def build_model(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """``build()``, with the adapters of ``--lora-rank`` or ``--peft-config``, if given.
+
+        If the run splits weights, no rank ever holds all of them: the model has no values until
+        ``compose`` has split it and each rank has read or drawn its shard, with exactly the values
+        one process would have.
+        """
+        return self.model.build(build)
+
+    def compose(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler_fn: Callable[..., Any] | None = None,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        *,
+        model_obj: nn.Module | None = None,
+        lr_scheduler: Any = None,
+        plan: GivenPlan | None = None,
+    ) -> tuple[Any, ...]:
+        """Apply all switches. Returns model, optimizer, lr_scheduler, then the loaders given.
+
+        All are the objects that were passed, extended in place. Without an optimizer, the one
+        described by the flags is created; likewise the schedule. ``plan`` says where the model's
+        blocks are and how they may be split, for a model that does not say so itself: the mapping
+        its ``rapidformer_plan()`` would return.
+        """
+        passed = model if model is not None else model_obj
+        if passed is None:
+            raise RapidformerError("compose() needs the model: engine.compose(model=model, ...).")
+        is_own_loop = self.updates.is_own_loop
+        loaders = [
+            self.data.adopt_loader(loader, is_training=is_training)
+            for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
+            if loader is not None
+        ]
+        names = self.model.compose(
+            passed, plan, has_optimizer=optimizer is not None, names_adapter=is_own_loop
+        )
+        wanted = Wanted(
+            optimizer=optimizer,
+            lr_scheduler_fn=lr_scheduler_fn,
+            lr_scheduler=lr_scheduler,
+            train_iters=self.data.get_train_iters(),
+            count_samples=self.data.batches.count_samples,
+        )
+        self.updates.start(
+            wanted,
+            self.model.parallelized,
+            self.model.parameters,
+            names,
+            work=self.model.work,
+            shifts_labels=self.model.shifts_labels,
+            list_samples=self.data.list_samples,
+        )
+        get_observer().after_compose(self)
+        if self.updates.has_own_parts and self.is_main:
+            warn_about_unused_settings(
+                self._args,
+                has_optimizer=optimizer is not None,
+                schedule=wanted.schedule,
+                has_loader=isinstance(train_dataloader, DataLoader),
+                has_loop=is_own_loop,
+                has_guard=self.updates.clock.guard is not None,
+            )
+        module = self.model.module
+        returned = passed if get_inner(passed) is module else module
+        return (returned, self.updates.optimizer, self.updates.lr_scheduler, *loaders)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Back-propagate a micro-batch's mean loss.
+
+        ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
+        of the batch that the training loader handed out last are counted. After the last
+        micro-batch of an update, gradients are those of the mean over the whole global batch.
+        """
+        self.updates.backward(loss, weight)
+
+    def run_update(
+        self,
+        forward: Callable[[Any], Any],
+        update: Update,
+        after_micro_batch: Callable[[], None] | None = None,
+        *,
+        steps_at_once: bool = False,
+    ) -> list[MicroBatchResult]:
+        """Forward and backward of all micro-batches of one update; ``step`` comes next.
+
+        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``, or is an objective bound to
+        its model (``rapidformer.objectives``). Every loop of the library trains this way, and it is
+        the only way to train a model that is split into stages
+        (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
+        the last; those of a pipeline or a CUDA graph are all under way at once, so there it is
+        called after them all. ``steps_at_once`` says that nothing looks at the gradients before
+        ``step``: a CUDA graph may then update the weights, too.
+        """
+        return self.updates.run_update(
+            forward, update, after_micro_batch, steps_at_once=steps_at_once
+        )
+
+    def step(self) -> None:
+        """Update, advance the learning rate and clear the gradients, if an update is due."""
+        self.updates.step()
+
+    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip now and return the norm before clipping; None while gradients are accumulated.
+
+        ``optimizer.step()`` clips by ``--clip-grad`` itself if this was not called.
+        """
+        return self.updates.clip_grad_norm(max_norm)
+
+    def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
+        """Decide yourself whether the ``backward`` inside ends an update."""
+        return self.updates.accumulate(is_last)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate: the ``backward`` inside does not end an update."""
+        return self.updates.accumulate(is_last=False)
+
+    def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
+        """Every process's rows, each example once: fillers of the last batch are left out."""
+        return self.data.gather(tensor, pad_value)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        protected: Path | None = None,
+        processor: Any = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save the whole state of training; returns the checkpoint's folder.
+
+        ``--save-total-limit`` never removes the checkpoint that is ``protected``. With the
+        ``processor`` (the tokenizer), `rapidformer predict` can load the checkpoint by itself.
+        Without ``wait``, it may be written in the background: it is complete when
+        ``checkpoints.wait_for_save`` returns, and a failure is only reported.
+        """
+        return self.checkpoints.save(
+            folder, extra, protected=protected, processor=processor, wait=wait
+        )
 
     def load_checkpoint(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Resume from a checkpoint, or from a run's newest; returns what was saved as extra."""
-        source = folder or self.args.load
-        if source is None:
-            raise RapidformerError(
-                "nothing to load: give --load, or engine.load_checkpoint(folder)."
-            )
-        self.wait_for_save()
-        state, current = self._get_state(), self._describe_facts()
-        only_weights = self.args.finetune
-        extra = load_checkpoint(
-            Path(source),
-            state,
-            with_optimizer=self.args.load_optim and not only_weights,
-            with_random_states=self.args.load_rng and not only_weights,
-            with_position=not only_weights,
-            allows_partial=self.args.allow_partial_load,
-        )
-        self.clock.updates = self._first_update = state.step
-        if self.clock.guard is not None:
-            self.clock.guard.forget()
-        self.resumed_from = state.loaded_from
-        self._has_gone_back = only_weights
-        if not only_weights:
-            assert state.loaded_from is not None
-            with blaming(state.loaded_from):
-                self._follow_samples(state.saved_facts, int(extra.get("attempts", state.step)))
-            self._report_differences(state.saved_facts, current)
-        return extra
-
-    def roll_back(self) -> dict[str, Any]:
-        """Restore this run's newest checkpoint, but not its place in the data.
-
-        Returns what was saved as extra.
-        """
-        self.wait_for_save()
-        state = self._get_state()
-        state.loader = None
-        source = self._find_rollback()
-        if source is None:
-            raise TrainingError(
-                "there is no checkpoint to return to yet (--on-bad-loss rollback): save earlier "
-                "with --save-interval, or use --on-bad-loss skip."
-            )
-        extra = load_checkpoint(
-            source,
-            state,
-            with_optimizer=self.args.save_optim,
-            with_random_states=self.args.save_rng,
-        )
-        self.clock.start_over(self._parameters, state.step)
-        self.resumed_from = state.loaded_from
-        return extra
-
-    def _find_rollback(self) -> Path | None:
-        """The run's own folder if it holds a checkpoint, else what the run was resumed from."""
-        own = Path(self.args.save) if self.args.save is not None else None
-        has_own = self.is_main and own is not None and bool(find_checkpoints(own))
-        return own if broadcast_object(has_own) else self.resumed_from
-
-    def _follow_samples(self, saved: dict[str, Any], attempts: int) -> None:
-        """With another batch size, samples tell how far the run is, not updates."""
-        done, before = self.count_updates_done(), saved.get("global batch")
-        if done is None or before in (None, self._describe_facts()["global batch"]):
-            return
-        self._extra_updates = attempts - done
-        assert self.lr_scheduler is not None and self.optimizer is not None
-        if isinstance(self.lr_scheduler, LambdaLR):
-            move_schedule(self.lr_scheduler, self.optimizer, done)
-
-    def _report_differences(self, saved: dict[str, Any], current: dict[str, Any]) -> None:
-        differences = find_differences(saved, current)
-        if differences and self.is_main:
-            lines = "".join(f"\n  - {sentence}" for sentence in differences)
-            get_logger().warning(
-                f"resumed with other settings than {self.resumed_from} was saved with:{lines}"
-            )
-
-    def load_weights(self, folder: str | Path) -> None:
-        """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
-        self.wait_for_save()
-        load_checkpoint(
-            Path(folder),
-            self._get_state(needs_optimizer=False),
-            with_optimizer=False,
-            with_random_states=False,
-            with_position=False,
-            allows_partial=self.args.allow_partial_load,
-        )
-
-    def check_weights(self) -> None:
-        """Stop all ranks if a trained weight is NaN or infinite; every rank must call this."""
-        model = self.parallelized.model
-        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-        check_finite(model, weights, self.clock.updates)
-
-    def gather_weights(self) -> dict[str, Any]:
-        """All weights by name, whole, on rank 0; empty elsewhere. Every rank must call this."""
-        self.parallelized.settle()
-        deepspeed = self.parallelized.deepspeed
-        if deepspeed is not None and deepspeed.state is not None:
-            return deepspeed.state.gather_weights()
-        return gather_weights(self.parallelized.model)
+        return self.checkpoints.load(folder)
 
     def export(
         self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
@@ -166,56 +273,62 @@ class RapidformerEngine(SavingRun):
         those weights are in no file. A model that has no ``config`` cannot be built a second time
         to merge it: all of its weights are saved under the names that they have.
         """
-        adapter = self.adapter
-        if merge is None:
-            merge = adapter is not None and adapter.base is None and not adapter.is_prompt
-            if merge and not hasattr(self.parallelized.model, "config"):
-                adapter, merge = None, False
-        with in_phase("save"), writing(Path(folder)):
-            self.parallelized.settle()
-            deepspeed = self.parallelized.deepspeed
-            weights = deepspeed.state.gather_weights() if deepspeed and deepspeed.state else None
-            return export_model(
-                self.parallelized.model,
-                Path(folder),
-                self.topology,
-                processor=processor,
-                weights=weights,
-                adapter=adapter,
-                merges=merge,
-            )
-
-    def export_into(self, folder: str | Path, processor: Any = None) -> None:
-        """Save the model into a folder that may hold other files, which stay."""
-        target = Path(folder)
-        exported = self.export(target / ".exported", processor)
-        if self.is_main:
-            merge_export(exported, target)
-        wait_for_all()
+        return self.checkpoints.export(folder, processor, merge=merge)
 
     def explain(self) -> str:
-        """Every change that could be made to the model: on, off or not applicable, and why."""
-        return "\n".join(render(self.parallelized.explain(self.args)))
+        """Every switch in this run, a line each: on, off or not applicable, and why."""
+        return "\n".join(render(self.model.parallelized.explain(self._args)))
 
     def close(self, *, gives_back: bool = True) -> None:
-        """Give the plain model back, with its trained weights, and leave the process group.
+        """Finish what is being written, take off all that was applied, leave the process group.
 
-        Every rank must call this. ``gives_back=False`` leaves the model as it is.
+        The model is then the plain model again, with its trained weights. That may gather sharded
+        weights; a script that needs the model no more spares this with ``gives_back=False``.
         """
-        if gives_back and self._parallelized is not None and self._parallelized.deepspeed is None:
-            self._parallelized.applied.undo()
+        if self not in _open_engines:
+            return
+        _open_engines.discard(self)
         beat("end")
-        self.release_folder()
-        if self._parallelized is not None and self._parallelized.deepspeed is not None:
-            self._parallelized.deepspeed.close()
-        stop_processes()
+        self.checkpoints.close()
+        self.model.close(gives_back=gives_back)
+        self.updates.close()
+        self.data.close()
+        closed: Any = _Closed()
+        self.data = self.model = self.updates = self.checkpoints = closed
+        if not _open_engines:
+            stop_processes()
 
 
-def _close(reference: weakref.ref[RapidformerEngine]) -> None:
-    """Close an engine at exit. Until then, it and its model may be freed: notebooks build many."""
-    engine = reference()
-    if engine is not None:
+class _Closed:
+    """Stands where the parts of an engine were."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RapidformerError(
+            f"this engine is closed ({name!r} was asked for): create a new RapidformerEngine()."
+        )
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Registered with the first engine, so that it runs before what was imported earlier ends."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    """At exit, nothing is restored: that may take all ranks, and some may be gone."""
+    for engine in list(_open_engines):
         engine.close(gives_back=False)
-    else:
-        beat("end")
-        stop_processes()
+    beat("end")
+    stop_processes()
+
+
+def _read_arguments(
+    args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
+) -> Settings:
+    if isinstance(args, Settings):
+        return args
+    if isinstance(args, Mapping):
+        return arguments_from_mapping(args)
+    if args is None:
+        return read_command_line(extra_args_provider)
+    return parse_arguments(args, extra_args_provider)

@@ -1,4 +1,4 @@
-"""What a resumed run should share with its checkpoint, and what it means if it does not.
+"""What a checkpoint of a run holds, and what a resumed run should share with it.
 
 Current settings win, and shapes of weights are compared elsewhere. These differences fit any
 checkpoint, but change what is trained on, or how: the run says so.
@@ -6,13 +6,22 @@ checkpoint, but change what is trained on, or how: the run says so.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from rapidformer.accel.unpad.padding_observer import PaddingObserver
+from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.engine.data import RunData
+from rapidformer.engine.model import RunModel
+from rapidformer.engine.runtime import Runtime
+from rapidformer.engine.updates import Updates
+from rapidformer.log import get_logger
+from rapidformer.overlay import find_fact
 
 _DATA = ("data_path", "data_name", "data_dir", "train_data", "train_data_path")
 _REPEATS = "some samples of this epoch are repeated, and others are left out"
@@ -30,7 +39,30 @@ _EFFECTS = {
 }
 
 
-def describe_facts(
+def collect_state(
+    runtime: Runtime, data: RunData, model: RunModel, updates: Updates
+) -> TrainingState:
+    """The state of all parts, for a checkpoint."""
+    parallelized, clock = model.parallelized, updates.clock
+    optimizer: Any = updates.optimizer  # None if only weights are loaded
+    return TrainingState(
+        model=parallelized.model,
+        optimizer=optimizer,
+        scheduler=updates.lr_scheduler,
+        scaler=updates.scaler,
+        loader=data.train_loader,
+        step=clock.updates,
+        device=runtime.device,
+        topology=runtime.topology,
+        bypass=functools.partial(bypass_clock, clock),
+        padding=find_fact(parallelized.model, PaddingObserver),
+        gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
+        facts=_describe_facts(data.args, data.train_loader, parallelized.model),
+        base=model.adapter.base if model.adapter else None,
+    )
+
+
+def _describe_facts(
     args: Settings, loader: DistributedLoader | None, model: nn.Module
 ) -> dict[str, Any]:
     """The facts of the current run; small, and written into every checkpoint."""
@@ -53,13 +85,17 @@ def describe_facts(
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def find_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """A sentence for each fact that differs; facts that only one side knows are left out."""
-    return [
-        f"{name} {current[name]} (was {saved[name]}): {effect}."
+def report_differences(saved: dict[str, Any], current: dict[str, Any], source: Path) -> None:
+    """Log a sentence for each fact that differs; facts that only one side knows are left out."""
+    differences = [
+        f"\n  - {name} {current[name]} (was {saved[name]}): {effect}."
         for name, effect in _EFFECTS.items()
         if name in saved and name in current and saved[name] != current[name]
     ]
+    if differences:
+        get_logger().warning(
+            f"resumed with other settings than {source} was saved with:{''.join(differences)}"
+        )
 
 
 def _name_data(args: Settings) -> str | None:

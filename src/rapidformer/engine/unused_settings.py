@@ -16,6 +16,7 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.config.switches import to_flag
+from rapidformer.log import get_logger
 
 OPTIMIZER = (
     "optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
@@ -37,6 +38,16 @@ LOOP = (
     "label_smoothing", "neftune_noise_alpha", "save_interval", "save_strategy", "log_interval",
     "log_strategy", "progress", "tensorboard_dir",
 )  # fmt: skip
+
+
+def warn_about_unused_settings(args: Settings, *, has_guard: bool, **script: Any) -> None:
+    """Say which settings have no effect, since the script brings these parts itself."""
+    parts = list_own_parts(**script)
+    if "loop" in parts and not has_guard:
+        parts["loop"] = (*parts["loop"], "on_bad_loss", "loss_spike_threshold", "max_rollbacks")
+    message = describe_unused(args, parts)
+    if message is not None:
+        get_logger().warning(message)
 
 
 def list_own_parts(

@@ -1,96 +1,231 @@
-"""``run_update``: all passes of an update, one by one, replayed as a CUDA graph, or in a pipeline.
+"""Updates of a run: the loss contract, backward passes, the step, and what replays them as a graph.
 
-Unlike ``backward``, it counts nothing: an update carries its micro-batches.
+``backward`` decides *when* an update happens, by counting micro-batches. ``optimizer.step()``,
+``lr_scheduler.step()`` and ``zero_grad()`` do nothing while gradients are being accumulated, so the
+same loop works for any global batch size, and either order of the two ``step`` calls gives the same
+learning rates. ``run_update`` counts nothing: an update carries its micro-batches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.obstacles import MayCapture
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
+from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.compat.torch_optimizers import has_hooks
-from rapidformer.data.loader import DistributedLoader
+from rapidformer.config import Settings
 from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine.backward import BackwardRun, StartedMicroBatch
+from rapidformer.engine.backward import BackwardPasses, StartedMicroBatch
+from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.optimizing import (
+    Wanted,
+    build_guard,
+    build_scaler,
+    prepare_optimizer,
+    prepare_scheduler,
+    report_skipped,
+    take_over,
+)
+from rapidformer.engine.runtime import Runtime
+from rapidformer.engine.weighing import LossWeights
+from rapidformer.errors import RapidformerError
+from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import scale_loss
+from rapidformer.optim.guard import RecentValues
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import RunObserver, get_observer
+from rapidformer.optim.update import UpdateClock
 from rapidformer.overlay import find_fact
 
+Forward = Callable[[Any], Any]
 
-class UpdatingRun(BackwardRun):
-    """Forward and backward passes of whole updates."""
 
-    _compiles_update = False
+class Updates:
+    """Losses in, updated weights out; ``start`` gives it a model and an optimizer."""
 
-    def iterate_updates(
-        self, loader: DistributedLoader, *, moves_later: bool = False
-    ) -> Iterator[Update]:
-        """The updates of an epoch, for ``run_update``.
+    def __init__(
+        self, args: Settings, runtime: Runtime, clock: UpdateClock, current: CurrentBatch
+    ) -> None:
+        self.args = args
+        self.clock = clock
+        self.scaler = build_scaler(args) if runtime.precision.needs_loss_scaling else None
+        self.weights = LossWeights(runtime.topology, clock, current, self.scaler)
+        self.recent_values = RecentValues(args.loss_spike_threshold)
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
+        self.graphs: GraphedPasses | None = None
+        """What replays the passes of an update; None if nothing may."""
+        self.is_own_loop = True
+        """Whether the script drives the training itself; templates set this to False."""
+        self.has_own_parts = True
+        """Whether optimizer and schedule are the script's own if they are passed; False for a
+        caller that creates them from the settings itself."""
+        self.has_own_optimizer = self.has_own_schedule = False
+        """Whether the settings do not describe them."""
+        self._runtime, self._current = runtime, current
+        self._parallelized: Parallelized | None = None
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._passes: BackwardPasses | None = None
+        self._graphed_update: GraphedUpdate | None = None
+        self._compiles_update = False
 
-        With ``moves_later``, batches may still be in host memory: ``run_update`` moves them.
+    def start(
+        self,
+        wanted: Wanted,
+        parallelized: Parallelized,
+        parameters: Sequence[nn.Parameter],
+        names: Mapping[int, str],
+        *,
+        work: ModelWork | None = None,
+        shifts_labels: bool = False,
+        list_samples: Callable[[], list[int]] = list,
+    ) -> None:
+        """Take over optimizer and schedule, or build them; updates may begin.
+
+        ``list_samples`` names those of the current update, for a message about a bad one.
         """
-        if self._train_loader is None:
-            self._train_loader = loader
-        # A graph's inputs are copied to their places straight from the host.
-        return _observe_wait(loader.iterate_updates(self._may_replay if moves_later else None))
+        args, runtime, clock = self.args, self._runtime, self.clock
+        self.weights.shifts_labels = shifts_labels
+        if self.has_own_parts:
+            self.has_own_optimizer = wanted.optimizer is not None
+            self.has_own_schedule = wanted.schedule is not None
+        optimizer = prepare_optimizer(wanted, parallelized, names, args, runtime, clock)
+        scheduler = prepare_scheduler(wanted, optimizer, parallelized, args)
+        take_over(optimizer, scheduler, parallelized, args, clock, self.scaler)
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self._parallelized, self._parameters = parallelized, parameters
+        self._passes = BackwardPasses(
+            parallelized,
+            parameters,
+            optimizer,
+            topology=runtime.topology,
+            clock=clock,
+            weights=self.weights,
+            scaler=self.scaler,
+        )
+        clock.guard = build_guard(
+            self.recent_values, parallelized.model, optimizer, args, runtime, self.is_own_loop
+        )
+        if clock.guard is not None and self.is_own_loop:
+            clock.on_bad_update = functools.partial(
+                report_skipped, clock, list_samples, runtime.is_main
+            )
+        self.graphs = self._build_graphs(parallelized.model, work)
+        if isinstance(optimizer, MultiTensorAdamW):
+            self._graphed_update = GraphedUpdate(optimizer, args.clip_grad, runtime.device)
 
-    def _may_replay(self) -> bool:
+    @property
+    def _started_passes(self) -> BackwardPasses:
+        if self._passes is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        return self._passes
+
+    # ---- a loop of the user's own --------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Back-propagate a micro-batch's mean loss; see ``engine.backward``."""
+        passes = self._started_passes
+        assert self._parallelized is not None
+        if self._parallelized.pipeline is not None:
+            raise RapidformerError(
+                "a model that is split into stages (--pipeline-model-parallel-size) runs forward "
+                "and backward passes of several micro-batches at once: use engine.run_update(), "
+                "Finetuner or PreTrainer instead of engine.backward()."
+            )
+        get_observer().see_phase("forward")
+        micro_batch = self._current.in_training
+        result = self.weights.weigh(loss, weight, micro_batch)
+        passes.run(result, micro_batch, ends_update=bool(micro_batch and micro_batch.is_last))
+
+    def backward_within(self, loss: torch.Tensor) -> None:
+        """Back-propagate inside the forward step of ``run_update``; several losses add up.
+
+        For steps that need the gradient of one loss to compute the next (adversarial training).
+        """
+        self._started_passes.run_within(loss)
+
+    def step(self) -> None:
+        """Update, advance the learning rate and clear the gradients, if an update is due."""
+        if self.optimizer is None or self.lr_scheduler is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
+        """Clip now and return the norm before clipping; see ``engine.clip_grad_norm``."""
+        return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
+
+    @contextmanager
+    def accumulate(self, is_last: bool = False) -> Iterator[None]:
+        """Decide yourself whether the ``backward`` inside ends an update."""
+        before = self.clock.forced
+        self.clock.forced = is_last
+        try:
+            yield
+        finally:
+            self.clock.forced = before
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        if self.optimizer is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # ---- whole updates -------------------------------------------------------------------------
+
+    def may_replay(self) -> bool:
+        """Whether a graph may run the next update: its inputs are copied straight from the host."""
         return self.graphs is not None and self.graphs.problem is None
 
     def run_update(
         self,
-        forward: Callable[[Any], Any],
+        forward: Forward,
         update: Update,
         after_micro_batch: Callable[[], None] | None = None,
         *,
         steps_at_once: bool = False,
     ) -> list[MicroBatchResult]:
-        """Forward and backward of all micro-batches of one update; ``step`` comes next.
-
-        ``forward(batch)`` returns the mean loss, or ``(loss, weight)``, or is an objective bound to
-        its model (``rapidformer.objectives``). Every loop of the library trains this way, and it is
-        the only way to train a model that is split into stages
-        (``--pipeline-model-parallel-size``). ``after_micro_batch`` is called after each of them but
-        the last; those of a pipeline or a CUDA graph are all under way at once, so there it is
-        called after them all. ``steps_at_once`` says that nothing looks at the gradients before
-        ``step``: a CUDA graph may then update the weights, too.
-        """
-        self._compile_update()
+        """Forward and backward of all micro-batches of one update; see ``engine.run_update``."""
+        passes = self._started_passes
+        assert self._parallelized is not None
+        if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
+            # Its kernels are compiled during the first passes.
+            self._compiles_update = True
+            self.optimizer.start_trials()
         if isinstance(forward, UpdatePreparation):
-            update = forward.prepare(update, self.topology, self.device)
-        pipeline = self.parallelized.pipeline
+            update = forward.prepare(update, self._runtime.topology, self._runtime.device)
+        pipeline = self._parallelized.pipeline
         if pipeline is None:
-            results = self._run_graphed(forward, update, steps_at_once=steps_at_once)
+            results = self._run_graphed(passes, forward, update, steps_at_once=steps_at_once)
             if results is None:
-                return self._run_in_turn(forward, update, after_micro_batch)
+                return self._run_in_turn(passes, forward, update, after_micro_batch)
         else:
-            results = self._run_pipelined(pipeline, forward, update)
+            results = self._run_pipelined(passes, pipeline, forward, update)
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
         return results
 
-    def _compile_update(self) -> None:
-        """Compile the optimizer's kernels during the first passes."""
-        if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
-            self._compiles_update = True
-            self.optimizer.start_trials()
-
     def _run_in_turn(
         self,
-        forward: Callable[[Any], Any],
+        passes: BackwardPasses,
+        forward: Forward,
         update: Update,
         after_micro_batch: Callable[[], None] | None,
     ) -> list[MicroBatchResult]:
@@ -98,58 +233,25 @@ class UpdatingRun(BackwardRun):
         for number, micro_batch in enumerate(update, 1):
             is_last = number == len(update)
             if micro_batch.is_on_host:
-                micro_batch = move_micro_batch(micro_batch, self.device)
+                micro_batch = move_micro_batch(micro_batch, self._runtime.device)
             beat("forward", self.clock.updates + 1)
             with self.accumulate(is_last=is_last):
-                started = self._started = StartedMicroBatch(micro_batch)
-                result = self.run_forward(forward, micro_batch)
+                started = passes.started = StartedMicroBatch(micro_batch)
+                result = self.weights.run_forward(forward, micro_batch)
                 get_observer().see_phase("forward")
-                self._started = None
+                passes.started = None
                 if not started.has_run:
-                    self._back_propagate(result, micro_batch, ends_update=False)
+                    passes.run(result, micro_batch, ends_update=False)
                 elif started.is_last:
                     beat("update")
-                    self._finish_gradients()
+                    passes.finish()
             results.append(replace(result, loss=result.loss.detach()))
             if after_micro_batch is not None and not is_last:
                 after_micro_batch()
         return results
 
-    @functools.cached_property
-    def graphs(self) -> GraphedPasses | None:
-        """What replays the passes of an update; None if nothing may."""
-        allowed = find_fact(self.parallelized.model, MayCapture)
-        if allowed is None:
-            return None
-        return GraphedPasses(
-            self.parallelized.model,
-            self._parameters,
-            self.device,
-            CudaCapture(self.device),
-            self.count_labels,
-            is_asked=allowed.is_asked,
-            is_16_bit=self.precision.dtype is not None,
-            compiles=self.args.compile,
-            work=self.work,
-        )
-
-    @functools.cached_property
-    def _graphed_update(self) -> GraphedUpdate | None:
-        """How the optimizer works inside a graph; None if it cannot."""
-        if not isinstance(self.optimizer, MultiTensorAdamW):
-            return None
-        return GraphedUpdate(self.optimizer, self.args.clip_grad, self.device)
-
-    def _can_update_in_graph(self) -> bool:
-        """Whether nothing but the optimizer's own step happens to a finished gradient."""
-        clock, optimizer = self.clock, self.optimizer
-        assert optimizer is not None
-        is_plain = clock.guard is None and clock.keeper is None and self.scaler is None
-        is_watched = has_hooks(optimizer) or type(get_observer()) is not RunObserver
-        return is_plain and not is_watched and "step" not in vars(optimizer)
-
     def _run_graphed(
-        self, forward: Callable[[Any], Any], update: Update, *, steps_at_once: bool
+        self, passes: BackwardPasses, forward: Forward, update: Update, *, steps_at_once: bool
     ) -> list[MicroBatchResult] | None:
         """Replay the passes; None if they must run one by one."""
         if self.graphs is None:
@@ -158,7 +260,7 @@ class UpdatingRun(BackwardRun):
         steps = getattr(forward, "steps", (forward,))
         updates = steps_at_once and self._can_update_in_graph()
         outcome = self.graphs.run(
-            functools.partial(self.run_forward, forward),
+            functools.partial(self.weights.run_forward, forward),
             update,
             steps,
             self._graphed_update if updates else None,
@@ -168,7 +270,7 @@ class UpdatingRun(BackwardRun):
         get_observer().see_phase("forward")
         for micro_batch, result in zip(update, outcome.results, strict=True):
             with self.accumulate(is_last=micro_batch is update[-1]):
-                _, fraction = self._count_micro_batch(result, micro_batch, ends_update=False)
+                _, fraction = passes.count(result, micro_batch)
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
@@ -179,49 +281,71 @@ class UpdatingRun(BackwardRun):
                 parameter.grad = gradient
             held = [gradient for gradient in outcome.gradients if gradient is not None]
             self.clock.take_finished(held, outcome.norm)
-        self._notice_unfrozen()
+        passes.notice_unfrozen()
         return outcome.results
 
+    def _can_update_in_graph(self) -> bool:
+        """Whether nothing but the optimizer's own step happens to a finished gradient."""
+        clock, optimizer = self.clock, self.optimizer
+        assert optimizer is not None
+        is_plain = clock.guard is None and clock.keeper is None and self.scaler is None
+        is_watched = has_hooks(optimizer) or type(get_observer()) is not RunObserver
+        return is_plain and not is_watched and "step" not in vars(optimizer)
+
     def _run_pipelined(
-        self, pipeline: Pipeline, forward: Callable[[Any], Any], update: Update
+        self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update
     ) -> list[MicroBatchResult]:
-        count = len(update)
+        assert self._parallelized is not None
+        count, scaler = len(update), self.scaler
         for _ in update:
             self.clock.start_micro_batch(ends_update=False)
-        if self.scaler is not None and self.scaler.weight_unit is None:
-            self.scaler.agree_on_unit(float(update[0].info.labels))
-        unit = (self.scaler.weight_unit if self.scaler else None) or 1.0
-        scale = self.scaler.scale if self.scaler else 1.0
+        if scaler is not None and scaler.weight_unit is None:
+            scaler.agree_on_unit(float(update[0].info.labels))
+        unit = (scaler.weight_unit if scaler else None) or 1.0
+        scale = scaler.scale if scaler else 1.0
 
         def compute(number: int) -> tuple[torch.Tensor, MicroBatchResult]:
-            result = self.run_forward(forward, update[number])
+            result = self.weights.run_forward(forward, update[number])
             return scale_loss(result.loss, result.weight / unit, scale), result
 
         beat("pipeline", self.clock.updates + 1)
-        pipeline.run(
-            compute,
-            count,
-            step=self.clock.updates,
-            synchronizer=self.parallelized.synchronizer,
-        )
+        synchronizer = self._parallelized.synchronizer
+        pipeline.run(compute, count, step=self.clock.updates, synchronizer=synchronizer)
         get_observer().see_phase("pipeline")
         beat("update")
         results = pipeline.broadcast_results(count)
-        for each, result in zip(update, results, strict=True):
+        for micro_batch, result in zip(update, results, strict=True):
             # Only the last stage knows who gave the weight.
-            get_observer().see_loss(result.loss, result.weight, each.info, is_given=True)
+            get_observer().see_loss(result.loss, result.weight, micro_batch.info, is_given=True)
             self.clock.add_loss(result.loss, result.weight / unit)
         self.clock.set_weight(torch.stack([torch.as_tensor(r.weight) for r in results]).sum(), unit)
-        self._finish_gradients(pipeline.measure_norm)
+        passes.finish(pipeline.measure_norm)
         return results
 
+    # ---- what starts and ends with a model -----------------------------------------------------
 
-def _observe_wait(updates: Iterator[Update]) -> Iterator[Update]:
-    """Report when the wait for data begins and ends."""
-    while True:
-        get_observer().see_phase("loop")
-        update = next(updates, None)
-        if update is None:
-            return
-        get_observer().see_phase("data")
-        yield update
+    def _build_graphs(self, model: nn.Module, work: ModelWork | None) -> GraphedPasses | None:
+        allowed = find_fact(model, MayCapture)
+        if allowed is None:
+            return None
+        device = self._runtime.device
+        return GraphedPasses(
+            model,
+            self._parameters,
+            device,
+            CudaCapture(device),
+            self.weights.count_labels,
+            is_asked=allowed.is_asked,
+            is_16_bit=self._runtime.precision.dtype is not None,
+            compiles=self.args.compile,
+            work=work,
+        )
+
+    def close(self) -> None:
+        """Let go of model, optimizer and graphs."""
+        if self.graphs is not None:
+            self.graphs.close()
+        self.graphs = self._graphed_update = self._passes = self._parallelized = None
+        self.optimizer = self.lr_scheduler = None
+        self._parameters = ()
+        self.clock.guard = self.clock.keeper = self.clock.on_bad_update = None

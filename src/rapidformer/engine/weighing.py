@@ -7,14 +7,18 @@ over: the number that the step returns, or the labels of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.update import MicroBatch, MicroBatchResult
-from rapidformer.engine.composing import ComposedRun
+from rapidformer.dist.topology import Topology
+from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.log import warn_once
+from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.update import UpdateClock
 
 _UNKNOWN_WEIGHT = (
     "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
@@ -28,31 +32,52 @@ _ROW_WEIGHT = (
 )
 
 
-class WeighingRun(ComposedRun):
-    """Forward steps and the weights of their losses."""
+class LossWeights:
+    """Runs forward steps and weighs their losses."""
 
-    _first_width = 0.0
-    """Tokens per row of the first micro-batch, padding included."""
+    def __init__(
+        self,
+        topology: Topology,
+        clock: UpdateClock,
+        current: CurrentBatch,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.shifts_labels = False
+        """Whether the model compares each position with the next label; decides what counts."""
+        self._topology, self._clock, self._current = topology, clock, current
+        self._scaler = scaler
+        self._first_width = 0.0
+        """Tokens per row of the first micro-batch, padding included."""
 
     def run_forward(
         self, forward: Callable[[Any], Any], micro_batch: MicroBatch
     ) -> MicroBatchResult:
         """The forward step on one micro-batch; missing counts are taken from the batch."""
-        with self._own_loop.holding(micro_batch):
+        with self._current.holding(micro_batch):
             returned = forward(micro_batch.batch)
         loss, weight, parts = (
             (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
         )
+        result = self.weigh(loss, weight, micro_batch)
+        means = {
+            name: (mean, result.weight if count is None or micro_batch.is_filler else count)
+            for name, (mean, count) in parts.items()
+        }
+        return replace(result, parts=means)
+
+    def weigh(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None,
+        micro_batch: MicroBatch | None,
+    ) -> MicroBatchResult:
+        """A mean loss with its weight: the one that was passed, or what the batch shows."""
         is_given = weight is not None
-        if micro_batch.is_filler:
+        if micro_batch is not None and micro_batch.is_filler:
             weight = 0.0
         elif weight is None:
             weight = self.count_labels(micro_batch)
-        means = {
-            name: (mean, weight if own is None or micro_batch.is_filler else own)
-            for name, (mean, own) in parts.items()
-        }
-        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given, parts=means)
+        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given)
 
     def count_labels(self, micro_batch: MicroBatch | None) -> float:
         """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
@@ -65,11 +90,21 @@ class WeighingRun(ComposedRun):
             warn_once(_UNKNOWN_WEIGHT)
         return 1.0
 
+    def get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
+        """What ranks that add their sums count weights in; None if this one is alone."""
+        if self._topology.num_replicas == 1:
+            return None
+        if self._scaler is None:
+            return 1.0
+        if self._scaler.weight_unit is None:
+            self._scaler.agree_on_unit(float(weight))
+        return self._scaler.weight_unit
+
     def _weights_matter(self) -> bool:
         """Whether an update has more than one micro-batch."""
-        clock = self.clock
+        clock = self._clock
         return (
-            self.topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating
+            self._topology.num_replicas > 1 or clock.rounds_per_update > 1 or clock.is_accumulating
         )
 
     def _check_rows(self, micro_batch: MicroBatch) -> None:
@@ -81,12 +116,3 @@ class WeighingRun(ComposedRun):
             return
         if may_be_averaged_over_tokens(micro_batch.batch):
             warn_once(_ROW_WEIGHT)
-
-    def _get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
-        if self.topology.num_replicas == 1:
-            return None
-        if self.scaler is None:
-            return 1.0
-        if self.scaler.weight_unit is None:
-            self.scaler.agree_on_unit(float(weight))
-        return self.scaler.weight_unit

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.adapter_targets import ALL_LINEAR
@@ -15,7 +16,7 @@ from rapidformer.models.adapter_targets import ALL_LINEAR
 _PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
 
 
-def build_config(args: Any) -> Any | None:
+def build_config(args: Settings) -> Any | None:
     """peft's configuration of the adapters that the settings ask for; None without any."""
     if args.peft_config is not None:
         return _read_config(args.peft_config)

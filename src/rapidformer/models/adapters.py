@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.adapter_config import build_config
 from rapidformer.models.adapter_targets import (
@@ -106,7 +107,7 @@ def describe_trained(trained: int, total: int) -> str:
     return f"trainable {trained:,} of {total:,} parameters ({100 * trained / max(total, 1):.2f} %)"
 
 
-def add_adapters(model: nn.Module, args: Any, *, fresh: Sequence[str] = ()) -> nn.Module:
+def add_adapters(model: nn.Module, args: Settings, *, fresh: Sequence[str] = ()) -> nn.Module:
     """The model with the adapters of the settings; as it is if it has some, or none are wanted.
 
     ``fresh`` names weights that the base model's files do not have: their modules are trained and

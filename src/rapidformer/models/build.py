@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.adapter_folder import (
@@ -51,7 +52,7 @@ _TRIED_OUT = ("packing", "reset_attention_mask", "reset_position_ids")
 
 
 def build_pretrained(
-    auto_class_name: str, args: Any, *, must_be_trained: bool = False, **config_overrides: Any
+    auto_class_name: str, args: Settings, *, must_be_trained: bool = False, **config_overrides: Any
 ) -> nn.Module:
     """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
 
@@ -69,7 +70,7 @@ def build_pretrained(
     return build_for_split(args, lambda: _build(auto_class_name, args, config, must_be_trained))
 
 
-def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) -> nn.Module:
+def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: bool) -> nn.Module:
     import torch
     import transformers
 
@@ -109,7 +110,7 @@ def _build(auto_class_name: str, args: Any, config: Any, must_be_trained: bool) 
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
 
 
-def _build_fresh(auto_class_name: str, args: Any, config: Any) -> nn.Module:
+def _build_fresh(auto_class_name: str, args: Settings, config: Any) -> nn.Module:
     import torch
     import transformers
 
@@ -121,7 +122,7 @@ def _build_fresh(auto_class_name: str, args: Any, config: Any) -> nn.Module:
     return model
 
 
-def load_tokenizer(args: Any, **options: Any) -> Any:
+def load_tokenizer(args: Settings, **options: Any) -> Any:
     """The tokenizer of the model, or one made from --tokenizer-type and --vocab-file."""
     if args.vocab_file is not None:
         return _make_tokenizer(args)
@@ -145,7 +146,7 @@ def load_tokenizer(args: Any, **options: Any) -> Any:
     return tokenizer
 
 
-def load_image_processor(args: Any) -> Any:
+def load_image_processor(args: Settings) -> Any:
     """The image processor of the model, or ViT's for the model's image size if it has none."""
     location = find_files(get_model_location(args), "preprocessor_config.json")
     if location is None or lacks_file(location, "preprocessor_config.json"):
@@ -161,10 +162,10 @@ def load_image_processor(args: Any) -> Any:
 # --- tokenizers and image processors without a model ---------------------------------------------
 
 
-def _make_tokenizer(args: Any) -> Any:
+def _make_tokenizer(args: Settings) -> Any:
     from transformers import BertTokenizer, GPT2Tokenizer
 
-    files = [args.vocab_file, args.merge_file] if args.merge_file else [args.vocab_file]
+    files = [file for file in (args.vocab_file, args.merge_file) if file is not None]
     missing = [file for file in files if not Path(file).expanduser().is_file()]
     if missing:
         raise ModelError(f"There is no vocabulary file {' or '.join(missing)}.")
@@ -222,7 +223,7 @@ def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
         )
 
 
-def _warn_of_ignored_flags(model: nn.Module, args: Any, location: str) -> None:
+def _warn_of_ignored_flags(model: nn.Module, args: Settings, location: str) -> None:
     adapter = find_adapter(model)
     if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
         warn_once(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn
 from rapidformer.models.adapter_folder import find_files
@@ -69,7 +70,7 @@ _NAMING_HELP = (
 )
 
 
-def load_config(args: Any, **overrides: Any) -> Any:
+def load_config(args: Settings, **overrides: Any) -> Any:
     """The model's configuration, with the flags' sizes (from scratch) and the overrides applied."""
     location = find_files(get_model_location(args), "config.json")
     if location is None and args.model_type is None:
@@ -108,7 +109,7 @@ def get_size(config: Any, flag: str) -> Any:
     return _get(config, flag)
 
 
-def _load_config_of(location: str, args: Any) -> Any:
+def _load_config_of(location: str, args: Settings) -> Any:
     check_folder(location, needed="config.json")
     from transformers import AutoConfig
 
@@ -136,7 +137,7 @@ def _make_config(model_type: str | None) -> Any:
 # --- sizes ---------------------------------------------------------------------------------------
 
 
-def _set_sizes(config: Any, args: Any) -> None:
+def _set_sizes(config: Any, args: Settings) -> None:
     sizes = {flag: getattr(args, flag) for flag in _SIZES}
     if sizes["hidden_size"] is not None and sizes["ffn_hidden_size"] is None:
         sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
@@ -160,7 +161,7 @@ def _set_sizes(config: Any, args: Any) -> None:
         _set_derived(config, args, hidden, heads)
 
 
-def _set_derived(config: Any, args: Any, hidden: int, heads: int) -> None:
+def _set_derived(config: Any, args: Settings, hidden: int, heads: int) -> None:
     if args.hidden_size is None and args.num_attention_heads is None:
         return
     _set_all(config, ("head_dim", "d_kv"), hidden // heads)
@@ -170,7 +171,7 @@ def _set_derived(config: Any, args: Any, hidden: int, heads: int) -> None:
         config.num_key_value_heads = heads
 
 
-def _fit_positions(config: Any, args: Any) -> None:
+def _fit_positions(config: Any, args: Settings) -> None:
     """Make room for --seq-length, unless the positions were given."""
     limit = get_position_limit(config)
     if (
@@ -183,7 +184,7 @@ def _fit_positions(config: Any, args: Any) -> None:
         _set_all(config, _SIZES["max_position_embeddings"], stored + args.seq_length - limit)
 
 
-def _check_sizes(config: Any, args: Any, location: str) -> None:
+def _check_sizes(config: Any, args: Settings, location: str) -> None:
     problems = []
     for flag in _SIZES:
         given, own = getattr(args, flag), _get(config, flag)

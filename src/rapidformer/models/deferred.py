@@ -11,7 +11,6 @@ is never read or drawn. Buffers are real from the start, since every rank needs 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.config import Settings
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.log import get_logger
 from rapidformer.models.adapters import add_adapters
@@ -49,7 +49,7 @@ class DeferredWeights:
         return take(parameter, spans)
 
 
-def splits_weights(args: Any) -> bool:
+def splits_weights(args: Settings) -> bool:
     """Whether the settings leave each rank only a part of the weights.
 
     Under ZeRO-1 and ZeRO-2, every rank needs whole weights to compute. They are built at once, so
@@ -75,7 +75,7 @@ def forget_deferred(model: nn.Module) -> None:
     drop_fact(model, DeferredWeights)
 
 
-def build_for_split(args: Any, build: Callable[[], nn.Module]) -> nn.Module:
+def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module:
     """``build()`` with the settings' adapters, without allocating weights if the run splits them.
 
     What cannot be recorded is built whole on every rank.

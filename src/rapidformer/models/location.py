@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
 from rapidformer.models.adapter_folder import is_adapter_folder
@@ -35,7 +36,7 @@ _HEADS = (
 )  # fmt: skip
 
 
-def get_model_location(args: Any) -> str | None:
+def get_model_location(args: Settings) -> str | None:
     """The folder or Hub name to load the model from; a model folder in --load takes precedence.
 
     An adapter on the Hub is downloaded first.
@@ -61,13 +62,13 @@ def is_checkpoint_model(location: str | Path) -> bool:
     return Path(location).name == DESCRIPTION and (Path(location).parent / "run.json").is_file()
 
 
-def loads_checkpoint(args: Any) -> bool:
+def loads_checkpoint(args: Settings) -> bool:
     """Whether ``--load`` names a run or a checkpoint, which will replace all weights."""
     folder = Path(args.load or "").expanduser()
     return bool(args.load) and folder.is_dir() and not is_model_folder(folder)
 
 
-def is_from_scratch(args: Any) -> bool:
+def is_from_scratch(args: Settings) -> bool:
     """Whether weights are freshly initialised: requested, or only a model type was given."""
     return bool(args.from_scratch) or get_model_location(args) is None
 
@@ -143,7 +144,7 @@ def _list_folder(path: Path) -> str:
     return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
 
 
-def get_hub_options(location: str, args: Any) -> dict[str, Any]:
+def get_hub_options(location: str, args: Settings) -> dict[str, Any]:
     """Passed to every `from_pretrained`."""
     is_local = Path(location).exists()
     return {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def get_quantization(args: Any) -> dict[str, Any]:
+def get_quantization(args: Settings) -> dict[str, Any]:
     """What ``from_pretrained`` needs for ``--quantize-base``; nothing without it."""
     if args.quantize_base is None:
         return {}
@@ -37,7 +38,7 @@ def get_quantization(args: Any) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def prepare_quantized(model: nn.Module, args: Any) -> nn.Module:
+def prepare_quantized(model: nn.Module, args: Settings) -> nn.Module:
     """Freeze a quantized model and keep its norms in fp32, as peft recommends."""
     if args.quantize_base is None:
         return model

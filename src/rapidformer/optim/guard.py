@@ -201,3 +201,16 @@ def _find_statistics(model: nn.Module) -> list[torch.Tensor]:
     """The running statistics of the model's batch norms."""
     names = {"running_mean", "running_var", "num_batches_tracked"}
     return [b for name, b in model.named_buffers() if name.rpartition(".")[2] in names]
+
+
+_MOST_NAMED = 64
+"""Samples that a line of the log names; ``metrics.jsonl`` has all of them."""
+
+
+def describe_bad_batch(reason: str, step: int, samples: Sequence[int]) -> str:
+    """What is wrong at which step, and the numbers of the batch's samples in the data set."""
+    if not samples:
+        return f"{reason} at step {step}"
+    named = ", ".join(str(number) for number in samples[:_MOST_NAMED])
+    more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
+    return f"{reason} at step {step} (samples {named}{more})"

@@ -7,7 +7,7 @@ parameters, so an optimizer built earlier is re-pointed to the new ones by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ReferenceType
 
@@ -25,7 +25,7 @@ from rapidformer.optim.update import StepDivided, UpdateClock
 from rapidformer.overlay import extend, list_layers, remove
 
 
-def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
+def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int, str]) -> None:
     """Point the optimizer to the model's current parameters, using their earlier names."""
     current = dict(model.named_parameters())
     for group in optimizer.param_groups:

@@ -62,6 +62,8 @@ class UpdateClock:
         self._topology = topology
         self.updates = 0
         """Updates done, not counting skipped ones; ``settle`` may still take back the last one."""
+        self.first_update = 0
+        """Updates that were done when the run began or was resumed."""
         self.skipped = 0
         self.forced: bool | None = None
         """What ``accumulate`` says about the next micro-batch; None lets the count decide."""
@@ -88,6 +90,17 @@ class UpdateClock:
         self._is_clipped = False
         self._is_applied = False
         self._gradients: list[torch.Tensor] = []
+
+    @property
+    def is_first_update(self) -> bool:
+        """Whether nothing was updated since the run began or was resumed."""
+        return self.updates == self.first_update
+
+    def resume(self, updates: int) -> None:
+        """Continue counting after a checkpoint's updates."""
+        self.updates = self.first_update = updates
+        if self.guard is not None:
+            self.guard.forget()
 
     @property
     def is_accumulating(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
 
@@ -77,10 +78,12 @@ class Task(ABC):
     """Extras of data prepared for prediction that have one entry per row."""
 
     @abstractmethod
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         """Load the processor and the data, find columns, check labels, tokenize."""
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         """Raise an error if the first rows of the data lack a column; checks nothing else."""
         roles = [role for role in self.columns if role.required]
         if not has_answers:
@@ -89,7 +92,7 @@ class Task(ABC):
 
     @abstractmethod
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         """Rows without labels, as the ``test`` split; label names come from the saved model."""
 
@@ -133,7 +136,7 @@ class Task(ABC):
         return tally.compute()
 
     def build_model(
-        self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         """The model with a head for this data; it ``must_be_trained`` already for predictions."""
         from rapidformer.models.build import build_pretrained

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import PreparedData, Record
@@ -82,12 +83,14 @@ class CausalLM(LanguageModel):
     has_shifted_labels = True
     row_extras = ("shown", "expected")
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         settings = ChatSettings.read(args)
         if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tokenizer, length = parts.tokenizer, parts.length
         settings = ChatSettings.read(args)
@@ -144,7 +147,7 @@ class CausalLM(LanguageModel):
         return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
 
@@ -178,7 +181,7 @@ class CausalLM(LanguageModel):
         return parts.prepare_input(features, {**more, **extras}, side="left")
 
     def build_model(
-        self, args: Any, prepared: PreparedData, *, must_be_trained: bool = False
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         model: Any = super().build_model(args, prepared, must_be_trained=must_be_trained)
         # transformers does not recognize GPT-2's loss by its class name, and would warn each time.

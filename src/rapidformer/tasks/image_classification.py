@@ -11,6 +11,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.labels.labels import read_labels
@@ -51,7 +52,7 @@ class ImageClassification(Task):
     best_metric = "accuracy"
     greater_is_better = True
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor
         from rapidformer.models.configuration import load_config
@@ -82,7 +83,7 @@ class ImageClassification(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
         from rapidformer.data.collate import PadCollator
         from rapidformer.models.build import load_image_processor

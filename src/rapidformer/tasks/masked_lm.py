@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import PreparedData, Record
 from rapidformer.tasks.rows.columns import find_column
@@ -48,7 +49,7 @@ class MaskedLM(LanguageModel):
     metrics = ("perplexity", "accuracy", "loss")
     row_extras = ("texts",)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         from rapidformer.tasks.text.masking import MaskingCollator
 
         parts = load_text_parts(args)
@@ -63,7 +64,7 @@ class MaskedLM(LanguageModel):
         return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = load_text_parts(args)
@@ -104,7 +105,7 @@ class MaskedLM(LanguageModel):
         return describe_blocks(records)
 
 
-def _check_mask(tokenizer: Any, args: Any) -> None:
+def _check_mask(tokenizer: Any, args: Settings) -> None:
     if tokenizer.mask_token_id is None:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.labels.checks import is_unlabelled
@@ -89,10 +90,12 @@ class MultipleChoice(Task):
     best_metric = "accuracy"
     greater_is_better = True
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         _find_columns(rows, args, with_label=has_answers)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
         columns = _find_columns(next(iter(tables.values())), args, with_label=True)
@@ -111,7 +114,7 @@ class MultipleChoice(Task):
         return parts.prepare(features, {"rows": tables, "columns": columns, "labelled": labelled})
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = load_text_parts(args)
@@ -157,7 +160,7 @@ class MultipleChoice(Task):
         return result
 
 
-def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
+def _find_columns(rows: Any, args: Settings, with_label: bool) -> _Columns:
     available = get_column_names(rows)
     choices = _find_choices(available, args)
     label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
@@ -166,7 +169,7 @@ def _find_columns(rows: Any, args: Any, with_label: bool) -> _Columns:
     return _Columns(context=context, question=question, choices=choices, label=label)
 
 
-def _find_choices(available: Sequence[str], args: Any) -> tuple[str, ...]:
+def _find_choices(available: Sequence[str], args: Settings) -> tuple[str, ...]:
     if args.choice_columns:
         return tuple(check_given(name, CHOICES.flag, available) for name in args.choice_columns)
     groups: dict[str, list[tuple[int, str]]] = {}

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.answers import (
@@ -87,7 +88,7 @@ class QuestionAnswering(Task):
     greater_is_better = True
     evaluation_keys = frozenset({"context_mask"})
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -109,7 +110,7 @@ class QuestionAnswering(Task):
         )
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = _load_parts(args)
@@ -186,7 +187,7 @@ def _get_example(window: Mapping[str, Any]) -> int:
     return int(window["example"])
 
 
-def _load_parts(args: Any) -> TextParts:
+def _load_parts(args: Settings) -> TextParts:
     parts = load_text_parts(args)
     tokenizer, length = parts.tokenizer, parts.length
     check_is_fast(tokenizer, "question_answering")
@@ -215,7 +216,7 @@ def _get_extras(
     names: Sequence[str],
     windows: Mapping[str, Any],
     can_abstain: bool,
-    args: Any,
+    args: Settings,
 ) -> dict[str, Any]:
     return {
         "rows": tables,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
@@ -69,13 +70,15 @@ class Seq2SeqLM(Task):
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         if has_answers:
             _find_pair(rows, args)
         else:
             _find_source(rows, args)
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
         source, target = _find_pair(next(iter(tables.values())), args)
@@ -98,7 +101,7 @@ class Seq2SeqLM(Task):
         return parts.prepare(features, extras)
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = load_text_parts(args)
@@ -156,7 +159,7 @@ class Seq2SeqLM(Task):
 Path = tuple[str, ...]
 
 
-def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
+def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:
     available = get_column_names(rows)
     languages = _get_languages(rows)
     if languages:
@@ -175,7 +178,7 @@ def _find_pair(rows: Any, args: Any) -> tuple[Path, Path]:
     return (columns["source"],), (columns["target"],)
 
 
-def _find_source(rows: Any, args: Any) -> Path:
+def _find_source(rows: Any, args: Settings) -> Path:
     languages = _get_languages(rows)
     if languages:
         return "translation", check_given(args.text_column or languages[0], SOURCE.flag, languages)
@@ -237,11 +240,11 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     return ["-".join(str(name) for name in names) for names in zip(*columns, strict=True)]
 
 
-def _get_target_length(args: Any) -> int:
+def _get_target_length(args: Settings) -> int:
     return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
-def _get_new_tokens(args: Any) -> int:
+def _get_new_tokens(args: Settings) -> int:
     return int(args.max_new_tokens or _get_target_length(args))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.labels.labels import read_labels
@@ -82,7 +83,9 @@ class SequenceClassification(Task):
     best_metric = "accuracy"
     greater_is_better = True
 
-    def check_columns(self, rows: list[dict[str, Any]], args: Any, *, has_answers: bool) -> None:
+    def check_columns(
+        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
+    ) -> None:
         available = list(dict.fromkeys(name for row in rows for name in row))
         problems: list[str] = []
         label = None
@@ -98,7 +101,7 @@ class SequenceClassification(Task):
         if problems:
             raise DataError(" ".join(problems))
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -123,7 +126,7 @@ class SequenceClassification(Task):
         return parts.prepare(features, extras, settings=settings)
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = load_text_parts(args)
@@ -175,7 +178,7 @@ class SequenceClassification(Task):
         ]
 
 
-def _find_label(available: Sequence[str], args: Any) -> str:
+def _find_label(available: Sequence[str], args: Settings) -> str:
     """The label's column; if the text column is missing too, one error reports both."""
     try:
         return str(find_column(LABEL, available, args))
@@ -190,7 +193,7 @@ def _has_text(available: Sequence[str]) -> bool:
 
 
 def find_texts(
-    available: Sequence[str], args: Any, taken: str | None = None
+    available: Sequence[str], args: Settings, taken: str | None = None
 ) -> tuple[str, str | None]:
     """The column of the text and, for pairs, of the second one."""
     if args.text_column is not None:

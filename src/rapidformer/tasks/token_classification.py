@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -71,7 +72,7 @@ class TokenClassification(Task):
     best_metric = "f1"
     greater_is_better = True
 
-    def prepare(self, args: Any, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
@@ -89,7 +90,7 @@ class TokenClassification(Task):
         return parts.prepare(features, extras, settings=settings)
 
     def prepare_for_prediction(
-        self, args: Any, rows: Sequence[dict[str, Any] | str]
+        self, args: Settings, rows: Sequence[dict[str, Any] | str]
     ) -> PreparedData:
 
         parts = _load_parts(args)
@@ -157,7 +158,7 @@ class TokenClassification(Task):
         return result
 
 
-def _load_parts(args: Any) -> TextParts:
+def _load_parts(args: Settings) -> TextParts:
     from rapidformer.models.configuration import load_config
 
     keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
@@ -171,7 +172,7 @@ def _as_words(value: Any) -> list[str]:
 
 
 def _read_tags(
-    tables: Mapping[str, Any], words: str, tags: str, args: Any, model: ModelClasses
+    tables: Mapping[str, Any], words: str, tags: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
     values, labelled = collect_labels(tables, tags)

@@ -14,10 +14,9 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.engine import RapidformerEngine
-from rapidformer.engine.bad_batches import describe_bad_batch
 from rapidformer.errors import DataError, TrainingError
 from rapidformer.log import get_logger
-from rapidformer.optim.guard import BadUpdate, RecentValues
+from rapidformer.optim.guard import BadUpdate, RecentValues, describe_bad_batch
 from rapidformer.training.meter import Measurement
 from rapidformer.training.report import Reporter
 
@@ -37,19 +36,21 @@ class BadBatches:
         self._engine = engine
         self._loader = loader
         self._reporter = reporter
-        self._recent = engine.recent_values
+        self._recent = engine.updates.recent_values
         self._seen: list[tuple[int, range]] = []
         """Epoch and positions of each batch since the numbers were read last."""
-        guard = engine.clock.guard
+        guard = engine.updates.clock.guard
         if guard is not None:
             guard.is_late = (
-                guard.can_be_late and engine.scaler is None and engine.clock.keeper is None
+                guard.can_be_late
+                and engine.updates.scaler is None
+                and engine.updates.clock.keeper is None
             )
 
     @property
     def is_late(self) -> bool:
         """Whether the verdict on an update is still unknown after it."""
-        guard = self._engine.clock.guard
+        guard = self._engine.updates.clock.guard
         return guard is not None and guard.is_late
 
     def see(self, update: Update) -> None:
@@ -59,7 +60,7 @@ class BadBatches:
     def check(self, measured: Measurement, step: int, *, tolerates_infinity: bool) -> None:
         """Stop at the first bad update of a log interval, which ends with this step."""
         seen, self._seen = self._seen, []
-        if self._engine.clock.guard is not None:
+        if self._engine.updates.clock.guard is not None:
             return  # it has judged them
         bad = find_first_bad(measured, self._recent, tolerates_infinity=tolerates_infinity)
         if bad is None:

@@ -51,7 +51,7 @@ class BestModel(Callback):
     def _keep(self, loop: RunningLoop, control: Control, name: str, value: float) -> None:
         progress = loop.progress
         if loop.args.save is not None:
-            loop.engine.check_weights()
+            loop.engine.checkpoints.check_weights()
             try:
                 self._export(loop, Path(loop.args.save))
             except WriteError as error:

@@ -23,5 +23,5 @@ class Evaluation:
 
 def evaluate_model(engine: RapidformerEngine, run: Callable[[], Metrics]) -> Metrics:
     """Evaluate without gradients and dropout, then restore the mode of each module."""
-    with engine.evaluating():
+    with engine.model.evaluating():
         return run()

@@ -45,7 +45,7 @@ class Finetuner(Template):
         """A loader that yields every example once, in order; None without data."""
         if dataset is None:
             return None
-        return self.engine.build_data_loader(
+        return self.engine.data.build_loader(
             dataset,
             collate,
             shuffle=False,

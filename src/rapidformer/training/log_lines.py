@@ -49,11 +49,11 @@ class LogLines:
             line["mfu"] = utilization
         if engine.device.type == "cuda":
             line["memory_gib"] = torch.cuda.max_memory_allocated(engine.device) / 2**30
-        if engine.graphs is not None:
-            line["cuda_graphs"] = engine.graphs.count
-        if engine.scaler is not None:
-            line["loss_scale"] = engine.scaler.scale
-            line["skipped_updates"] = engine.clock.skipped
+        if engine.updates.graphs is not None:
+            line["cuda_graphs"] = engine.updates.graphs.count
+        if engine.updates.scaler is not None:
+            line["loss_scale"] = engine.updates.scaler.scale
+            line["skipped_updates"] = engine.updates.clock.skipped
         return line
 
 
@@ -67,9 +67,9 @@ class Utilization:
     def measure_device(self) -> None:
         """Measure before the first step: at most tenths of a second."""
         engine = self._engine
-        if engine.is_main and engine.work is not None:
+        if engine.is_main and engine.model.work is not None:
             self._rate = measure_rank_rate(
-                engine.device, engine.precision.dtype, engine.args.world_size
+                engine.device, engine.runtime.precision.dtype, engine.args.world_size
             )
 
     def compute(self, measured: Measurement) -> float | None:
@@ -79,8 +79,8 @@ class Utilization:
         """
         if self._rate is None or not measured.slots:
             return None
-        assert self._engine.work is not None
-        operations = self._engine.work.count(
+        assert self._engine.model.work is not None
+        operations = self._engine.model.work.count(
             tokens=measured.tokens,
             targets=measured.labels,
             rows=measured.samples,

@@ -85,13 +85,13 @@ class TrainingLoop:
                     processor=processor,
                 )
             )
-        compiled = find_fact(engine.parallelized.model, CompiledBlocks)
+        compiled = find_fact(engine.model.parallelized.model, CompiledBlocks)
         if compiled is not None:
             self._callbacks.append(CompileReport(compiled))
-        if engine.graphs is not None:
-            self._callbacks.append(GraphReport(engine.graphs))
+        if engine.updates.graphs is not None:
+            self._callbacks.append(GraphReport(engine.updates.graphs))
         self._callbacks += callbacks
-        self.meter = Meter(engine.device, engine.topology, live=reporter.shows_bar)
+        self.meter = Meter(engine.device, engine.runtime.topology, live=reporter.shows_bar)
         self._log_lines = LogLines(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
@@ -111,7 +111,7 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         """Updates done."""
-        return self.engine.clock.updates
+        return self.engine.updates.clock.updates
 
     @property
     def live_loss(self) -> float | None:
@@ -131,18 +131,18 @@ class TrainingLoop:
     @property
     def is_exported(self) -> bool:
         """Whether the final model was written; a run may have died after its last checkpoint."""
-        if self.args.save is None or self.engine.resumed_from is None:
+        if self.args.save is None or self.engine.checkpoints.resumed_from is None:
             return True
         last = Path(self.args.save) / LAST
         # An older one is an earlier, shorter run's.
         is_newer = last.is_dir() and (
-            last.stat().st_mtime >= self.engine.resumed_from.stat().st_mtime
+            last.stat().st_mtime >= self.engine.checkpoints.resumed_from.stat().st_mtime
         )
         return bool(broadcast_object(is_newer))
 
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
-        self.engine.parallelized.model.train()
+        self.engine.model.parallelized.model.train()
         self._log_lines.measure_device()
         try:
             self._notify("on_train_begin")
@@ -179,7 +179,9 @@ class TrainingLoop:
         attempts = self._attempts
         self.control.should_epoch_stop = False
         self._notify("on_epoch_begin")
-        for update in self.engine.iterate_updates(self.loader, moves_later=True):
+        for update in self.engine.data.iterate_updates(
+            self.loader, stays_on_host=self.engine.updates.may_replay
+        ):
             self._run_update(update)
             if self._is_over() or self.control.should_epoch_stop:
                 break
@@ -214,13 +216,15 @@ class TrainingLoop:
             check_first_labels(update, results)
         for micro_batch, result in zip(update, results, strict=True):
             self.meter.add_micro_batch(result.means, micro_batch.info)
-        self.lr = self.engine.get_learning_rate()
+        self.lr = self.engine.updates.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():
             self.engine.step()
         self._notify("on_optimizer_step")
         self._attempts += 1
-        self.meter.add_update(self.engine.clock.total_weight, self.engine.clock.grad_norm)
+        self.meter.add_update(
+            self.engine.updates.clock.total_weight, self.engine.updates.clock.grad_norm
+        )
         self._bad_batches.see(update)
         self._signals.look(self._attempts, asks_others=self._is_anything_due())
         if not self._bad_batches.is_late or self._is_anything_due():
@@ -243,7 +247,7 @@ class TrainingLoop:
 
     def _settle(self) -> bool:
         """Deal with the last update if it was bad; returns whether the weights were restored."""
-        bad = self.engine.clock.settle()
+        bad = self.engine.updates.clock.settle()
         if bad is None:
             return False
         self.meter.drop_update()
@@ -253,13 +257,13 @@ class TrainingLoop:
             self.reporter.record({"step": self.step, **line})
             return False
         attempts = self._attempts
-        self.restore(self.engine.roll_back())
+        self.restore(self.engine.checkpoints.roll_back())
         self._attempts = attempts  # only the weights go back, not the place in the data
         self.meter.reset()
         self._bad_batches.forget()
         self.reporter.go_back(self.step)
         self.reporter.record({"step": self.step, **line})
-        self.say(f"went back to step {self.step} ({self.engine.resumed_from})")
+        self.say(f"went back to step {self.step} ({self.engine.checkpoints.resumed_from})")
         return True
 
     def _plan_end_of_step(self) -> None:
@@ -319,7 +323,7 @@ class TrainingLoop:
 
     def _load_best(self) -> None:
         if self._best_folder is not None and self.progress.best_step != self.step:
-            self.engine.load_weights(self._best_folder)
+            self.engine.checkpoints.load_weights(self._best_folder)
             self.reporter.say(f"loaded    the best weights, from step {self.progress.best_step}")
 
     @property
@@ -354,7 +358,7 @@ class TrainingLoop:
         if not self.meter.has_updates():
             return
         measured = self.meter.read()
-        has_scaler = self.engine.scaler is not None
+        has_scaler = self.engine.updates.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
         left = self.train_iters - self._attempts
         line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
@@ -417,8 +421,8 @@ class TrainingLoop:
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""
-        assert self.engine.resumed_from is not None
-        with blaming(self.engine.resumed_from):
+        assert self.engine.checkpoints.resumed_from is not None
+        with blaming(self.engine.checkpoints.resumed_from):
             self.progress = Progress(**extra.get("progress", {}))
             self._attempts = int(extra.get("attempts", self.step))
             self._bad_batches.load_state_dict(extra.get("bad_batches", {}))

@@ -75,7 +75,7 @@ class PreTrainer(Template):
         """The number of training, validation and test samples of the run."""
         args = self.args
         batch = args.global_batch_size or 1
-        train_iters = self.engine.get_train_iters()
+        train_iters = self.engine.data.get_train_iters()
         if train_iters is None:
             raise ConfigurationError(
                 "give the length of training: --train-iters, --train-samples or --train-tokens."
@@ -83,7 +83,7 @@ class PreTrainer(Template):
         interval = count_updates(args.eval_interval or _EVAL_INTERVAL, train_iters)
         evaluations = train_iters // interval + 1
         return [
-            self.engine.batches.count_samples(train_iters),
+            self.engine.data.batches.count_samples(train_iters),
             evaluations * args.eval_iters * batch,
             args.eval_iters * batch,
         ]
@@ -91,7 +91,7 @@ class PreTrainer(Template):
     def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
         if dataset is None or self.args.eval_iters == 0:
             return None
-        return self.engine.build_data_loader(dataset, collate, shuffle=False, is_training=False)
+        return self.engine.data.build_loader(dataset, collate, shuffle=False, is_training=False)
 
     def make_evaluation(
         self, model: Any, eval_loader: DistributedLoader | None
@@ -116,12 +116,12 @@ class PreTrainer(Template):
         The same batches every time, so that losses are comparable.
         """
         forward = self.make_forward(model)
-        rounds = self.args.eval_iters * self.engine.clock.rounds_per_update
+        rounds = self.args.eval_iters * self.engine.updates.clock.rounds_per_update
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
         for micro_batch in islice(loader.iterate_micro_batches(), rounds):
-            sums.add(self.engine.run_forward(forward, micro_batch).means)
-        means = forward.combine_means(sums.read_means(self.engine.topology))
+            sums.add(self.engine.updates.weights.run_forward(forward, micro_batch).means)
+        means = forward.combine_means(sums.read_means(self.engine.runtime.topology))
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing about how well tokens are predicted.
         of_words = means.get("lm_loss", loss)

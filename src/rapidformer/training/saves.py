@@ -38,7 +38,7 @@ class Saves:
         """Let the engine prepare for saves; only the first call does anything."""
         if not self._is_prepared:
             self._is_prepared = True
-            self._engine.prepare_saves()
+            self._engine.checkpoints.prepare_saves()
 
     def has_step(self, step: int) -> bool:
         """Whether this step has a checkpoint, whatever its progress was."""
@@ -76,7 +76,7 @@ class Saves:
             wait=wait,
         )
         self._stall = time.monotonic() - started
-        if not self._engine.is_saving:
+        if not self._engine.checkpoints.is_saving:
             self.finish()
 
     def finish(self) -> None:
@@ -84,8 +84,8 @@ class Saves:
         stall, self._stall = self._stall, None
         if stall is None:
             return
-        self._engine.wait_for_save()
-        save = self._engine.take_save()
+        self._engine.checkpoints.wait_for_save()
+        save = self._engine.checkpoints.take_save()
         if save is None:
             self._step = None
             return
@@ -95,12 +95,14 @@ class Saves:
 
     def report_if_written(self) -> None:
         """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
-        if self._engine.is_saving and broadcast_object(self._engine.is_save_written):
+        if self._engine.checkpoints.is_saving and broadcast_object(
+            self._engine.checkpoints.is_save_written
+        ):
             self.finish()
 
     def give_up(self, error: BaseException) -> None:
         """Let a save be completed before the run fails; a second Ctrl-C does not wait for it."""
         if isinstance(error, KeyboardInterrupt):
-            self._engine.cancel_save()
+            self._engine.checkpoints.cancel_save()
         with suppress(Exception):
             self.finish()

@@ -27,7 +27,7 @@ def describe_run(
     resumed_from: Path | None = None,
 ) -> list[str]:
     """One line per subject."""
-    args, parallelized = engine.args, engine.parallelized
+    args, parallelized = engine.args, engine.model.parallelized
     model = parallelized.model
     # Under DeepSpeed's stage 3, a weight holds nothing but its size.
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
@@ -36,7 +36,7 @@ def describe_run(
     if parallelized.pipeline is not None:  # which has released most of them
         total = parallelized.pipeline.num_parameters
         trained = parallelized.pipeline.num_trained
-    adapter = engine.adapter
+    adapter = engine.model.adapter
     plan = parallelized.plan
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
     lines = [
@@ -58,27 +58,27 @@ def describe_run(
     if args.save:
         lines.append(f"folder    {args.save}")
     if resumed_from:
-        lines.append(f"resumed   from {resumed_from} at step {engine.clock.updates}")
+        lines.append(f"resumed   from {resumed_from} at step {engine.updates.clock.updates}")
     return lines
 
 
 def _describe_rate(engine: RapidformerEngine) -> str:
-    if not engine.has_own_optimizer or engine.optimizer is None:
+    if not engine.updates.has_own_optimizer or engine.updates.optimizer is None:
         return str(engine.args.lr)
-    groups = engine.optimizer.param_groups
+    groups = engine.updates.optimizer.param_groups
     rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups})
     return " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
 
 
 def _describe_schedule(engine: RapidformerEngine, train_iters: int) -> str:
-    if engine.has_own_schedule:
-        return type(engine.lr_scheduler).__name__
+    if engine.updates.has_own_schedule:
+        return type(engine.updates.lr_scheduler).__name__
     in_file = get_file_schedule(engine.args, train_iters)
     return in_file[0] if in_file else str(engine.args.lr_decay_style)
 
 
 def _describe_optimizer(engine: RapidformerEngine) -> str:
-    name = type(engine.optimizer).__name__
+    name = type(engine.updates.optimizer).__name__
     if name in _PRECISIONS:
         return f"AdamW (moments in {_PRECISIONS[name]}: a choice of precision)"
     return name.removeprefix("MultiTensor")
@@ -93,7 +93,7 @@ def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str
         )
     return (
         f"{args.global_batch_size} = {loader.batch_size} micro x {replicas} data parallel x "
-        f"{engine.clock.rounds_per_update} accumulation"
+        f"{engine.updates.clock.rounds_per_update} accumulation"
     )
 
 

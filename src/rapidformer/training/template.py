@@ -88,7 +88,7 @@ class Template(ABC):
         shuffle: bool | None = None,
     ) -> DistributedLoader:
         """A loader for this rank's part of the data, with batches on the device."""
-        return self.engine.build_data_loader(dataset, collate_fn, shuffle=shuffle)
+        return self.engine.data.build_loader(dataset, collate_fn, shuffle=shuffle)
 
     def gather(self, tensor: Any, pad_value: float | None = None) -> Any:
         """The rows of all ranks, each example once."""
@@ -130,7 +130,7 @@ class Template(ABC):
             yield
             return
         folder = Path(self.args.save)
-        self.engine.hold_folder(folder)
+        self.engine.checkpoints.hold_folder(folder)
         try:
             run_on_first(lambda: recover(folder), folder, is_main=self.engine.is_main)
             yield
@@ -138,16 +138,16 @@ class Template(ABC):
                 drop_replaced(folder)
         except BaseException:
             # Another run may have taken the folder over: then nothing in it is ours to restore.
-            if self.engine.is_main and self.engine.holds_folder:
+            if self.engine.is_main and self.engine.checkpoints.holds_folder:
                 restore_replaced(folder)
             raise
         finally:
-            self.engine.release_folder()
+            self.engine.checkpoints.release_folder()
 
     def _train(self) -> dict[str, float]:
         resume = self.find_resume_folder()
         train_data, valid_data, test_data, collate = self.get_datasets()
-        loader = self.engine.build_data_loader(
+        loader = self.engine.data.build_loader(
             train_data, collate, shuffle=self.is_shuffled, is_training=True
         )
         eval_loader = self.build_eval_loader(valid_data, collate)
@@ -243,7 +243,7 @@ class Template(ABC):
             )
         model, optimizer, scheduler = provided
         is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
-        self.engine.is_own_loop = False
+        self.engine.updates.is_own_loop = False
         composed = self.engine.compose(
             model,
             optimizer,
@@ -266,8 +266,8 @@ class Template(ABC):
     def make_forward(self, model: Any) -> BoundObjective:
         """The objective with this model: a function of the batch only."""
         if self.has_shifted_labels is not None:
-            self.engine.shifts_labels = (
-                self.has_shifted_labels and not self.engine.has_learned_tokens
+            self.engine.updates.weights.shifts_labels = (
+                self.has_shifted_labels and not self.engine.model.has_learned_tokens
             )
         return BoundObjective(self.build_objective(), model, self.provide_frozen_models())
 
@@ -290,14 +290,16 @@ class Template(ABC):
         test: Callable[[], Metrics] | None = None,
     ) -> Progress:
         """Resume, print the summary, and run the training loop."""
-        train_iters = self.engine.get_train_iters()
+        train_iters = self.engine.data.get_train_iters()
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
-        train_iters = self.engine.get_train_iters() or train_iters  # another batch size changes it
+        train_iters = (
+            self.engine.data.get_train_iters() or train_iters
+        )  # another batch size changes it
         if self.args.save is not None:
-            self.engine.abandon_later(Path(self.args.save), [LAST])
-        step = self.engine.clock.updates
+            self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
+        step = self.engine.updates.clock.updates
         reporter = Reporter(
             self.args,
             total_steps=train_iters,
@@ -311,7 +313,7 @@ class Template(ABC):
                 train_iters=train_iters,
                 loader=loader,
                 eval_data=eval_data,
-                resumed_from=self.engine.resumed_from,
+                resumed_from=self.engine.checkpoints.resumed_from,
             ):
                 get_logger().info(line)
         loop = TrainingLoop(

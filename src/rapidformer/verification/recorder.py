@@ -48,30 +48,30 @@ class Recorder(RunObserver):
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
         self._steps = StepRecorder(engine, self.trace.steps)
-        model, topology = self._model, engine.topology
+        model, topology = self._model, engine.runtime.topology
         self.trace.place = {axis: topology.get_rank(axis) for axis in AXES}
         self.trace.start = collect_weights(model)
         self.trace.ties = find_ties(model)
-        self.trace.decays = collect_group_setting(engine.optimizer, model, "weight_decay")
+        self.trace.decays = collect_group_setting(engine.updates.optimizer, model, "weight_decay")
         self.trace.draws = [peek_at_draws(engine.device)]
         self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
         if not engine.args.compile:  # otherwise the hook would be compiled into the block
             # Without padding, a block's output has another size than the one it is compared with.
             is_unpadded = "unpad" in list_layers(model)
-            names = () if is_unpadded else engine.parallelized.plan.blocks
+            names = () if is_unpadded else engine.model.parallelized.plan.blocks
             self._hooks = watch_blocks(model, names, self.trace.blocks)
         self.trace.facts |= {
-            "switches": list(engine.parallelized.switches),
+            "switches": list(engine.model.parallelized.switches),
             "device": engine.device.type,
             "micro_batch_size": engine.args.micro_batch_size,
             "sizes": {name: getattr(engine.args, name) for name in ("num_layers", "hidden_size")},
-            "tied": [list(group) for group in engine.parallelized.plan.tied],
+            "tied": [list(group) for group in engine.model.parallelized.plan.tied],
             "parameter_bytes": count_bytes(model),
         }
 
     @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._engine.parallelized.model
+        model: nn.Module = self._engine.model.parallelized.model
         return model
 
     def see_loss(
@@ -87,7 +87,7 @@ class Recorder(RunObserver):
             self._samples = (self._samples[0] + info.rows, self._samples[1] + info.labels)
 
     def see_gradients(self) -> None:
-        trace, norm = self.trace, self._engine.clock.grad_norm
+        trace, norm = self.trace, self._engine.updates.clock.grad_norm
         trace.losses.append((self._loss, self._weight))
         trace.samples.append(self._samples)
         trace.norms.append(float(norm) if norm is not None else 0.0)
@@ -115,7 +115,7 @@ class Recorder(RunObserver):
     def finish(self) -> Trace:
         """Record the weights as they are now; every rank must call this."""
         if self._engine is not None:
-            self._engine.parallelized.settle()
+            self._engine.model.parallelized.settle()
             self.trace.weights = collect_weights(self._model)
         return self.trace
 

@@ -26,32 +26,32 @@ class StepRecorder:
         self._steps = steps
         self._micro_batches: list[MicroBatchWeight] = []
         self._size = 0.0
-        if engine.clock.keeper is None:
-            engine.optimizer.register_step_pre_hook(self._see_optimizer)
+        if engine.updates.clock.keeper is None:
+            engine.updates.optimizer.register_step_pre_hook(self._see_optimizer)
 
     def see_loss(self, weight: float, info: Any, *, is_given: bool) -> None:
         """What a micro-batch weighs, and how many labels its loader counted."""
-        shifts = self._engine.shifts_labels
+        shifts = self._engine.updates.weights.shifts_labels
         labels = None if info is None else info.count_labels(shifts_labels=shifts)
         self._micro_batches.append(MicroBatchWeight(weight, labels, is_given))
 
     def see_gradients(self) -> None:
         """An update begins: its gradient is finished, but not yet clipped."""
-        total = float(self._engine.clock.total_weight)
+        total = float(self._engine.updates.clock.total_weight)
         self._steps.append(Step(micro_batches=self._micro_batches, total_weight=total))
         self._micro_batches = []
-        self._size = _measure_gradients(self._engine.parallelized.model)
+        self._size = _measure_gradients(self._engine.model.parallelized.model)
 
     def see_clip(self, max_norm: float) -> None:
         if self._steps:
             self._steps[-1].max_norm = max_norm
 
     def _see_optimizer(self, optimizer: Any, *_: Any) -> None:
-        if self._engine.clock.is_bypassed or not self._steps:
+        if self._engine.updates.clock.is_bypassed or not self._steps:
             return
-        step, model = self._steps[-1], self._engine.parallelized.model
+        step, model = self._steps[-1], self._engine.model.parallelized.model
         step.rates = collect_group_setting(optimizer, model, "lr")
-        step.position = getattr(self._engine.lr_scheduler, "last_epoch", None)
+        step.position = getattr(self._engine.updates.lr_scheduler, "last_epoch", None)
         if self._size:
             # Each rank's slices alone: clipping multiplies all of them by the same number.
             step.clip_factor = _measure_gradients(model) / self._size

@@ -53,10 +53,10 @@ class VerifiedRun(Recorder):
 
     def after_compose(self, engine: Any) -> None:
         super().after_compose(engine)
-        for group in engine.optimizer.param_groups:
+        for group in engine.updates.optimizer.param_groups:
             if isinstance(group.get("eps"), float):
                 group["eps"] = max(group["eps"], SMALLEST_EPSILON)
-        apply_visible_decay(engine.optimizer)
+        apply_visible_decay(engine.updates.optimizer)
         if self._job.kind == "disturbed":
             # A forward pass without randomness is not affected.
             torch.manual_seed(engine.args.seed + 54321)
@@ -72,7 +72,7 @@ class VerifiedRun(Recorder):
 
     def see_update(self) -> None:
         # At every update: a short run may stop, and leave the other ranks, before the last one.
-        self._engine.parallelized.settle()
+        self._engine.model.parallelized.settle()
         self.trace.weights = collect_weights(self._model)
         super().see_update()
 
@@ -90,7 +90,7 @@ def record_run(job: Job, train: Callable[[], None]) -> Trace:
     if not any(rows for rows, _ in run.trace.samples) and run.trace.place["data"] == 0:
         raise RapidformerError(
             "the run's batches do not come from the engine, so one process would see other "
-            "samples: use engine.build_data_loader(...), or pass the DataLoader to "
+            "samples: use engine.data.build_loader(...), or pass the DataLoader to "
             "engine.compose(train_dataloader=...)."
         )
     return run.trace

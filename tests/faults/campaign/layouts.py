@@ -90,10 +90,10 @@ def run_leg(leg: Leg) -> Rank:
     """Called on every rank."""
     torch.set_num_threads(1)
     engine = RapidformerEngine(args=_get_settings(leg))
-    replica = engine.topology.get_rank("data")
+    replica = engine.runtime.topology.get_rank("data")
     model = _build_model(leg.dropout)
     rows = build_rows("mixtral", 4 * UPDATES * LEGS)
-    loader = engine.build_data_loader(rows, collate, shuffle=True, is_training=True)
+    loader = engine.data.build_loader(rows, collate, shuffle=True, is_training=True)
     engine.compose(model)
     if leg.load is not None:
         with torch.no_grad():
@@ -105,11 +105,11 @@ def run_leg(leg: Leg) -> Rank:
     numbers = tuple(torch.rand(3).tolist())
     torch.set_rng_state(state)
     losses = []
-    for update in itertools.islice(engine.iterate_updates(loader), leg.updates):
+    for update in itertools.islice(engine.data.iterate_updates(loader), leg.updates):
         results = engine.run_update(lambda batch: model(**batch)["loss"], update)
         losses.append([(float(result.loss), float(result.weight)) for result in results])
         engine.step()
-        if engine.clock.updates % UPDATES == 0:
+        if engine.updates.clock.updates % UPDATES == 0:
             engine.save_checkpoint(leg.folder / TRAINED)
     return Rank(replica, numbers, losses)
 

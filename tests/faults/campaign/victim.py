@@ -135,7 +135,7 @@ class Victim(Finetuner):
         loss = model(**batch).loss
         line = {
             "attempt": os.environ.get("ATTEMPT", "0"),
-            "step": self.engine.clock.updates,
+            "step": self.engine.updates.clock.updates,
             "samples": batch["input_ids"][:, 0].tolist(),
             "loss": float(loss.detach()).hex(),
         }

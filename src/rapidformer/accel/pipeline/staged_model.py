@@ -67,7 +67,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
                 "this model is cut into stages (--pipeline-model-parallel-size), so a loop cannot "
                 "call it and engine.backward() itself: several micro-batches are in flight at "
                 "once. Let the engine run the update:\n"
-                "    for update in engine.iterate_updates(loader):\n"
+                "    for update in engine.data.iterate_updates(loader):\n"
                 "        engine.run_update(forward, update)  # forward(batch) returns the loss\n"
                 "        engine.step()\n"
                 "or use Finetuner or PreTrainer. (For an evaluation, call model.eval() first.)"

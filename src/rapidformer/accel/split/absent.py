@@ -90,7 +90,7 @@ def _describe_retired(name: str) -> str:
         f"{name} was collected before engine.compose(), which has split it or moved it to another "
         "rank, so this object is no longer part of the model: call model.parameters() after "
         "compose(). To clip gradients call engine.clip_grad_norm(max_norm); for a penalty see "
-        "engine.gather_weight()."
+        "engine.model.gather_weight()."
     )
 
 

@@ -85,7 +85,7 @@ class Accelerator(SavingVerbs):
         device = torch.device("cpu")
         states = get_random_states(device)
         self.engine = RapidformerEngine(args=settings)
-        self.engine.warns_of_unused_settings = False
+        self.engine.updates.has_own_parts = False
         if seed != _UNSEEDED:
             set_random_states(states, device)  # the script keeps its own random numbers
         self.deepspeed_plugin = arguments.get("deepspeed_plugin")
@@ -135,17 +135,17 @@ class Accelerator(SavingVerbs):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self.engine.clock.rounds_per_update
+        return self.engine.updates.clock.rounds_per_update
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the last ``backward`` completed an update's gradient."""
-        return not self.engine.clock.is_accumulating
+        return not self.engine.updates.clock.is_accumulating
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last update was skipped because fp16 overflowed."""
-        return self.engine.clock.was_skipped
+        return self.engine.updates.clock.was_skipped
 
     # ---- preparing -----------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Accelerator(SavingVerbs):
                 self._schedulers.append(each)
                 # A script whose batches are split counts the steps of the split loader.
                 moves = 1 if self.split_batches else self.engine.args.data_parallel_size
-                take_over_scheduler(each, self.engine.clock, moves=moves)
+                take_over_scheduler(each, self.engine.updates.clock, moves=moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
@@ -201,7 +201,7 @@ class Accelerator(SavingVerbs):
     def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
         if isinstance(each, DataLoader):
             size = self._divide_batch_size(each)
-            return self.engine.adopt_loader(each, is_training=is_training, batch_size=size)
+            return self.engine.data.adopt_loader(each, is_training=is_training, batch_size=size)
         if isinstance(each, nn.Module):
             if each not in self._models:
                 self._models.append(each.to(self.device))
@@ -229,10 +229,10 @@ class Accelerator(SavingVerbs):
         if self._optimizer is None or not self._models:
             return
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if self.engine.model is not None:
-            held |= {id(p) for p in self.engine.parameters}
+        if self.engine.model.module is not None:
+            held |= {id(p) for p in self.engine.model.parameters}
         trained = [m for m in self._models if any(id(p) in held for p in m.parameters())]
-        if self.engine.model is not None and trained == [self.engine.model]:
+        if self.engine.model.module is not None and trained == [self.engine.model.module]:
             return
         if not trained and len(self._models) > 1:
             return  # the optimizer's model may come in a later call
@@ -248,13 +248,13 @@ class Accelerator(SavingVerbs):
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
-        if self.engine.model is None:
+        if self.engine.model.module is None:
             raise RapidformerError("backward(): call accelerator.prepare(model, optimizer) first.")
         if self._is_counting:
             self.engine.backward(loss)
             return
         # Not the model's own list: between forward and backward, sharded weights are whole there.
-        clock, parameters = self.engine.clock, self.engine.parameters
+        clock, parameters = self.engine.updates.clock, self.engine.model.parameters
         if clock.is_unused and clock.keeper is not None:
             raise RapidformerError(
                 "a DeepSpeed file counts the micro-batches of an update itself: say "
@@ -291,7 +291,7 @@ class Accelerator(SavingVerbs):
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every number of the update's gradient; nothing while it is not complete."""
-        if self.engine.parallelized.deepspeed is not None:
+        if self.engine.model.parallelized.deepspeed is not None:
             raise RapidformerError(
                 "clip_grad_value_(): DeepSpeed keeps the gradients to itself. Use clip_grad_norm_, "
                 "or zero_stage without a DeepSpeed file."
@@ -311,7 +311,7 @@ class Accelerator(SavingVerbs):
         self._schedulers = []
         states = get_random_states(torch.device("cpu"))
         self.engine = RapidformerEngine(args=self._settings)
-        self.engine.warns_of_unused_settings = False
+        self.engine.updates.has_own_parts = False
         set_random_states(states, torch.device("cpu"))
         gc.collect()
         if self.device.type == "cuda":
@@ -322,7 +322,7 @@ class Accelerator(SavingVerbs):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the run, for what is computed outside the model."""
-        return self.engine.precision.autocast(self.device)
+        return self.engine.runtime.precision.autocast(self.device)
 
     # ---- between processes ---------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Accelerator(SavingVerbs):
             raise RapidformerError(f"reduce(): sum, mean or none, not {reduction!r}.")
         if reduction == "none":
             return tensor
-        total = sum_over_rows(tensor.detach().clone(), self.engine.topology) * scale
+        total = sum_over_rows(tensor.detach().clone(), self.engine.runtime.topology) * scale
         return total / self.engine.args.data_parallel_size if reduction == "mean" else total
 
     def pad_across_processes(

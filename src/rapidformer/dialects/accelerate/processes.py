@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rapidformer.dist.collectives import gather_from_all
+from rapidformer.dist.collectives import gather_from_all, wait_for_all
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 
@@ -58,7 +58,7 @@ class ProcessVerbs:
     # ---- one after the other -------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        self.engine.wait_for_all()
+        wait_for_all()
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` once per node."""
@@ -122,9 +122,9 @@ class ProcessVerbs:
         batch has rows. A list of anything but tensors is joined as objects.
         """
         if use_gather_object or _holds_objects(values):
-            kept = self.engine.drop_surplus_items(list(values))
-            return self.engine.gather_objects(kept)
-        return _gather_nested(self.engine, self.engine.drop_surplus_rows(values))
+            kept = self.engine.data.drop_surplus_items(list(values))
+            return self.engine.data.gather_objects(kept)
+        return _gather_nested(self.engine, self.engine.data.drop_surplus_rows(values))
 
     # ---- work and news for all -----------------------------------------------------------------
 

@@ -26,8 +26,8 @@ class SavingVerbs(ProcessVerbs):
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
-        is_sharded = any(isinstance(each, DTensor) for each in self.engine.parameters)
-        if model is self.engine.model and is_sharded and "saving" not in list_layers(model):
+        is_sharded = any(isinstance(each, DTensor) for each in self.engine.model.parameters)
+        if model is self.engine.model.module and is_sharded and "saving" not in list_layers(model):
             extend(model, "saving", self._build_saving)
         return model
 
@@ -38,13 +38,13 @@ class SavingVerbs(ProcessVerbs):
             if options.get("state_dict") is not None:  # gathered already
                 cls.save_pretrained(module, save_directory, *values, **options)
             else:
-                self.engine.export_into(save_directory)
+                self.engine.checkpoints.export_into(save_directory)
 
         return {"save_pretrained": save_pretrained} if hasattr(cls, "save_pretrained") else {}
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The weights whole, on the first process; every process must call this."""
-        return self.engine.gather_weights()
+        return self.engine.checkpoints.gather_weights()
 
     def save_model(
         self, model: nn.Module, save_directory: str | Path, *sizes: Any, **options: Any
@@ -52,7 +52,7 @@ class SavingVerbs(ProcessVerbs):
         """Write the weights whole, as a folder that ``from_pretrained`` loads."""
         if sizes or options:
             warn_once("save_model(): max_shard_size and safe_serialization have no effect.")
-        self.engine.export_into(save_directory)
+        self.engine.checkpoints.export_into(save_directory)
 
     def save(self, content: Any, file: str | Path, **options: Any) -> None:
         """``torch.save``, once."""
@@ -84,12 +84,16 @@ class SavingVerbs(ProcessVerbs):
                 each.load_state_dict(state)
         for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
             group["lr"] = rate
-        loader = self.engine.train_loader
+        loader = self.engine.data.train_loader
         if loader is not None:
             loader.load_state_dict({"epoch": loader.epoch, "consumed_samples": 0})
 
     def _get_groups(self) -> list[dict[str, Any]]:
-        return self.engine.optimizer.param_groups if self.engine.optimizer is not None else []
+        return (
+            self.engine.updates.optimizer.param_groups
+            if self.engine.updates.optimizer is not None
+            else []
+        )
 
     def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
         """The loader, whose next pass skips this many batches."""

@@ -213,7 +213,7 @@ class FlagAITrainer(Trainer):
         """A loader for this rank's part of the data; a ready ``DataLoader`` stays as it is."""
         if isinstance(dataset, (DataLoader, DistributedLoader)):
             return dataset
-        return self.engine.build_data_loader(
+        return self.engine.data.build_loader(
             dataset, collate_fn, shuffle=shuffle, is_training=shuffle
         )
 

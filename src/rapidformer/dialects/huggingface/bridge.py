@@ -72,7 +72,7 @@ class LoopEvents(Callback):
     def _recall(self, loop: RunningLoop) -> None:
         """The history of the run that is resumed, and the state of its callbacks if asked for."""
         trainer = self._trainer
-        checkpoint = trainer.engine.resumed_from
+        checkpoint = trainer.engine.checkpoints.resumed_from
         for folder in (checkpoint, Path(loop.args.save or ".")):
             if folder is None or not (folder / STATE_FILE).is_file():
                 continue
@@ -236,16 +236,16 @@ class TrainerTemplate(Template):
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""
         loader = self.trainer.get_train_dataloader()
-        self.trainer.train_dataloader = self.engine.adopt_loader(loader, is_training=True)
+        self.trainer.train_dataloader = self.engine.data.adopt_loader(loader, is_training=True)
         self.compose()
 
     def compose(self) -> Any:
         trainer = self.trainer
-        self.engine.is_own_loop = False
+        self.engine.updates.is_own_loop = False
         optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
-        self.engine.warns_of_unused_settings = False
-        self.engine.skips_cache = not trainer.args.use_cache
+        self.engine.updates.has_own_parts = False
+        self.engine.model.skips_cache = not trainer.args.use_cache
         composed = self.engine.compose(
             trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
         )

@@ -121,7 +121,7 @@ class DataMethods(TrainerInterface):
             columns = ColumnFilter(self.model, self.label_names)
             dataset = columns.filter_dataset(dataset, what)
             collate = columns.filter_rows(collate)
-        return self.engine.build_data_loader(
+        return self.engine.data.build_loader(
             dataset,
             collate,
             shuffle=shuffle,

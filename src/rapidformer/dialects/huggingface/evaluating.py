@@ -29,6 +29,7 @@ from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.evaluation import run_batches
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.training.evaluation import evaluate_model
 from rapidformer.training.regularization import regularize
@@ -55,7 +56,7 @@ def run_evaluation(
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         return trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
-    results = engine.run_batches(loader, step)
+    results = run_batches(loader, step)
     result = next(results, None)
     while result is not None:
         batch, (loss, logits, labels) = result[0].batch, result[1]
@@ -246,7 +247,7 @@ class EvaluationMethods(RunRecords):
         loss_only = self.args.prediction_loss_only
         if prediction_loss_only is not None:
             loss_only = prediction_loss_only
-        loader = self.engine.adopt_loader(dataloader, is_training=False)
+        loader = self.engine.data.adopt_loader(dataloader, is_training=False)
         outputs: list[EvalLoopOutput] = []
 
         def run() -> dict[str, float]:

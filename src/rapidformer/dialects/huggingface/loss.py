@@ -76,8 +76,8 @@ class TrainerAccelerator(ProcessVerbs):
         """
         loss = loss.mean() if loss.dim() else loss
         self._losses.append(loss.detach())
-        if self.engine.parallelized.pipeline is None:
-            self.engine.backward_within(loss)
+        if self.engine.model.parallelized.pipeline is None:
+            self.engine.updates.backward_within(loss)
         else:
             self._losses[-1] = loss
 
@@ -85,7 +85,7 @@ class TrainerAccelerator(ProcessVerbs):
         """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
         losses, self._losses = self._losses, []
         is_loss = isinstance(returned, torch.Tensor)
-        if losses and self.engine.parallelized.pipeline is None and is_loss:
+        if losses and self.engine.model.parallelized.pipeline is None and is_loss:
             return returned.detach().mean()
         if losses:
             return torch.stack(losses).sum()

@@ -33,7 +33,7 @@ class OptimizerMethods(TrainerInterface):
     def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
         """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
         self.optimizer, self.lr_scheduler = self._given_optimizers
-        steps = self.engine.get_train_iters() or 0
+        steps = self.engine.data.get_train_iters() or 0
         if self._overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(steps)
         elif self.optimizer is None and (

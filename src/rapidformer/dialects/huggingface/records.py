@@ -69,7 +69,7 @@ class RunRecords(TrainerInterface):
         Every process must call it: split weights are joined.
         """
         folder = Path(output_dir or self.args.output_dir or ".")
-        self.engine.export_into(folder, self.processing_class)
+        self.engine.checkpoints.export_into(folder, self.processing_class)
         if self.is_world_process_zero():
             (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
         wait_for_all()

@@ -142,7 +142,7 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
             if self._can_train():
                 TrainerTemplate(self, self._engine).prepare()
             else:
-                self._engine.compose_for_evaluation(self.model)
+                self._engine.model.compose_for_evaluation(self.model)
         return self._engine
 
     def _can_train(self) -> bool:
@@ -253,8 +253,8 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _measure_training(self, progress: Progress, started: float) -> Metrics:
-        steps = self.engine.clock.updates
-        samples = self.engine.batches.count_samples(steps)
+        steps = self.engine.updates.clock.updates
+        samples = self.engine.data.batches.count_samples(steps)
         metrics: Metrics = speed_metrics(
             "train", started, num_samples=samples, num_steps=self.state.max_steps
         )

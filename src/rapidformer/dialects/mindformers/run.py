@@ -23,7 +23,10 @@ class TaskEvents(LoopEvents):
 
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
         trainer, engine = self._trainer, loop.engine
-        trainer.optimizer, trainer.lr_scheduler = engine.optimizer, engine.lr_scheduler
+        trainer.optimizer, trainer.lr_scheduler = (
+            engine.updates.optimizer,
+            engine.updates.lr_scheduler,
+        )
         super().on_train_begin(loop, control)
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:

@@ -305,7 +305,7 @@ class MindFormersTrainer(Trainer):
             settings = settings.replace(SOURCE, pretrained_model_name_or_path=str(moved))
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
-            engine.hold_folder(Path(settings.save))
+            engine.checkpoints.hold_folder(Path(settings.save))
             set_aside(Path(settings.save), is_main=engine.is_main)
         metrics = GivenTask(engine, settings, self).train()
         self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None

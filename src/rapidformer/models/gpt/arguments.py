@@ -8,8 +8,8 @@ can be split over any number of ranks.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.context import get_args, get_tokenizer
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.gpt.configuration import GPTConfig
@@ -25,7 +25,7 @@ _SAME = (
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def config_from_arguments(args: Any, vocab_size: int) -> GPTConfig:
+def config_from_arguments(args: Settings, vocab_size: int) -> GPTConfig:
     """The configuration described by the flags; one error names every missing size."""
     problems = _find_missing_sizes(args)
     if problems:
@@ -56,7 +56,7 @@ def config_from_context() -> GPTConfig:
     return config
 
 
-def _get_vocab_size(args: Any) -> int:
+def _get_vocab_size(args: Settings) -> int:
     """--vocab-size or the tokenizer's, and never less than the tokenizer's ids need."""
     has_tokenizer = args.tokenizer_type is not None or args.tokenizer_name_or_path is not None
     if args.vocab_size is not None and not has_tokenizer:
@@ -64,7 +64,7 @@ def _get_vocab_size(args: Any) -> int:
     return max(args.vocab_size or 0, int(get_tokenizer().vocab_size))
 
 
-def _find_missing_sizes(args: Any) -> list[str]:
+def _find_missing_sizes(args: Settings) -> list[str]:
     missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if getattr(args, name) is None]
     if args.max_position_embeddings is None and args.seq_length is None:
         missing.append("--seq-length (or --max-position-embeddings)")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
@@ -87,7 +88,7 @@ class ChatSettings:
     packing: bool = False
 
     @classmethod
-    def read(cls, args: Any) -> ChatSettings:
+    def read(cls, args: Settings) -> ChatSettings:
         values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
         return cls(**values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.engine import RapidformerEngine
+from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
 from rapidformer.tasks.chat.features import build_encoder, tokenize
@@ -48,8 +48,9 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        (tokens,) = self._engine.predict(
-            [row], self._generate, self._prepared.collate, batch_size=1, seed=seed
+        data, model, collate = self._engine.data, self._engine.model, self._prepared.collate
+        (tokens,) = predict_rows(
+            data, model, [row], self._generate, collate, batch_size=1, seed=seed
         )
         self._turns += 1
         generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
@@ -50,7 +51,7 @@ def name_column(
 
 
 def encode_beginnings(
-    table: list[dict[str, Any]], tokenizer: Any, length: int, args: Any
+    table: list[dict[str, Any]], tokenizer: Any, length: int, args: Settings
 ) -> tuple[Any, dict[str, Any]]:
     """Encode texts to be continued as they are."""
     column = str(find_column(TEXT, get_column_names(table), args))

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import as_list, load_splits
 from rapidformer.data.splits import name_splits
 from rapidformer.engine import RapidformerEngine
-from rapidformer.engine.predicting import gather_rounds
+from rapidformer.engine.evaluation import gather_rounds, run_batches
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import PreparedData, Record, Task
@@ -46,13 +47,13 @@ def iterate_records(
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
     step = partial(task.evaluate_step, model, prepared=prepared)
-    for micro_batch, records in engine.run_batches(loader, step):
+    for micro_batch, records in run_batches(loader, step):
         held.append(records[: micro_batch.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
-            yield gather_rounds(held, engine.topology)
+            yield gather_rounds(held, engine.runtime.topology)
             held = []
-    yield gather_rounds(held, engine.topology)
+    yield gather_rounds(held, engine.runtime.topology)
 
 
 def measure(
@@ -122,7 +123,7 @@ def evaluate_task(
     )
 
 
-def _find_single_file(args: Any) -> Path | None:
+def _find_single_file(args: Settings) -> Path | None:
     """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
 
     Not the file of the run that is evaluated: that one was trained on.
@@ -136,12 +137,12 @@ def _find_single_file(args: Any) -> Path | None:
     return path if path.is_file() else None
 
 
-def _read_single_file(args: Any) -> Any:
+def _read_single_file(args: Settings) -> Any:
     (rows,) = load_splits(args).values()
     return rows
 
 
-def _choose_rows(args: Any, split: str, data: Any) -> Any:
+def _choose_rows(args: Settings, split: str, data: Any) -> Any:
     if data is not None and not isinstance(data, Mapping):
         return data
     splits = load_splits(args) if data is None else name_splits(data, "the given data")
@@ -159,7 +160,7 @@ def compose_split(
 ) -> tuple[Any, DistributedLoader]:
     """The trained model, composed without an optimizer, and a loader of the split in order."""
     model = compose_task_model(engine, task, prepared)
-    loader = engine.build_data_loader(
+    loader = engine.data.build_loader(
         prepared.get_split(split),
         prepared.collate,
         shuffle=False,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Generation:
     stop_strings: Sequence[str] | None = None
 
     @classmethod
-    def read(cls, args: Any, *, max_new_tokens: int) -> Generation:
+    def read(cls, args: Settings, *, max_new_tokens: int) -> Generation:
         """From the settings; arguments of an older script may lack some of them."""
         values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
         return cls(**{**values, "max_new_tokens": max_new_tokens})

@@ -17,8 +17,9 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
-from rapidformer.engine.predicting import cut_into_groups
+from rapidformer.engine.evaluation import cut_into_groups, predict_in_groups
 from rapidformer.log import get_logger
 from rapidformer.models.location import (
     get_model_location,
@@ -60,7 +61,9 @@ def iterate_predictions(
         wanted = False  # the terminal shows the answers
     done = sum(counts[:start])
     with show_progress(len(features), "predicting", wanted=wanted, done=done) as advance:
-        groups = engine.predict_in_groups(
+        groups = predict_in_groups(
+            engine.data,
+            engine.model,
             features,
             lambda batch: task.evaluate_step(model, batch, prepared),
             prepared.collate,
@@ -79,10 +82,10 @@ def iterate_predictions(
 
 def get_batch_size(engine: RapidformerEngine) -> int:
     """Rows per batch and rank: one, if answers are printed while they are generated."""
-    return 1 if engine.args.stream else engine.get_prediction_batch_size()
+    return 1 if engine.args.stream else engine.data.get_prediction_batch_size()
 
 
-def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Any) -> PreparedData:
+def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Settings) -> PreparedData:
     """The same data, whose answers are printed while they are generated."""
     titles = [row if isinstance(row, str) else str(row) for row in rows] if len(rows) > 1 else []
     streamer = AnswerStreamer(prepared.processor, args.stop_strings or (), titles)
@@ -93,10 +96,10 @@ def compose_task_model(engine: RapidformerEngine, task: Task, prepared: Prepared
     """The task's model with its switches, ready for evaluation and prediction."""
     must_be_trained = not (engine.args.allow_untrained or is_from_scratch(engine.args))
     built = task.build_model(engine.args, prepared, must_be_trained=must_be_trained)
-    model = engine.compose_for_evaluation(built)
+    model = engine.model.compose_for_evaluation(built)
     location = Path(get_model_location(engine.args) or "")
     if is_checkpoint_model(location):
-        engine.load_weights(location.parent)
+        engine.checkpoints.load_weights(location.parent)
     return model
 
 

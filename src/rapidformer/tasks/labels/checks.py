@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
@@ -122,7 +123,7 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     return len(present)
 
 
-def check_contradiction(args: Any, learned: ModelClasses) -> None:
+def check_contradiction(args: Settings, learned: ModelClasses) -> None:
     """Check --num-labels against the classes of the model being evaluated."""
     if learned.count and args.num_labels not in (None, learned.count):
         raise DataError(
@@ -131,7 +132,7 @@ def check_contradiction(args: Any, learned: ModelClasses) -> None:
         )
 
 
-def check_count(count: int, args: Any, split: str) -> None:
+def check_count(count: int, args: Settings, split: str) -> None:
     """Check --num-labels against the number of classes in the data."""
     if args.num_labels is not None and args.num_labels != count:
         raise DataError(
@@ -144,7 +145,7 @@ def check_known(
     values: Mapping[str, list[Any]],
     column: str,
     space: LabelSpace,
-    args: Any,
+    args: Settings,
     learned: ModelClasses,
     declared: Sequence[str] | None,
 ) -> None:
@@ -174,7 +175,7 @@ def check_known(
             raise DataError(f"{place} is out of range: the labels are {known}.")
 
 
-def _describe_known(value: Any, space: LabelSpace, args: Any) -> str:
+def _describe_known(value: Any, space: LabelSpace, args: Settings) -> str:
     if space.is_multi_hot:
         return f"lists of {space.num_labels} numbers"
     if isinstance(value, str):

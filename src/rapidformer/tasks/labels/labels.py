@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.labels.checks import (
@@ -37,7 +38,7 @@ _NO_CLASSES = ModelClasses()
 
 
 def read_labels(
-    splits: Mapping[str, Any], column: str, args: Any, model: ModelClasses = _NO_CLASSES
+    splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses = _NO_CLASSES
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The checked labels of all splits, and which splits have labels."""
     values, labelled = collect_labels(splits, column)
@@ -60,7 +61,7 @@ def read_classes(
     values: Mapping[str, list[list[Any]]],
     column: str,
     names: tuple[str, ...] | None,
-    args: Any,
+    args: Settings,
     model: ModelClasses,
 ) -> LabelSpace:
     """One class per item, for rows of items: a row's single label, or the tags of its words."""
@@ -99,7 +100,7 @@ def _get_learned(values: Mapping[str, Any], model: ModelClasses) -> ModelClasses
     return _NO_CLASSES if "train" in values else model
 
 
-def _get_problem_type(values: Sequence[Any], args: Any, learned: ModelClasses) -> str:
+def _get_problem_type(values: Sequence[Any], args: Settings, learned: ModelClasses) -> str:
     if args.problem_type is not None:
         return str(args.problem_type)
     if learned.problem_type is not None:
@@ -118,7 +119,7 @@ def _read_multi_label(
     values: Mapping[str, list[Any]],
     column: str,
     names: tuple[str, ...] | None,
-    args: Any,
+    args: Settings,
     model: ModelClasses,
 ) -> LabelSpace:
     learned = _get_learned(values, model)

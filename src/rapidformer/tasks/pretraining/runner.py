@@ -83,7 +83,7 @@ def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
         raise DataError(f"--eval-split {args.eval_split}: use train, validation or test.")
     trainer = TaskPreTrainer(engine)
     counts = [args.eval_iters * (args.global_batch_size or 1)] * 3
-    if engine.get_train_iters() is not None:
+    if engine.data.get_train_iters() is not None:
         counts = trainer.count_samples()
     wanted = [count if number == split else 0 for number, count in enumerate(counts)]
     dataset = trainer.train_valid_test_datasets_provider(wanted)[split]
@@ -92,7 +92,7 @@ def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
         raise DataError(
             f"the corpus has no {args.eval_split} data: --split {args.split!r} leaves none for it."
         )
-    model = engine.compose_for_evaluation(build_model(trainer.objective))
+    model = engine.model.compose_for_evaluation(build_model(trainer.objective))
     started = time.perf_counter()
     metrics = evaluate_model(engine, lambda: trainer.measure_loss(model, loader))
     return EvaluationReport(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.nearest import find_nearest
@@ -32,7 +31,7 @@ class ColumnRole:
 
 
 def find_column(
-    role: ColumnRole, available: Sequence[str], args: Any, taken: Sequence[str | None] = ()
+    role: ColumnRole, available: Sequence[str], args: object, taken: Sequence[str | None] = ()
 ) -> str | None:
     """The column for the role; None if it is optional and missing.
 
@@ -52,7 +51,7 @@ def find_column(
 
 
 def find_columns(
-    roles: Sequence[ColumnRole], available: Sequence[str], args: Any
+    roles: Sequence[ColumnRole], available: Sequence[str], args: object
 ) -> dict[str, str]:
     """The columns of all required roles, by role name; reports everything missing at once.
 

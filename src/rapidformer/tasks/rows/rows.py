@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.compat.datasets import get_fingerprint
+from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 
@@ -35,7 +36,7 @@ class RowList(list[Any]):
         return [self[index] for index in indices]
 
 
-def get_splits(args: Any, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     """The given or loaded splits under our names, cut to --max-..-samples."""
     from rapidformer.data.sources import load_splits
     from rapidformer.data.splits import name_splits

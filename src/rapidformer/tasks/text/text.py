@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.rows.rows import RowFunction, map_rows
@@ -25,7 +26,7 @@ class TextParts(NamedTuple):
     tokenizer: Any
     length: int
     """Tokens per row."""
-    args: Any
+    args: Settings
 
     def map_rows(self, rows: Any, encode: RowFunction, *key: Any) -> Any:
         """Features of rows; ``key`` is what they depend on besides the tokenizer and the length."""
@@ -65,7 +66,7 @@ class TextParts(NamedTuple):
         )
 
 
-def load_text_parts(args: Any, **options: Any) -> TextParts:
+def load_text_parts(args: Settings, **options: Any) -> TextParts:
     """The model's configuration, its tokenizer (loaded with the options) and the row length."""
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
@@ -74,7 +75,7 @@ def load_text_parts(args: Any, **options: Any) -> TextParts:
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
-def get_max_length(args: Any, tokenizer: Any, config: Any) -> int:
+def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
     """Tokens per row: --seq-length, or the model's limit, at most 512."""
     from rapidformer.models.configuration import get_position_limit
 
@@ -104,7 +105,7 @@ def get_context_length(tokenizer: Any, config: Any) -> int:
     return int(min(get_position_limit(config) or _NO_LIMIT, tokenizer.model_max_length, _NO_LIMIT))
 
 
-def get_text_settings(args: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+def get_text_settings(args: Settings, tokenizer: Any, config: Any) -> dict[str, Any]:
     """Model settings that follow from the tokenizer."""
     from rapidformer.models.location import is_from_scratch
 

@@ -1,8 +1,8 @@
-"""The thin adapter between the user's own loop and the engine.
+"""The micro-batch that a user's own loop works on.
 
-``for batch in loader: ... engine.backward(loss)`` names neither the micro-batch nor its facts. The
-adapter watches what the loaders yield and remembers the current micro-batch; ``backward`` and
-``gather`` look it up here. ``run_update`` needs none of this to train: an update carries its facts.
+``for batch in loader: ... engine.backward(loss)`` names neither the micro-batch nor its facts. So
+loaders note here what they yield; ``backward`` and ``gather`` look it up. ``run_update`` needs none
+of this to train: an update carries its facts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ NOT_COMPOSED = (
 )
 
 
-class OwnLoop:
+class CurrentBatch:
     """The current micro-batch of a user's loop."""
 
     def __init__(self, clock: UpdateClock) -> None:
         self._clock = clock
         self.in_training: MicroBatch | None = None
         """The current micro-batch, if it is training data."""
-        self.is_composed = False
+        self.has_model = False
+        """Whether a model was composed for what the loaders yield."""
         self._in_hand: MicroBatch | None = None
         self._batch_size = 0
         """Of the loader that yielded the current micro-batch."""
@@ -54,7 +55,7 @@ class OwnLoop:
         finally:
             self._in_hand = before
 
-    def is_on_filler(self) -> bool:
+    def is_filler(self) -> bool:
         """Whether the current micro-batch is a filler."""
         return self._in_hand is not None and self._in_hand.is_filler
 
@@ -63,7 +64,7 @@ class OwnLoop:
 
         True for a filler's own row while it is worked on, and for all rows of the pass joined.
         """
-        if self._in_hand is not None and self._in_hand.is_filler and rows == 1:
+        if rows == 1 and self.is_filler():
             return True
         return self._ended_with_filler and rows == self._rows
 
@@ -77,12 +78,12 @@ class OwnLoop:
     def _follow_training(
         self, micro_batches: Iterator[MicroBatch], batch_size: int
     ) -> Iterator[MicroBatch]:
-        for each in self._follow(micro_batches, batch_size):
-            self.in_training = each
+        for micro_batch in self._follow(micro_batches, batch_size):
+            self.in_training = micro_batch
             beat("forward", self._clock.updates + 1)
-            yield each
+            yield micro_batch
             # After the first batch, not before: a look at one batch is no training.
-            if not self.is_composed and not is_alone() and torch.is_grad_enabled():
+            if not self.has_model and not is_alone() and torch.is_grad_enabled():
                 raise RapidformerError(NOT_COMPOSED)
         # Its update has ended. What comes next, from wherever, starts another.
         self.in_training = None
@@ -92,10 +93,10 @@ class OwnLoop:
     ) -> Iterator[MicroBatch]:
         before = self.in_training
         try:
-            for each in self._follow(micro_batches, batch_size):
+            for micro_batch in self._follow(micro_batches, batch_size):
                 self.in_training = None
                 beat("evaluate", self._clock.updates)
-                yield each
+                yield micro_batch
         finally:
             # Unless training has moved on: backward may still come for the batch before.
             if self.in_training is None:
@@ -103,9 +104,9 @@ class OwnLoop:
 
     def _follow(self, micro_batches: Iterator[MicroBatch], batch_size: int) -> Iterator[MicroBatch]:
         self._rows, self._ended_with_filler, self._batch_size = 0, False, batch_size
-        for each in micro_batches:
-            self._in_hand = each
-            self._ended_with_filler = each.is_filler
-            self._rows += each.info.rows or 1
-            yield each
+        for micro_batch in micro_batches:
+            self._in_hand = micro_batch
+            self._ended_with_filler = micro_batch.is_filler
+            self._rows += micro_batch.info.rows or 1
+            yield micro_batch
         self._in_hand = None

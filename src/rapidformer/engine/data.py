@@ -1,122 +1,59 @@
-"""A run before it has a model: settings, processes, topology, data.
+"""The data of a run: loaders, the order of samples, and how far the run is in them.
 
 The first loader that is built is the training data's, unless the caller says otherwise.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from rapidformer.accel.parallelize import check_device
-from rapidformer.accel.precision.precision import choose_precision
-from rapidformer.checkpoint.restart import continue_after_restart
-from rapidformer.config import (
-    Settings,
-    arguments_from_mapping,
-    parse_arguments,
-    resolve,
-)
+from rapidformer.config import Settings
 from rapidformer.config.batches import get_batch_schedule
-from rapidformer.config.idle_settings import find_idle_settings
-from rapidformer.config.parse import ExtraArgumentsProvider
-from rapidformer.context import set_context
 from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.run_tokenizer import load_tokenizer
+from rapidformer.data.update import Update
 from rapidformer.dist.collectives import (
     gather_from_all,
     gather_objects,
     gather_rows,
     is_alone,
-    wait_for_all,
 )
-from rapidformer.dist.processes import start_processes
-from rapidformer.dist.seeding import seed_everything
-from rapidformer.dist.topology import build_topology
-from rapidformer.engine.own_loop import OwnLoop
+from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.foreign_names import get_foreign_flags
-from rapidformer.log import configure_logging, warn_once
-from rapidformer.models.adapter_config import to_text
-from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
-from rapidformer.timers import Timers
-
-Arguments = Settings | Mapping[str, Any] | Sequence[str] | None
 
 
-class Run:
-    """Settings, processes, device and loaders of a run."""
+class RunData:
+    """Loaders, and the run's position in the training data.
+
+    ``clock`` learns how many micro-batches an update has, ``current`` what the loaders yield.
+    """
 
     def __init__(
-        self,
-        extra_args_provider: ExtraArgumentsProvider | None = None,
-        *,
-        args: Arguments = None,
-        peft_config: Any = None,
+        self, args: Settings, runtime: Runtime, clock: UpdateClock, current: CurrentBatch
     ) -> None:
-        asked = _read_arguments(args, extra_args_provider)
-        if peft_config is not None:
-            asked = asked.replace("peft_config", peft_config=to_text(peft_config))
-        given = get_observer().change_settings(asked)
-        configure_logging(given.log_level)
-        processes = start_processes(
-            device=given.device, timeout_minutes=given.distributed_timeout_minutes
-        )
-        given = continue_after_restart(given)
-        self.args = resolve(given, world_size=processes.world_size, rank=processes.rank)
-        self.device = processes.device
-        self.topology = build_topology(
-            self.device.type,
-            pipeline=self.args.pipeline_model_parallel_size,
-            data=self.args.data_parallel_size,
-            context=self.args.context_parallel_size,
-            tensor=self.args.tensor_model_parallel_size,
-            expert=self.args.expert_model_parallel_size,
-            sharding=self.args.hybrid_sharding_size,
-        )
-        self.is_main = processes.is_main
-        self.timers = Timers()
-        check_device(self.args, self.device)
-        self.precision = choose_precision(self.args.mixed_precision, self.device)
-        self.scaler = _build_scaler(self.args) if self.precision.needs_loss_scaling else None
-        self.clock = UpdateClock(self.args.gradient_accumulation_steps or 1, self.topology)
-        self.batches = get_batch_schedule(self.args)
-        self._own_loop = OwnLoop(self.clock)
-        self._train_loader: DistributedLoader | None = None
+        self.args = args
+        self.batches = get_batch_schedule(args)
+        self.train_loader: DistributedLoader | None = None
+        """The loader of the training data, once there is one."""
+        self.topology, self._device = runtime.topology, runtime.device
+        self._clock, self._current = clock, current
         self._extra_updates = 0
         """By how much a run is longer or shorter because it began with another batch size."""
-        # Not the engine itself: the context outlives it.
-        build_tokenizer = functools.partial(load_tokenizer, self.args)
-        set_context(args=self.args, timers=self.timers, build_tokenizer=build_tokenizer)
-        _warn_about_settings_without_effect(self.args)
-        seed_everything(self.args.seed, deterministic=self.args.deterministic)
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the run; None in a run of one process."""
-        return self.topology.mesh
+    # ---- loaders -------------------------------------------------------------------------------
 
-    @property
-    def train_loader(self) -> DistributedLoader | None:
-        """The loader of the training data, once there is one."""
-        return self._train_loader
-
-    # ---- data ----------------------------------------------------------------------------------
-
-    def build_data_loader(
+    def build_loader(
         self,
         dataset: Any,
         collate_fn: Collate | None = None,
@@ -133,7 +70,7 @@ class Run:
         ``order`` lists the samples to hand out, by their index.
         """
         if is_training is None:
-            is_training = self._train_loader is None
+            is_training = self.train_loader is None
         if shuffle is None:
             shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
         workers, collate = self.args.num_workers, collate_fn or PadCollator()
@@ -145,12 +82,12 @@ class Run:
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
             num_replicas=self.args.data_parallel_size,
             replica=self.topology.get_rank("data"),
-            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            rounds_per_update=self._clock.rounds_per_update if is_training else 1,
             shuffle=shuffle,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=is_training and not self.args.keep_last,
-            num_workers=workers if workers is not None else 2 * (self.device.type == "cuda"),
-            device=self.device,
+            num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
+            device=self._device,
             get_batch_size=(
                 self.batches.get_size if is_training and not self.batches.is_constant else None
             ),
@@ -168,10 +105,10 @@ class Run:
         return measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
 
     def _choose_order(
-        self, dataset: Any, given: Sequence[int] | None, *, groups: bool
+        self, dataset: Any, listed: Sequence[int] | None, *, groups: bool
     ) -> Callable[[], Sequence[int]] | None:
-        if given is not None:
-            return lambda: given
+        if listed is not None:
+            return lambda: listed
         if not (groups and self.args.group_by_length):
             return None
         size = (self.args.micro_batch_size or 1) * self.args.data_parallel_size
@@ -189,7 +126,7 @@ class Run:
         if not isinstance(loader, DataLoader):
             raise RapidformerError(
                 f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
-                "use engine.build_data_loader(dataset, collate_fn)."
+                "use engine.data.build_loader(dataset, collate_fn)."
             )
         if is_training and loader.batch_size is not None:
             self._adopt_batch_size(batch_size or loader.batch_size)
@@ -198,9 +135,9 @@ class Run:
             batch_size=batch_size,
             num_replicas=self.args.data_parallel_size,
             replica=self.topology.get_rank("data"),
-            rounds_per_update=self.clock.rounds_per_update if is_training else 1,
+            rounds_per_update=self._clock.rounds_per_update if is_training else 1,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            device=self.device,
+            device=self._device,
             gather_digests=None if is_alone() else gather_from_all,
         )
         return self._watch(adopted, is_training=is_training)
@@ -210,7 +147,7 @@ class Run:
         if not self.batches.is_constant:
             raise ConfigurationError(
                 "--rampup-batch-size needs a loader whose batches the engine sizes: use "
-                "engine.build_data_loader(dataset, collate_fn)."
+                "engine.data.build_loader(dataset, collate_fn)."
             )
         total = self.args.global_batch_size
         if not self.args.is_given("global_batch_size") or total is None:
@@ -221,11 +158,35 @@ class Run:
                 f"--global-batch-size {total} is not a multiple of the DataLoader's batch_size "
                 f"{batch_size} x {self.args.data_parallel_size} data-parallel ranks = {unit}."
             )
-        self.clock.rounds_per_update = total // unit
+        self._clock.rounds_per_update = total // unit
+
+    def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
+        self._current.watch(loader, is_training=is_training)
+        if is_training:
+            self.train_loader = loader
+            self._clock.follows_loader = loader.has_token_budget
+        return loader
+
+    def iterate_updates(
+        self, loader: DistributedLoader, *, stays_on_host: Callable[[], bool] | None = None
+    ) -> Iterator[Update]:
+        """The updates of an epoch, for ``engine.run_update``.
+
+        While ``stays_on_host`` says so, batches stay in host memory, and ``run_update`` moves them.
+        """
+        if self.train_loader is None:
+            self.train_loader = loader
+        return _observe_wait(loader.iterate_updates(stays_on_host))
+
+    def get_prediction_batch_size(self, asked: int | None = None) -> int:
+        """Rows per batch and rank of a prediction, as asked for or by the settings."""
+        return asked or self.args.eval_micro_batch_size or self.args.micro_batch_size or 1
+
+    # ---- position ------------------------------------------------------------------------------
 
     def get_train_iters(self) -> int | None:
         """Updates of the whole run, from the flags and the training data's length."""
-        args, loader = self.args, self._train_loader
+        args, loader = self.args, self.train_loader
         if args.train_iters is not None:
             return args.train_iters
         if args.train_samples is not None:
@@ -239,7 +200,7 @@ class Run:
 
         None if updates tell it: the user counts the run in them (``--train-iters``).
         """
-        args, loader = self.args, self._train_loader
+        args, loader = self.args, self.train_loader
         if loader is None or args.train_iters is not None or not self.batches.is_constant:
             return None
         if args.train_samples is not None:
@@ -247,19 +208,29 @@ class Run:
             return self.batches.count_updates(consumed)
         return None if args.epochs is None or loader.is_stream else loader.count_updates_done()
 
-    def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
-        self._own_loop.watch(loader, is_training=is_training)
-        if is_training:
-            self._train_loader = loader
-            self.clock.follows_loader = loader.has_token_budget
-        return loader
+    def follow_samples(self, global_batch: int | None, attempts: int) -> int | None:
+        """After a resume with another batch size, let samples tell how far the run is.
+
+        ``global_batch`` is the checkpoint's. Returns the updates done in those of the current size;
+        None if the checkpoint's count stands.
+        """
+        done, loader = self.count_updates_done(), self.train_loader
+        if done is None or loader is None or global_batch in (None, loader.samples_per_update):
+            return None
+        self._extra_updates = attempts - done
+        return done
+
+    def list_samples(self) -> list[int]:
+        """The samples of the update that the training loader handed out last."""
+        loader = self.train_loader
+        return loader.list_samples(loader.epoch, loader.positions) if loader is not None else []
 
     # ---- between processes ---------------------------------------------------------------------
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
         rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
-        if self._own_loop.ends_with_filler(len(rows)):
+        if self._current.ends_with_filler(len(rows)):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)
 
@@ -278,41 +249,28 @@ class Run:
 
     def drop_surplus_items(self, values: Any) -> Any:
         """The same for a single tensor, or a list with an item per row."""
-        surplus = self._own_loop.count_surplus_rows(len(values))
+        surplus = self._current.count_surplus_rows(len(values))
         return values[: len(values) - surplus] if surplus else values
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order, without fillers of the last batch."""
-        if self._own_loop.ends_with_filler(len(values)):
+        if self._current.ends_with_filler(len(values)):
             values = values[:-1]
         return [value for part in gather_objects(values, self.topology) for value in part]
 
-    def wait_for_all(self) -> None:
-        """Return when every process has come here."""
-        wait_for_all()
+    def close(self) -> None:
+        """Let go of the training data; loaders stay usable, but are no longer followed."""
+        if self.train_loader is not None:
+            self.train_loader.follow = None
+            self.train_loader = None
 
 
-def _read_arguments(
-    args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
-) -> Settings:
-    if isinstance(args, Settings):
-        return args
-    if isinstance(args, Mapping):
-        return arguments_from_mapping(args)
-    return parse_arguments(sys.argv[1:] if args is None else args, extra_args_provider)
-
-
-def _build_scaler(args: Settings) -> LossScaler:
-    return LossScaler(
-        fixed=args.loss_scale,
-        initial=args.initial_loss_scale,
-        minimum=args.min_loss_scale,
-        window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
-    )
-
-
-def _warn_about_settings_without_effect(args: Settings) -> None:
-    idle = get_foreign_flags().find_idle(args.extras, args.task)
-    for message in [*idle, *find_idle_settings(args)]:
-        warn_once(message)
+def _observe_wait(updates: Iterator[Update]) -> Iterator[Update]:
+    """Report when the wait for data begins and ends."""
+    while True:
+        get_observer().see_phase("loop")
+        update = next(updates, None)
+        if update is None:
+            return
+        get_observer().see_phase("data")
+        yield update

@@ -1,0 +1,344 @@
+"""A run's checkpoints: saved at once or in the background, loaded, rolled back to, exported.
+
+Every rank must call these methods: each writes and reads its own shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
+from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
+from rapidformer.checkpoint.export import merge_export
+from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.finite import check_finite
+from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
+from rapidformer.checkpoint.pieces import Piece
+from rapidformer.checkpoint.restart import claim_folder
+from rapidformer.checkpoint.run_file import blaming
+from rapidformer.checkpoint.save import Save
+from rapidformer.checkpoint.saving import plan_save, prepare_save
+from rapidformer.checkpoint.state import TrainingState
+from rapidformer.checkpoint.writing import writing
+from rapidformer.config.sections import CheckpointArguments
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
+from rapidformer.dist.heartbeat import in_phase
+from rapidformer.engine.exporting import Composed, export_composed, gather_whole_weights
+from rapidformer.engine.facts import report_differences
+from rapidformer.engine.held_folder import HeldFolder
+from rapidformer.engine.runtime import Runtime
+from rapidformer.errors import RapidformerError, TrainingError, WriteError
+from rapidformer.log import get_logger, warn_once
+from rapidformer.optim.update import UpdateClock
+
+
+class Checkpoints:
+    """Saves and restores the state of training.
+
+    ``model`` is what is saved, ``collect`` the state of all parts of the run. ``follow_samples``
+    learns the checkpoint's global batch and attempts, and answers how many updates are done if
+    that is another number now.
+    """
+
+    def __init__(
+        self,
+        args: CheckpointArguments,
+        runtime: Runtime,
+        clock: UpdateClock,
+        model: Composed,
+        collect: Callable[[], TrainingState],
+        follow_samples: Callable[[int | None, int], int | None] = lambda batch, attempts: None,
+    ) -> None:
+        self.args = args
+        self.resumed_from: Path | None = None
+        self.folder = HeldFolder(is_main=runtime.is_main)
+        """The folder that this run writes to, locked."""
+        self._runtime, self._clock, self._model = runtime, clock, model
+        self._collect, self._follow_samples = collect, follow_samples
+        self._background = BackgroundSave()
+        self._has_gone_back = True
+        """Whether later checkpoints than the loaded one are out of the way."""
+        self._last_save: Save | None = None
+        """Written, but not yet taken by ``take_save``."""
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | Path | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        protected: Path | None = None,
+        processor: Any = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save the whole state of training; see ``engine.save_checkpoint``."""
+        target = folder or self.args.save
+        if target is None:
+            raise RapidformerError(
+                "nowhere to save: give --save, or engine.save_checkpoint(folder)."
+            )
+        if self._clock.is_accumulating:
+            raise RapidformerError(
+                "save after optimizer.step(): the gradients of this update are incomplete."
+            )
+        self.wait_for_save()
+        self._last_save = None
+        with in_phase("save"), writing(Path(target)):
+            self.hold_folder(Path(target))
+            self.abandon_later(Path(target))
+            self._model.parallelized.settle()
+            try:
+                self._save(Path(target), extra or {}, protected, processor, wait=wait)
+            except WriteError as error:  # the same on every rank
+                if wait:
+                    raise
+                self._report_failed_save(self._clock.updates, error)
+        return Path(target) / f"iter_{self._clock.updates:07d}"
+
+    def _save(
+        self,
+        folder: Path,
+        extra: dict[str, Any],
+        protected: Path | None,
+        processor: Any,
+        *,
+        wait: bool,
+    ) -> None:
+        save = prepare_save(
+            folder,
+            self._collect(),
+            extra,
+            keep=self.args.save_total_limit,
+            protected=protected,
+            with_optimizer=self.args.save_optim,
+            with_random_states=self.args.save_rng,
+            processor=processor,
+        )
+        if self.folder.lock is not None:
+            save.before_publishing = self.folder.lock.check
+        save.after_publishing = functools.partial(_claim, folder)
+        if not wait and self._writes_behind(save.pieces, save.total_bytes):
+            self._background.start(save)
+        else:
+            save.write()
+            self._last_save = save
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background was not waited for yet; the same on every rank."""
+        return self._background.save is not None
+
+    @property
+    def is_save_written(self) -> bool:
+        """Whether ``wait_for_save`` would return at once on this rank."""
+        return self._background.is_done
+
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is complete; if it could not be written, say so."""
+        save = self._background.save
+        if save is None:
+            return
+        try:
+            with in_phase("save"):
+                self._last_save = self._background.finish()
+        except WriteError as error:
+            if not save.is_cancelled.is_set():
+                self._report_failed_save(save.step, error)
+
+    def take_save(self) -> Save | None:
+        """The last complete checkpoint, once; None if it failed or was taken before."""
+        save, self._last_save = self._last_save, None
+        return save
+
+    def cancel_save(self) -> None:
+        """Give up the checkpoint that is being written; the earlier ones stay."""
+        self._background.cancel()
+
+    def _report_failed_save(self, step: int, error: WriteError) -> None:
+        if self._runtime.is_main:
+            get_logger().warning(
+                f"the checkpoint of step {step} was not saved: {error.reason}. Training continues; "
+                "earlier checkpoints are as they were."
+            )
+
+    def prepare_saves(self) -> None:
+        """Reserve host memory for saves in the background, so that the first one is fast, too.
+
+        Allocating it takes longer than the copy. Call this after the first update.
+        """
+        parallelized = self._model.parallelized
+        if self._runtime.device.type != "cuda" or parallelized.deepspeed is not None:
+            return
+        parallelized.settle()
+        pieces = plan_save(self._collect(), with_optimizer=self.args.save_optim)
+        total = sum(gather_from_all(sum(piece.data.nbytes for piece in pieces)))
+        if self._writes_behind(pieces, total):
+            self._background.reserve(pieces)
+
+    def _writes_behind(self, pieces: list[Piece], total_bytes: int) -> bool:
+        asked = self.args.async_save
+        if asked == "off":
+            return False
+        if self._model.parallelized.deepspeed is not None:
+            if asked == "on":
+                warn_once("--async-save on has no effect under --deepspeed: it saves at once.")
+            return False
+        if asked == "on":
+            return True
+        if total_bytes < SMALLEST_BYTES:
+            return False
+        has_room = self._background.has_room(pieces)
+        if not has_room:
+            warn_once(
+                "training waits while checkpoints are written: host memory has no room for a copy "
+                "of the state (--async-save on makes one anyway)."
+            )
+        return has_room
+
+    def hold_folder(self, folder: Path) -> None:
+        """Lock a folder to write to, instead of the one held before.
+
+        A folder that another live run holds stops all ranks.
+        """
+        if self.folder.path not in (None, folder.absolute()):
+            self.wait_for_save()
+        self.folder.hold(folder.absolute())
+
+    @property
+    def holds_folder(self) -> bool:
+        """Whether the folder that was held still belongs to this run."""
+        return self.folder.path is not None
+
+    def release_folder(self) -> None:
+        """Let other runs write to the folder that this one held."""
+        self.wait_for_save()
+        self.folder.release()
+
+    def abandon_later(self, folder: Path, results: Sequence[str] = ()) -> None:
+        """Move checkpoints after the loaded one aside, if it is one of this folder's."""
+        source, has_gone_back = self.resumed_from, self._has_gone_back
+        self._has_gone_back = True
+        if source is None or has_gone_back or source.resolve().parent != folder.resolve():
+            return
+        step, is_main = self._clock.first_update, self._runtime.is_main
+        run_on_first(lambda: abandon_later(folder, step, results), folder, is_main=is_main)
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def load(self, folder: str | Path | None = None) -> dict[str, Any]:
+        """Resume from a checkpoint, or from a run's newest; returns what was saved as extra."""
+        source = folder or self.args.load
+        if source is None:
+            raise RapidformerError(
+                "nothing to load: give --load, or engine.load_checkpoint(folder)."
+            )
+        self.wait_for_save()
+        state, only_weights = self._collect(), self.args.finetune
+        current = dict(state.facts)
+        extra = load_checkpoint(
+            Path(source),
+            state,
+            with_optimizer=self.args.load_optim and not only_weights,
+            with_random_states=self.args.load_rng and not only_weights,
+            with_position=not only_weights,
+            allows_partial=self.args.allow_partial_load,
+        )
+        self._clock.resume(state.step)
+        self.resumed_from = state.loaded_from
+        self._has_gone_back = only_weights
+        if not only_weights:
+            assert state.loaded_from is not None
+            with blaming(state.loaded_from):
+                attempts = int(extra.get("attempts", state.step))
+                done = self._follow_samples(state.saved_facts.get("global batch"), attempts)
+            if done is not None and isinstance(state.scheduler, LambdaLR):
+                move_schedule(state.scheduler, state.optimizer, done)
+            if self._runtime.is_main:
+                report_differences(state.saved_facts, current, state.loaded_from)
+        return extra
+
+    def roll_back(self) -> dict[str, Any]:
+        """Restore this run's newest checkpoint, but not its place in the data.
+
+        Returns what was saved as extra.
+        """
+        self.wait_for_save()
+        state = self._collect()
+        state.loader = None
+        source = self._find_rollback()
+        if source is None:
+            raise TrainingError(
+                "there is no checkpoint to return to yet (--on-bad-loss rollback): save earlier "
+                "with --save-interval, or use --on-bad-loss skip."
+            )
+        extra = load_checkpoint(
+            source,
+            state,
+            with_optimizer=self.args.save_optim,
+            with_random_states=self.args.save_rng,
+        )
+        self._clock.start_over(list(state.model.parameters()), state.step)
+        self.resumed_from = state.loaded_from
+        return extra
+
+    def _find_rollback(self) -> Path | None:
+        """The run's own folder if it holds a checkpoint, else what the run was resumed from."""
+        folder = Path(self.args.save) if self.args.save is not None else None
+        has_one = self._runtime.is_main and folder is not None and bool(find_checkpoints(folder))
+        return folder if broadcast_object(has_one) else self.resumed_from
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
+        self.wait_for_save()
+        load_checkpoint(
+            Path(folder),
+            self._collect(),
+            with_optimizer=False,
+            with_random_states=False,
+            with_position=False,
+            allows_partial=self.args.allow_partial_load,
+        )
+
+    # ---- the model alone -----------------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """Stop all ranks if a trained weight is NaN or infinite."""
+        model = self._model.parallelized.model
+        weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+        check_finite(model, weights, self._clock.updates)
+
+    def gather_weights(self) -> dict[str, Any]:
+        """All weights by name, whole, on rank 0; empty elsewhere."""
+        return gather_whole_weights(self._model)
+
+    def export(
+        self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
+    ) -> Path:
+        """Save the model alone; see ``engine.export``."""
+        topology = self._runtime.topology
+        return export_composed(self._model, Path(folder), topology, processor, merge=merge)
+
+    def export_into(self, folder: str | Path, processor: Any = None) -> None:
+        """Save the model into a folder that may hold other files, which stay."""
+        target = Path(folder)
+        exported = self.export(target / ".exported", processor)
+        if self._runtime.is_main:
+            merge_export(exported, target)
+        wait_for_all()
+
+    def close(self) -> None:
+        """Finish what is being written, and let go of the folder."""
+        self.release_folder()
+
+
+def _claim(folder: Path) -> None:
+    """What rank 0 does once a checkpoint is published."""
+    drop_abandoned(folder)
+    claim_folder(folder)

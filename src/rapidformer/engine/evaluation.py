@@ -1,0 +1,167 @@
+"""Predict with a model: every sample exactly once, results in the data's order on every rank.
+
+Samples are sorted by length inside groups of many batches, so little is computed on padding, and a
+group's results are handed out as soon as it is done. Groups and batches do not depend on the number
+of ranks: a batch has the same rows and the same random numbers on one rank as on many, so sampled
+text is the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rapidformer.data.fetching import Collate
+from rapidformer.data.lengths import sort_in_groups
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import MicroBatch
+from rapidformer.dist.collectives import gather_objects
+from rapidformer.dist.topology import Topology
+from rapidformer.engine.data import RunData
+from rapidformer.engine.model import RunModel
+from rapidformer.errors import RapidformerError
+
+GROUP_BATCHES = 16
+"""Batches whose samples are sorted together, and whose results come together."""
+
+T = TypeVar("T")
+Step = Callable[[Any], Sequence[Any] | torch.Tensor]
+"""From a batch to one result per row, in order."""
+
+
+def predict_rows(
+    data: RunData,
+    model: RunModel,
+    dataset: Any,
+    step: Step,
+    collate_fn: Collate | None = None,
+    *,
+    batch_size: int | None = None,
+    lengths: Sequence[int] | None = None,
+    seed: int | None = None,
+) -> Iterator[Any]:
+    """One result per sample of the data set, in its order, on every rank.
+
+        step = lambda batch: model(**batch).logits.argmax(-1)
+        for answer in predict_rows(engine.data, engine.model, rows, step):
+
+    ``step`` takes a batch and returns one result per row. With ``lengths``, samples of similar
+    length share a batch. With ``seed``, random numbers follow from it and the batch alone.
+    """
+    groups = predict_in_groups(
+        data, model, dataset, step, collate_fn, batch_size=batch_size, lengths=lengths, seed=seed
+    )
+    for results in groups:
+        yield from results
+
+
+def predict_in_groups(
+    data: RunData,
+    model: RunModel,
+    dataset: Any,
+    step: Step,
+    collate_fn: Collate | None = None,
+    *,
+    batch_size: int | None = None,
+    lengths: Sequence[int] | None = None,
+    seed: int | None = None,
+    sizes: Sequence[int] | None = None,
+    start: int = 0,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[list[Any]]:
+    """As ``predict_rows``, but one list per group of samples.
+
+    ``sizes`` are those of the groups, from sample ``start`` on; ``advance`` is called with the
+    number of samples that all ranks together have done.
+    """
+    size = data.get_prediction_batch_size(batch_size)
+    groups = list(sizes or cut_into_groups(len(dataset) - start, size))
+    order = sort_in_groups(groups, lengths, start)
+    loader = data.build_loader(
+        dataset, collate_fn, shuffle=False, batch_size=size, is_training=False, order=order
+    )
+    batches = run_batches(loader, step, seed=seed, first_batch=start // size)
+    results: list[Any] = []
+    done, end = 0, 0
+    for count in groups:
+        end += count
+        rounds = []
+        with model.evaluating():
+            for micro_batch, result in islice(
+                batches, -(-(end - done) // loader.samples_per_round)
+            ):
+                rounds.append(_take_rows(result, micro_batch.info.rows))
+                done += loader.samples_per_round
+                advance(_count_rows(loader, done))
+        results += gather_rounds(rounds, data.topology)
+        places = order[end - count : end]
+        yield [result for _, result in sorted(zip(places, results, strict=False), key=_get_place)]
+        del results[:count]
+
+
+def run_batches(
+    loader: DistributedLoader,
+    step: Callable[[Any], T],
+    *,
+    seed: int | None = None,
+    first_batch: int = 0,
+) -> Iterator[tuple[MicroBatch, T]]:
+    """What a step makes of each of this rank's batches: the loop of every evaluation.
+
+    Fillers are among them, since all ranks must run the model equally often; their
+    ``info.rows`` is 0. Batches are numbered from ``first_batch`` on, for their random numbers.
+    """
+    for micro_batch in loader.iterate_micro_batches():
+        key = None if seed is None else (seed, first_batch + micro_batch.number)
+        with _random_numbers_from(key, loader.device):
+            result = step(micro_batch.batch)
+        yield micro_batch, result
+
+
+def cut_into_groups(samples: int, batch_size: int) -> list[int]:
+    """The sizes of groups of whole batches; only the last may be smaller."""
+    size = GROUP_BATCHES * batch_size
+    return [min(size, samples - start) for start in range(0, samples, size)]
+
+
+def _count_rows(loader: DistributedLoader, done: int) -> int:
+    """Samples of the last round; the very last may be padded to the same size on all ranks."""
+    surplus = max(done - loader.num_samples, 0)
+    return loader.samples_per_round - surplus
+
+
+def gather_rounds(rounds: list[list[T]], topology: Topology) -> list[T]:
+    """One list of results from the rounds of all ranks, in the order of the loader's samples."""
+    everyone = gather_objects(rounds, topology)
+    # Round by round, rank by rank: so the loader has distributed the samples.
+    return [r for slices in zip(*everyone, strict=True) for results in slices for r in results]
+
+
+def _take_rows(returned: Any, rows: int) -> list[Any]:
+    results = list(returned.cpu() if isinstance(returned, torch.Tensor) else returned)
+    if len(results) < rows:
+        raise RapidformerError(
+            f"the step of predict() returned {len(results)} results for a batch of {rows} rows: "
+            "return one per row."
+        )
+    return results[:rows]
+
+
+def _get_place(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
+@contextmanager
+def _random_numbers_from(key: tuple[int, int] | None, device: torch.device) -> Iterator[None]:
+    """torch's random numbers from a key, and the old ones back afterwards; as they are for None."""
+    devices = [device] if device.type == "cuda" else []
+    with nullcontext() if key is None else torch.random.fork_rng(devices):
+        if key is not None:
+            words = [number % 2**63 for number in key]
+            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        yield

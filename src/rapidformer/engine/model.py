@@ -1,0 +1,189 @@
+"""The model of a run: its plan, its adapters and everything that was applied to it.
+
+Composing extends the user's own module in place, nothing is wrapped; closing takes it all off
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from rapidformer.accel.double_backward import RowGradients
+from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.config import Settings
+from rapidformer.dist.heartbeat import in_phase
+from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.runtime import Runtime
+from rapidformer.errors import ModelError, RapidformerError
+from rapidformer.log import get_logger
+from rapidformer.models.adapters import (
+    Adapter,
+    add_adapters,
+    describe_adapter,
+    describe_untrainable,
+    find_adapter,
+    forget_resized_base,
+    get_inner,
+)
+from rapidformer.models.deferred import build_for_split
+from rapidformer.models.evaluation_mode import evaluation_mode
+from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.plan import GivenPlan
+from rapidformer.models.work import ModelWork, count_work
+from rapidformer.optim.observer import get_observer
+
+_CACHE_ROW = "no-cache-in-training"
+
+
+class RunModel:
+    """A model, once composed, with what was applied to it."""
+
+    def __init__(self, args: Settings, runtime: Runtime, current: CurrentBatch) -> None:
+        self.args = args
+        self.module: nn.Module | None = None
+        """The user's own module, once composed; without an adapter's shell around it."""
+        self.parameters: list[nn.Parameter] = []
+        """As they are between updates: sharded ones are shards."""
+        self.adapter: Adapter | None = None
+        """What is trained instead of the model's own weights, if anything is."""
+        self.work: ModelWork | None = None
+        """The arithmetic that training the model takes, once composed."""
+        self.shifts_labels = False
+        """Whether the model compares each position with the next label."""
+        self.skips_cache = True
+        """Whether a model keeps no key/value cache in training."""
+        self._runtime, self._current = runtime, current
+        self._parallelized: Parallelized | None = None
+        self._row_gradients = RowGradients()
+
+    @property
+    def parallelized(self) -> Parallelized:
+        """The model with its plan and switches, once composed."""
+        if self._parallelized is None:
+            raise RapidformerError("call engine.compose(model=...) first.")
+        self._parallelized.applied.check_open()
+        return self._parallelized
+
+    @property
+    def has_learned_tokens(self) -> bool:
+        """Whether every row begins with tokens of an adapter (prompt tuning)."""
+        return self.adapter is not None and self.adapter.prepends_tokens
+
+    def build(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """``build()`` with the adapters that the settings ask for; see ``engine.build_model``."""
+        return build_for_split(self.args, build)
+
+    def compose(
+        self,
+        model: nn.Module,
+        plan: GivenPlan | None = None,
+        *,
+        has_optimizer: bool = False,
+        names_adapter: bool = False,
+    ) -> dict[int, str]:
+        """Apply all rows for training; returns the names of the parameters as they were before.
+
+        ``has_optimizer``: there is an optimizer already, which cannot know new adapters.
+        ``names_adapter``: log what is trained.
+        """
+        if self.module is not None:
+            raise RapidformerError("this engine has already composed a model: create a new one.")
+        model = self._add_adapters(model, has_optimizer=has_optimizer)
+        if self.adapter is not None and names_adapter and self._runtime.is_main:
+            get_logger().info("adapter   %s", describe_adapter(self.adapter, model))
+        get_observer().before_compose(model)
+        self.work = count_work(model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._switch_on(model, plan, for_training=True)
+        # Listed once: walking a model's modules takes longer than many of its kernels.
+        self.parameters = list(model.parameters())
+        return names
+
+    def compose_for_evaluation(
+        self, model: nn.Module, *, plan: GivenPlan | None = None
+    ) -> nn.Module:
+        """Apply what a model needs without training: no optimizer, no schedule."""
+        inner = get_inner(model)
+        self.adapter = find_adapter(inner)
+        self._switch_on(inner, plan, for_training=False)
+        return model.eval()
+
+    def _switch_on(self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool) -> None:
+        self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
+        without = [*(self.args.without or ()), *([] if self.skips_cache else [_CACHE_ROW])]
+        self._parallelized = parallelize(
+            model,
+            self.args.replace("the script", without=without),
+            device=self._runtime.device,
+            topology=self._runtime.topology,
+            precision=self._runtime.precision,
+            given_plan=plan,
+            for_training=for_training,
+            is_filler=self._current.is_filler,
+            is_by_row=self._row_gradients.is_on,
+        )
+        self.module = model
+        self._current.has_model = True
+
+    def _add_adapters(self, model: nn.Module, *, has_optimizer: bool) -> nn.Module:
+        """The model that holds the weights, with the adapters that the settings ask for."""
+        inner = get_inner(model)
+        had_adapter = find_adapter(inner) is not None
+        adapted = add_adapters(inner, self.args)
+        resized = forget_resized_base(adapted)
+        if resized is not None and self._runtime.is_main:
+            get_logger().warning(resized)
+        self.adapter = find_adapter(adapted)
+        if self.adapter is not None and not had_adapter and has_optimizer:
+            raise RapidformerError(
+                "the optimizer given to compose() was built before the adapters, which it would "
+                "not train. Build the model with its adapters first, then the optimizer:\n"
+                "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
+                "or let compose() build the optimizer from the flags."
+            )
+        if self.adapter is not None and not any(p.requires_grad for p in adapted.parameters()):
+            raise ModelError(describe_untrainable(self.adapter))
+        return adapted
+
+    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter that ZeRO or tensor parallelism has split, for use in a loss.
+
+        Every rank must call it, for the same parameters in the same order. The gradient is that of
+        one process. A parameter that is whole is returned as it is.
+        """
+        return self.parallelized.gather_weight(parameter)
+
+    @contextmanager
+    def gradients_by_row(self) -> Iterator[None]:
+        """Allow a gradient penalty on several data-parallel ranks.
+
+        For ``torch.autograd.grad(outputs.sum(), inputs, create_graph=True)`` and the like, where
+        each row's gradient depends on that row alone.
+        """
+        before, self._row_gradients.is_taken = self._row_gradients.is_taken, True
+        try:
+            yield
+        finally:
+            self._row_gradients.is_taken = before
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and no dropout inside; afterwards, training mode is restored."""
+        mode = evaluation_mode(self.parallelized.model)
+        with mode, torch.no_grad(), in_phase("evaluate"), self.parallelized.keep_gathered():
+            yield
+
+    def close(self, *, gives_back: bool) -> None:
+        """Let go of the model; with ``gives_back``, it is the plain model again."""
+        parallelized, self._parallelized, self.module = self._parallelized, None, None
+        self.parameters, self.adapter = [], None
+        if parallelized is None:
+            return
+        if parallelized.deepspeed is not None:
+            parallelized.deepspeed.close()
+        elif gives_back:
+            parallelized.applied.undo()

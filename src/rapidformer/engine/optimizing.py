@@ -1,0 +1,162 @@
+"""Optimizer, schedule and guard of a run: the user's own, or those that the settings describe.
+
+Both keep their identity: they are extended in place, so that an update happens when it is due.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rapidformer.accel.parallelize import Parallelized
+from rapidformer.checkpoint.state import bypass_clock
+from rapidformer.config import Settings
+from rapidformer.config.sections import AccelerationArguments
+from rapidformer.engine.runtime import Runtime
+from rapidformer.log import get_logger
+from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues, describe_bad_batch
+from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.optimizers import build_optimizer, group_parameters
+from rapidformer.optim.schedule import build_scheduler, fill_training_steps
+from rapidformer.optim.shard_probe import check_given_optimizer
+from rapidformer.optim.takeover import (
+    give_back,
+    repoint_optimizer,
+    split_groups_by_mesh,
+    take_over_optimizer,
+    take_over_scheduler,
+)
+from rapidformer.optim.update import UpdateClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a script passes to ``compose`` besides its model; None: as the settings say."""
+
+    optimizer: Optimizer | None = None
+    lr_scheduler_fn: Callable[..., Any] | None = None
+    """Makes the schedule of an optimizer."""
+    lr_scheduler: Any = None
+    """A schedule that is there already."""
+    train_iters: int | None = None
+    """Updates of the whole run, where they are known."""
+    count_samples: Callable[[int], int] = lambda updates: updates
+    """How many samples the first so many updates have."""
+
+    @property
+    def schedule(self) -> Any:
+        return self.lr_scheduler_fn or self.lr_scheduler
+
+
+def prepare_optimizer(
+    wanted: Wanted,
+    parallelized: Parallelized,
+    names: Mapping[int, str],
+    args: Settings,
+    runtime: Runtime,
+    clock: UpdateClock,
+) -> Optimizer:
+    """The optimizer over the model's current parameters; DeepSpeed has taken it over by then."""
+    optimizer, model, deepspeed = wanted.optimizer, parallelized.model, parallelized.deepspeed
+    if deepspeed is not None:
+        deepspeed.check_given(optimizer, has_schedule=wanted.schedule is not None)
+    if optimizer is not None:
+        parallelized.applied.plain.follow(optimizer)
+        repoint_optimizer(optimizer, model, names)
+        check_given_optimizer(optimizer)
+    elif deepspeed is None or not deepspeed.has_own_optimizer:
+        optimizer = build_optimizer(model, args)
+        parallelized.applied.plain.follow(optimizer)
+    if deepspeed is not None:
+        groups = group_parameters(deepspeed.model, args.weight_decay)
+        optimizer = deepspeed.start(optimizer, groups, functools.partial(bypass_clock, clock))
+        clock.keeper = deepspeed
+    assert optimizer is not None
+    if runtime.topology.expert > 1:
+        split_groups_by_mesh(optimizer, wanted.lr_scheduler)
+    parallelized.watch_updates(optimizer)
+    return optimizer
+
+
+def prepare_scheduler(
+    wanted: Wanted, optimizer: Optimizer, parallelized: Parallelized, args: Settings
+) -> LRScheduler:
+    """The schedule; creating one patches ``optimizer.step``, so it comes before the take-over."""
+    if wanted.lr_scheduler is not None:
+        return wanted.lr_scheduler  # type: ignore[no-any-return]
+    function = wanted.lr_scheduler_fn
+    if function is not None:
+        if isinstance(function, functools.partial):
+            function = fill_training_steps(function, wanted.train_iters)
+        return function(optimizer)  # type: ignore[no-any-return]
+    deepspeed = parallelized.deepspeed
+    of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, wanted.train_iters)
+    if of_file is not None:
+        return of_file  # type: ignore[no-any-return]
+    return build_scheduler(
+        optimizer, args, train_iters=wanted.train_iters, count_samples=wanted.count_samples
+    )
+
+
+def take_over(
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    parallelized: Parallelized,
+    args: Settings,
+    clock: UpdateClock,
+    scaler: LossScaler | None,
+) -> None:
+    """Let both follow the clock until the engine closes."""
+    for taken in (optimizer, scheduler):
+        parallelized.applied.on_close(give_back, weakref.ref(taken))
+    take_over_optimizer(
+        optimizer,
+        clock,
+        clip_grad=args.clip_grad,
+        scaler=scaler,
+        clips_in_step=parallelized.wants("clipping in the step"),
+    )
+    take_over_scheduler(scheduler, clock)
+
+
+def build_guard(
+    recent: RecentValues,
+    model: nn.Module,
+    optimizer: Optimizer,
+    args: Settings,
+    runtime: Runtime,
+    is_own_loop: bool,
+) -> LossGuard | None:
+    """What judges every update; a run that stops at a bad loss needs none."""
+    policy = args.on_bad_loss
+    if policy == "stop" or (policy == "rollback" and is_own_loop):
+        return None
+    topology, prevents = runtime.topology, policy == "skip"
+    return LossGuard(recent, model, optimizer, topology, runtime.device, prevents=prevents)
+
+
+def report_skipped(
+    clock: UpdateClock, list_samples: Callable[[], list[int]], is_main: bool, bad: BadUpdate
+) -> None:
+    """Name the batch that the guard of a user's own loop has skipped."""
+    what = describe_bad_batch(bad.reason, clock.updates + 1, list_samples())
+    if is_main:
+        get_logger().warning(f"{what}: the batch was skipped.")
+
+
+def build_scaler(args: AccelerationArguments) -> LossScaler:
+    """What keeps small gradients out of fp16's underflow."""
+    return LossScaler(
+        fixed=args.loss_scale,
+        initial=args.initial_loss_scale,
+        minimum=args.min_loss_scale,
+        window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+    )

@@ -1,0 +1,77 @@
+"""What an engine starts with: the settings of the run, its processes, device and precision.
+
+``Runtime`` is the small value that every part of an engine is built from. Starting one joins the
+process group, so all ranks must start theirs together.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from rapidformer.accel.parallelize import check_device
+from rapidformer.accel.precision.precision import Precision, choose_precision
+from rapidformer.checkpoint.restart import continue_after_restart
+from rapidformer.config import Settings, resolve
+from rapidformer.config.idle_settings import find_idle_settings
+from rapidformer.context import set_context
+from rapidformer.data.run_tokenizer import load_tokenizer
+from rapidformer.dist.processes import start_processes
+from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.topology import Topology, build_topology
+from rapidformer.foreign_names import get_foreign_flags
+from rapidformer.log import configure_logging, warn_once
+from rapidformer.optim.observer import get_observer
+from rapidformer.timers import Timers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """This process among those of the run."""
+
+    device: torch.device
+    topology: Topology
+    precision: Precision
+    is_main: bool
+    """Whether this is rank 0."""
+
+
+def start_run(asked: Settings) -> tuple[Settings, Runtime]:
+    """Join the other processes; returns the settings with all that follows from them."""
+    asked = get_observer().change_settings(asked)
+    configure_logging(asked.log_level)
+    processes = start_processes(
+        device=asked.device, timeout_minutes=asked.distributed_timeout_minutes
+    )
+    asked = continue_after_restart(asked)
+    args = resolve(asked, world_size=processes.world_size, rank=processes.rank)
+    topology = build_topology(
+        processes.device.type,
+        pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        context=args.context_parallel_size,
+        tensor=args.tensor_model_parallel_size,
+        expert=args.expert_model_parallel_size,
+        sharding=args.hybrid_sharding_size,
+    )
+    check_device(args, processes.device)
+    precision = choose_precision(args.mixed_precision, processes.device)
+    # Nothing of the engine: the context outlives it.
+    build_tokenizer = functools.partial(load_tokenizer, args)
+    set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)
+    _warn_about_settings_without_effect(args)
+    seed_everything(args.seed, deterministic=args.deterministic)
+    return args, Runtime(
+        device=processes.device,
+        topology=topology,
+        precision=precision,
+        is_main=processes.is_main,
+    )
+
+
+def _warn_about_settings_without_effect(args: Settings) -> None:
+    idle = get_foreign_flags().find_idle(args.extras, args.task)
+    for message in [*idle, *find_idle_settings(args)]:
+        warn_once(message)
