@@ -73,18 +73,26 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_CONVERSIONS: dict[type, Callable[[type, Any], Any]] = {}
+
+
 def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> None:
     """From now on, every ``torch.autograd.Function`` gets its arguments of this type converted.
 
     Such functions bypass ``__torch_function__``. ``convert`` gets the function's class and one
     argument. A script may have stored ``MyFunction.apply`` already, so ``Function.apply`` is not
-    replaced: its base class, which only inherits ``apply``, gets one that converts first. Call this
-    for one type only: a second call would replace the first.
+    replaced: its base class, which only inherits ``apply``, gets one that converts first.
     """
+    _CONVERSIONS[kind] = convert
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, kind) for each in args):
-            args = tuple(convert(cls, each) if isinstance(each, kind) else each for each in args)
+        if any(type(argument) in _CONVERSIONS for argument in args):
+            args = tuple(
+                _CONVERSIONS[type(argument)](cls, argument)
+                if type(argument) in _CONVERSIONS
+                else argument
+                for argument in args
+            )
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]

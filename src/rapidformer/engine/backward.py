@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
+from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.weighing import WeighingRun
@@ -59,6 +60,7 @@ class BackwardRun(WeighingRun):
                 "Finetuner or PreTrainer instead of engine.backward()."
             )
         get_observer().see_phase("forward")
+        loss = settle(loss)
         in_hand = self._own_loop.in_training
         is_given = weight is not None
         if in_hand is not None and in_hand.is_filler:
@@ -114,6 +116,7 @@ class BackwardRun(WeighingRun):
         started = self._started
         if started is None:
             raise RapidformerError("backward_within() is for the forward step of run_update().")
+        loss = settle(loss)
         earlier: list[torch.Tensor | None] = []
         if not started.has_run:
             micro_batch = started.micro_batch

@@ -23,6 +23,7 @@ from rapidformer.accel.dropout_seeds import seed_dropout
 from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.split.absent import retire_parameters
+from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.engine.bad_batches import describe_bad_batch
@@ -150,6 +151,7 @@ class ComposedRun(Run):
         names = {id(p): name for name, p in model.named_parameters()}
         before = {name: weakref.ref(p) for name, p in model.named_parameters()}
         self._parallelized = self._switch_on(model, plan, for_training=True)
+        count_steps(model, self.clock)
         self.model = model
         self._own_loop.is_composed = True
         # Listed once: walking a model's modules takes longer than many of its kernels.

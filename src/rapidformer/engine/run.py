@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from rapidformer.accel.cuda_graph.obstacles import find_graph_problem
 from rapidformer.accel.fp8.layers import find_fp8_problem
 from rapidformer.accel.precision.precision import LossScaler, choose_precision
+from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import (
     Settings,
@@ -265,6 +266,7 @@ class Run:
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
+        tensor = settle(tensor)
         rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         if self._own_loop.ends_with_filler(len(rows)):
             rows = rows[:-1]

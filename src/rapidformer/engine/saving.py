@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.first_rank import run_on_first
@@ -27,7 +26,6 @@ from rapidformer.engine.facts import describe_facts
 from rapidformer.engine.predicting import PredictingRun
 from rapidformer.errors import CheckpointError, RapidformerError, WriteError
 from rapidformer.log import get_logger, warn_once
-from rapidformer.overlay import find_fact
 
 
 class SavingRun(PredictingRun):
@@ -239,7 +237,6 @@ class SavingRun(PredictingRun):
             device=self.device,
             topology=self.topology,
             bypass=functools.partial(bypass_clock, self.clock),
-            padding=find_fact(parallelized.model, PaddingObserver),
             gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
             facts=self._describe_facts(),
             base=self.adapter.base if self.adapter else None,

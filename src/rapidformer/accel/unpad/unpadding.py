@@ -16,10 +16,11 @@ from torch import nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.fixed import Filling
-from rapidformer.accel.unpad.model import add_full_mask, extend_model
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
+from rapidformer.accel.unpad.model import call_packed, call_unpadded, extend_model
+from rapidformer.accel.unpad.on_demand import watch_torch
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
@@ -29,9 +30,8 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
     restore_sides,
-    use_sides,
 )
-from rapidformer.accel.unpad.token_attention import register, use_rows
+from rapidformer.accel.unpad.token_attention import register
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -49,7 +49,7 @@ def apply(assembly: Assembly) -> str | None:
         assembly.plan,
         assembly.precision.dtype,
         is_compiled=assembly.args.compile,
-        is_asked=is_asked,
+        is_shared=_needs_all_ranks(assembly),
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -76,7 +76,14 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "on a GPU, it makes encoder-decoder models faster only with very large batches"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
+    if is_default and _needs_all_ranks(assembly):
+        return "under ZeRO-3, a rank whose loss reads padding cannot compute it alone"
     return None
+
+
+def _needs_all_ranks(assembly: Assembly) -> bool:
+    """Whether a forward pass gathers weights every time."""
+    return assembly.args.zero_3_memory_optimization and assembly.args.world_size > 1
 
 
 def apply_unpadding(
@@ -85,31 +92,34 @@ def apply_unpadding(
     dtype: torch.dtype | None = None,
     *,
     is_compiled: bool = False,
-    is_asked: bool = True,
+    is_shared: bool = False,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
     ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few. Unless the user has asked for the switch, the
-    loss must first be seen to ignore padding.
+    number of tokens is rounded up to one of a few. ``is_shared`` is for ``Removal``.
     """
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
     restore = _extend_parts(model, plan)
+    watch_torch()
+    trial = Removal(is_trial=True)
     plain = functools.partial(_call, model)
-    unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
+    unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     with uncompiled(model.modules()):
         difference = find_difference(model, plan, plain, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
         packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
+    if difference is None and not trial.is_on:
+        difference = "it reads what its blocks return for padding"
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    observer = PaddingObserver(is_trusted=is_asked)
-    put_fact(model, observer)
+    removal = Removal(is_shared=is_shared)
+    put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    extend_model(model, inner_modules, observer, rounds_up=is_compiled, packs=packs)
+    extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
     return None
 
 
@@ -139,7 +149,7 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
     unpadded gets rows of padding, an encoder-decoder model that runs padded columns on both sides.
     """
-    is_unpadded = find_fact(model, PaddingObserver) is not None
+    is_unpadded = find_fact(model, Removal) is not None
     if is_encoder_decoder(model):
         if is_unpadded or _find_problem(model, plan) is not None:
             return
@@ -186,27 +196,29 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
     return model.forward(**batch)
 
 
-def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
+def _call_unpadded(
+    model: nn.Module, trial: Removal, batch: dict[str, Any], *, rounds_up: bool
+) -> Any:
     """Run a small batch of ``proof.py`` without padding, or with packed examples apart."""
+    run = functools.partial(model.forward, **batch)
     if "position_ids" in batch:
         positions = batch["position_ids"]
         rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
-        with use_rows(rows):
-            return _call(model, add_full_mask(batch))
+        return call_packed(run, rows, batch)
     if is_encoder_decoder(model):
         sides = read_sides(batch, rounds_up=rounds_up)
         assert sides is not None
-        with use_sides(sides):
-            return _call(model, batch)
+        return call_unpadded(model, run, sides, trial)
     mask = batch["attention_mask"]
-    with use_rows(Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)):
-        return _call(model, batch)
+    rows = Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)
+    return call_unpadded(model, run, rows, trial)
 
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
-    with use_rows(Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)):
-        return _call(model, batch)
+    rows = Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)
+    run = functools.partial(model.forward, **batch)
+    return call_unpadded(model, run, rows, Removal(is_trial=True))
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
