@@ -86,7 +86,8 @@ def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) 
     _CONVERSIONS[kind] = convert
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(type(argument) in _CONVERSIONS for argument in args):
+        # Again and again: logits that are computed late may still lack padding.
+        while any(type(argument) in _CONVERSIONS for argument in args):
             args = tuple(
                 _CONVERSIONS[type(argument)](cls, argument)
                 if type(argument) in _CONVERSIONS

@@ -48,6 +48,16 @@ _EFFECTS = {
 }  # fmt: skip
 """Operations that do more than to return a new tensor; so do those named like ``add_``."""
 
+_HIDE_NAN = {
+    getattr(place, name)
+    for name in (
+        "nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign",
+        "sgn", "heaviside", "copysign", "histc", "bernoulli",
+    )
+    for place in (torch, Tensor)
+}  # fmt: skip
+"""Operations whose result may be a number although they have read NaN."""
+
 
 class Unpadded(torch.Tensor):
     """A tensor computed without padding from what a model's blocks return."""
@@ -198,6 +208,13 @@ def release(output: Any) -> Any:
     def change(tensor: Unpadded) -> Tensor:
         return tensor if tensor.is_lazy and torch.is_grad_enabled() else settle(tensor)
 
+    if isinstance(output, Unpadded):
+        return change(output)
+    # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
+    for entries in (output, getattr(output, "__dict__", None)):
+        for name, value in list(entries.items()) if isinstance(entries, dict) else ():
+            if isinstance(value, Unpadded):
+                entries[name] = change(value)
     return tree_map_only(Unpadded, change, output)
 
 
@@ -235,7 +252,7 @@ def _run_on_values(
     """Run with NaN for padding, if that can be taken back; otherwise NotImplemented."""
     if any(operand.is_decided or not operand.has_value for operand in operands):
         return NotImplemented
-    if func in _EFFECTS or _writes(func, kwargs):
+    if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
         return NotImplemented
     # The gradient of weights that meet NaN would be NaN even where the loss masks it.
     others = (leaf for leaf in leaves if isinstance(leaf, Tensor))
