@@ -1,14 +1,15 @@
 """Losses that read what the model returns for padding: exact in every step, like a bare loop's.
 
-Every case is trained beside a bare PyTorch loop on the padded batch. Whether padding is still removed
-at the end shows what the case counted as.
+Every case is trained beside a bare PyTorch loop on the padded batch. Whether padding is still
+removed at the end shows what the case counted as.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from rapidformer.accel.unpad import calls
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import find_fact, get_fact
 from tests.accel.test_unpad import PAIR, build, make_batch, make_pair
+from tests.checkpoint.test_forged import forge
 
 Loss = Callable[[Any, dict[str, Tensor], int], Tensor]
 STEPS = 4
@@ -51,7 +53,7 @@ def train_bare(model: Any, batch: dict[str, Tensor], compute: Loss) -> list[floa
 def train_own_loop(model: Any, batch: dict[str, Tensor], compute: Loss, **more: Any) -> list[float]:
     engine = RapidformerEngine(args={"clip_grad": 0.0, "log_level": "error", **more})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer, scheduler = engine.compose(model, optimizer)
+    model, optimizer, _ = engine.compose(model, optimizer)
     losses = []
     for step in range(STEPS):
         loss = compute(model, batch, step)
@@ -90,7 +92,7 @@ def check(
     *,
     removes: bool | None,
 ) -> None:
-    """Train beside a bare loop; ``removes``: whether padding is removed at the end; None: never."""
+    """Train beside a bare loop; at the end, padding is still removed, or no more (None: never)."""
     reference = copy.deepcopy(model)
     expected = train_bare(reference, batch, compute)
     losses = train(model, batch, compute)
@@ -102,7 +104,7 @@ def check(
     assert (None if removal is None else removal.is_on) is removes
 
 
-# ---- terms of a loss that read padding --------------------------------------------------------------
+# ---- terms of a loss that read padding -----------------------------------------------------------
 
 
 def warm_up(model: Any, batch: dict[str, Tensor], step: int) -> Tensor:
@@ -222,15 +224,16 @@ def test_with_logits_that_a_fused_loss_has_not_computed(compute: Loss) -> None:
     check(model, make_batch(model), compute, train, removes=False)
 
 
-# ---- models that read padding themselves ------------------------------------------------------------
+# ---- models that read padding themselves ---------------------------------------------------------
 
 
 class Pooled(RobertaPreTrainedModel):
     def __init__(self, kind: str) -> None:
-        super().__init__(RobertaConfig(
+        config = RobertaConfig(
             vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
             intermediate_size=32, max_position_embeddings=64, num_labels=2, pad_token_id=0,
-        ))  # fmt: skip
+        )  # fmt: skip
+        super().__init__(config)
         self.kind = kind
         self.roberta = RobertaModel(self.config, add_pooling_layer=False)
         self.head = nn.Linear(16, 2)
@@ -300,7 +303,9 @@ def test_evaluation_is_exact() -> None:
     model = Pooled("first").eval()
     batch = make_batch(model, "rows")
     reference = copy.deepcopy(model)
-    RapidformerEngine(args={"log_level": "error"}).compose(model, torch.optim.SGD(model.parameters()))
+    RapidformerEngine(args={"log_level": "error"}).compose(
+        model, torch.optim.SGD(model.parameters())
+    )
     for kind in ("first", "penalty", "zero head"):
         model.kind = reference.kind = kind
         with torch.no_grad():
@@ -311,7 +316,7 @@ def test_evaluation_is_exact() -> None:
         assert get_fact(model, Removal).is_on is (kind == "first")
 
 
-# ---- losses that leave padding out ------------------------------------------------------------------
+# ---- losses that leave padding out ---------------------------------------------------------------
 
 
 def index_by_mask(model: Any, batch: dict[str, Tensor], step: int) -> Tensor:
@@ -393,7 +398,9 @@ def test_a_models_own_loss(make: Any, kind: str, labels: str, train: Any) -> Non
 
 def test_a_loss_that_is_bad_by_itself_is_not_blamed_on_padding() -> None:
     model = build_causal()
-    RapidformerEngine(args={"log_level": "error"}).compose(model, torch.optim.SGD(model.parameters()))
+    RapidformerEngine(args={"log_level": "error"}).compose(
+        model, torch.optim.SGD(model.parameters())
+    )
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     loss = model(**make_batch(model)).logits.pow(2).mean()
@@ -411,13 +418,59 @@ def test_logits_read_after_the_step() -> None:
     optimizer.step()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "warn_once", lambda text, **_: said.append(text))
-        assert outputs.logits.isnan().any(-1).tolist() == (
-            make_batch(model)["attention_mask"] == 0
-        ).tolist()
+        assert (
+            outputs.logits.isnan().any(-1).tolist()
+            == (make_batch(model)["attention_mask"] == 0).tolist()
+        )
     assert "it was read after optimizer.step()" in said[0]
 
 
-def test_nothing_about_it_is_in_a_checkpoint() -> None:
-    from rapidformer.checkpoint import saving, state
+def start(model: Any, **more: Any) -> tuple[RapidformerEngine, Any]:
+    engine = RapidformerEngine(args={"clip_grad": 0.0, "log_level": "error", **more})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    _, optimizer, _ = engine.compose(model, sgd, lr_scheduler_fn=keep_rate)
+    return engine, optimizer
 
-    assert "padding" not in inspect.getsource(saving) + inspect.getsource(state)
+
+def run_step(engine: RapidformerEngine, optimizer: Any, loss: Tensor) -> None:
+    engine.backward(loss, weight=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_second_engine_with_another_loss() -> None:
+    """The first loss has shown nothing about the second."""
+    model, reference = build_causal(), build_causal()
+    batch = make_batch(model)
+    train_bare(reference, batch, own_loss)
+    train_bare(reference, batch, warm_up)
+    train_own_loop(model, batch, own_loss)
+    train_own_loop(model, batch, warm_up)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_resumed_run_with_another_loss(is_old: bool, tmp_path: Path) -> None:
+    """Nothing about padding is stored, and what older checkpoints say of it is not believed."""
+    model, reference = build_causal(), build_causal()
+    batch = make_batch(model)
+    engine, optimizer = start(model, save=str(tmp_path))
+    run_step(engine, optimizer, own_loss(model, batch, 0))
+    folder = engine.save_checkpoint()
+    run = json.loads((folder / "run.json").read_text())
+    assert "padding" not in run
+    if is_old:
+        run["padding"] = [{"reads_padding": False}]
+        forge(folder, lambda staging: (staging / "run.json").write_text(json.dumps(run)))
+    resumed = build_causal()
+    engine, optimizer = start(resumed, load=str(tmp_path))
+    engine.load_checkpoint()
+    run_step(engine, optimizer, warm_up(resumed, batch, 1))
+    bare = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step, compute in enumerate((own_loss, warm_up)):
+        compute(reference, batch, step).backward()
+        bare.step()
+        bare.zero_grad()
+    for name, parameter in resumed.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=0, atol=2e-6)

@@ -90,7 +90,7 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
 def _has_tokens(value: Any, rows: Rows) -> bool:
     """Whether a value has exactly the real tokens of these rows."""
     is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
-    return is_lazy and value.layout.places is rows.places
+    return is_lazy and value.token_layout.places is rows.places
 
 
 def _reads_encoder(value: Any) -> bool:

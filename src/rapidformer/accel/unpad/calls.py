@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,20 @@ class Clock(Protocol):
     updates: int
 
 
+class Help(Enum):
+    """What a rank needs of the others to repeat a forward pass."""
+
+    NONE = "it can do so alone"
+    NEEDED = "weights are sharded, and the others do not know"
+    PROMISED = "the same, but the user says that padding is not read (--dynamic-shape on)"
+
+
 class Removal:
     """A fact on a model: whether its padding is removed."""
 
-    def __init__(self, *, is_trial: bool = False, is_shared: bool = False) -> None:
+    def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
         self.is_on = True
-        self.is_shared = is_shared
-        """Whether a forward pass needs all ranks (ZeRO-3): one alone cannot repeat it."""
+        self.help_of_others = help_of_others
         self.clock: weakref.ref[Clock] | None = None
         """Of the engine that trains the model."""
         self._is_trial = is_trial
@@ -139,11 +147,11 @@ class Call:
         self._removal.turn_off(self._step, effect)
 
     def _check(self) -> None:
-        if self._removal.is_shared:
+        if self._removal.help_of_others is not Help.NONE:
             raise ConfigurationError(
-                "--dynamic-shape on: something reads what the model returns for padding, and under "
-                "--zero-3-memory-optimization one rank cannot compute it alone. Leave padding out "
-                "(losses[mask], losses.masked_fill(~mask, 0)), or set --dynamic-shape off."
+                "something reads what the model returns for padding, and with sharded weights "
+                "(ZeRO) one rank cannot compute that alone. Leave padding out (losses[mask], "
+                "losses.masked_fill(~mask, 0)), or set --dynamic-shape off."
             )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rapidformer.accel.unpad import tokenwise
 from rapidformer.accel.unpad.batches import find_packed_rows, find_rows, find_sides, is_packed
-from rapidformer.accel.unpad.calls import Call, Removal
+from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.on_demand import release
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, use_sides
@@ -55,7 +55,9 @@ def _build_one_sided(
             rows = find_packed_rows(self, kwargs, rounds_up=rounds_up)
             return run() if rows is None else call_packed(run, rows, kwargs)
         rows = find_rows(self, kwargs, rounds_up=rounds_up)
-        if rows is None or not _may_be_read(kwargs["labels"].shape == rows.shape):
+        if rows is None or not _may_lack_padding(
+            self, removal, has_label_per_token=kwargs["labels"].shape == rows.shape
+        ):
             return run()
         return call_unpadded(self, run, rows, removal)
 
@@ -71,7 +73,8 @@ def _build_two_sided(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(cls.forward, self, *args, **kwargs)
-        if not removal.is_on or find_watched(inner_modules) or not _may_be_read(True):
+        is_allowed = removal.is_on and _may_lack_padding(self, removal, has_label_per_token=True)
+        if not is_allowed or find_watched(inner_modules):
             return run()
         sides = find_sides(self, kwargs, rounds_up=rounds_up)
         # Nothing could use a cache of packed tokens.
@@ -84,23 +87,28 @@ def _build_two_sided(
 
 def call_unpadded(model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal) -> Any:
     """Run a model's forward pass without padding."""
-    loss = getattr(model, "loss_function", None)
-    is_library_code = is_own_model(get_own_class(model)) and (
-        loss is None or str(getattr(loss, "__module__", "")).startswith("transformers.")
-    )
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
-    call = Call(removal, run, device, knows_labels=is_library_code)
+    call = Call(removal, run, device, knows_labels=_is_library_code(model))
     with use_sides(rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return release(output)
 
 
-def _may_be_read(has_label_per_token: bool) -> bool:
-    """Whether results may lack padding: those for each token only with gradients.
+def _is_library_code(model: nn.Module) -> bool:
+    """Whether a model and its loss are transformers' own."""
+    loss = getattr(model, "loss_function", None)
+    is_own_loss = str(getattr(loss, "__module__", "")).startswith("transformers.")
+    return is_own_model(get_own_class(model)) and (loss is None or is_own_loss)
 
-    Without, they are predictions, which someone is going to read, with padding.
-    """
-    return torch.is_grad_enabled() or not has_label_per_token
+
+def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token: bool) -> bool:
+    """Whether nobody is going to read padding, or this rank can compute it then."""
+    # Without gradients, results for each token are predictions, which someone reads as a whole.
+    if has_label_per_token and not torch.is_grad_enabled():
+        return False
+    # transformers' models return nothing for padding if there is one label per row.
+    is_closed = _is_library_code(model) and not has_label_per_token
+    return removal.help_of_others is not Help.NEEDED or is_closed
 
 
 def call_packed(run: Any, rows: Rows, batch: dict[str, Any]) -> Any:

@@ -1,10 +1,10 @@
 """A padded tensor of which only the real tokens exist: what blocks return without padding.
 
 Operations on each token alone run on the real tokens (``tokenwise.py``). Any other runs with NaN
-for padding, so that whoever reads padding gets NaN, and whoever masks or indexes it does not. Before
-such a result can do harm (it is back-propagated, meets weights, or Python asks for its values), it
-is settled: a result without NaN has not read padding; one with NaN is computed again, from the same
-call with padding. Nothing is decided once: it holds for each operation of each step.
+for padding, so that whoever reads padding gets NaN, and whoever masks or indexes it does not.
+Before such a result can do harm (it is back-propagated, meets weights, or Python asks for its
+values), it is settled: a result without NaN has not read padding; one with NaN is computed again,
+from the same call with padding. Nothing is decided once: it holds for each operation of each step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unpadded(torch.Tensor):
         return self._tokens
 
     @property
-    def layout(self) -> Layout:
+    def token_layout(self) -> Layout:
         return self._layout
 
     @property
@@ -211,10 +211,11 @@ def release(output: Any) -> Any:
     if isinstance(output, Unpadded):
         return change(output)
     # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
-    for entries in (output, getattr(output, "__dict__", None)):
-        for name, value in list(entries.items()) if isinstance(entries, dict) else ():
+    tables = [each for each in (output, getattr(output, "__dict__", 0)) if isinstance(each, dict)]
+    for table in tables:
+        for name, value in list(table.items()):
             if isinstance(value, Unpadded):
-                entries[name] = change(value)
+                table[name] = change(value)
     return tree_map_only(Unpadded, change, output)
 
 
@@ -268,7 +269,7 @@ def _run_on_values(
     is_split = type(result) in (tuple, list) and len(result) > 0
     if is_split and all(isinstance(r, Tensor) and r.is_floating_point() for r in result):
         replay = functools.cache(replay)
-        parts = [_keep(r, operands, _pick(replay, n)) for n, r in enumerate(result)]
+        parts = [_keep(r, operands, pick(replay, n)) for n, r in enumerate(result)]
         return type(result)(parts)
     # What is not a floating-point number would not show that it comes from padding.
     return NotImplemented
@@ -278,12 +279,14 @@ def _read_versions(tensors: list[Tensor]) -> list[int]:
     return [count_changes(tensor) for tensor in tensors if not tensor.is_inference()]
 
 
-def _pick(replay: Callable[[], Any], number: int) -> Callable[[], Tensor]:
-    def pick() -> Tensor:
+def pick(replay: Callable[[], Any], number: int) -> Callable[[], Tensor]:
+    """One of the results that an operation has."""
+
+    def run() -> Tensor:
         part: Tensor = replay()[number]
         return part
 
-    return pick
+    return run
 
 
 def _build(

@@ -1,7 +1,7 @@
 """Operations that treat each token alone: they run on the real tokens, and padding stays away.
 
-So a norm, a head and a loss after the last block cost nothing for padding either, and never meet its
-NaN. Each function returns NotImplemented if padding matters after all.
+So a norm, a head and a loss after the last block cost nothing for padding either, and never meet
+its NaN. Each function returns NotImplemented if padding matters after all.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.on_demand import FOLLOWED, Unpadded, replay_later, settle
+from rapidformer.accel.unpad.on_demand import FOLLOWED, Unpadded, pick, replay_later, settle
 
 _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
 """Where an activation takes ``inplace``, if not as its second argument."""
 
 
-def pick_labelled(
-    hidden: Tensor, labels: Tensor, ignored: int
-) -> tuple[Tensor, Tensor] | None:
+def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
     """The rows of ``hidden``, [rows, size], that may have a label, with their labels.
 
     None if padding has labels, too.
     """
     if not isinstance(hidden, Unpadded) or not hidden.is_lazy or not hidden.is_flat:
         return None
-    layout, rows = hidden.layout, hidden.layout.rows
+    layout, rows = hidden.token_layout, hidden.token_layout.rows
     is_labelled = labels != ignored
     if not hidden.trusts_labels and (rows.is_filled or not layout.covers(is_labelled)):
         return None
@@ -64,7 +62,7 @@ def _combine(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
     if func in _PRODUCTS and not kwargs:
         other = right if x is left else left
         if _hides_padding(x, other):
-            product = x.layout.spread(func(*sides), 0.0)
+            product = x.token_layout.spread(func(*sides), 0.0)
             return product.view(*x.lead, *product.shape[1:])
     tokens = func(*sides, **kwargs)
     if tokens.shape[:2] != x.tokens.shape[:2]:
@@ -77,7 +75,7 @@ def _fit(x: Unpadded, side: Any) -> Any:
     if side is x:
         return x.tokens
     if isinstance(side, Unpadded):
-        is_same = side.layout is x.layout and side.is_flat == x.is_flat
+        is_same = side.token_layout is x.token_layout and side.is_flat == x.is_flat
         # Dimensions are aligned at their ends, so both must have equally many.
         return side.tokens if is_same and side.dim() == x.dim() else None
     if not isinstance(side, Tensor):
@@ -93,7 +91,7 @@ def _fit(x: Unpadded, side: Any) -> Any:
         return side.reshape(rest)
     if any(size not in (1, whole) for size, whole in zip(lead, x.lead, strict=True)):
         return None
-    return x.layout.take(side.expand(*x.lead, *rest).reshape(x.layout.size, *rest))
+    return x.token_layout.take(side.expand(*x.lead, *rest).reshape(x.token_layout.size, *rest))
 
 
 def _hides_padding(x: Unpadded, mask: Any) -> bool:
@@ -101,9 +99,9 @@ def _hides_padding(x: Unpadded, mask: Any) -> bool:
     if not isinstance(mask, Tensor) or isinstance(mask, Unpadded) or mask.requires_grad:
         return False
     is_mask = mask.dim() == x.dim() and tuple(mask.shape[: len(x.lead)]) == x.lead
-    if not is_mask or x.layout.rows.is_filled or not x.tokens.is_floating_point():
+    if not is_mask or x.token_layout.rows.is_filled or not x.tokens.is_floating_point():
         return False
-    return x.layout.covers((mask.reshape(x.layout.size, -1) != 0).any(-1))
+    return x.token_layout.covers((mask.reshape(x.token_layout.size, -1) != 0).any(-1))
 
 
 def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
@@ -128,8 +126,7 @@ def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
         replay = replay_later(func, (x, *args), kwargs)
         if isinstance(result, Tensor):
             return x.derive(result, replay)
-        parts = [x.derive(r, lambda n=n: replay()[n]) for n, r in enumerate(result)]
-        return type(result)(parts) if type(result) is not tuple else tuple(parts)
+        return type(result)([x.derive(r, pick(replay, n)) for n, r in enumerate(result)])
 
     return follow
 
@@ -161,7 +158,7 @@ def _reshape(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     shape = tuple(func(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
     replay = replay_later(func, (x, *args), kwargs)
-    for is_flat, lead in ((False, x.layout.grid), (True, (x.layout.size,))):
+    for is_flat, lead in ((False, x.token_layout.grid), (True, (x.token_layout.size,))):
         rest = shape[len(lead) :]
         if shape[: len(lead)] == lead and math.prod(shape) == x.numel():
             if shape == tuple(x.shape) and is_flat == x.is_flat:
@@ -189,26 +186,26 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
         return x.derive(x.tokens[(slice(None), slice(None), *rest)], replay)
     if x.is_flat or lead[0] != slice(None):
         return NotImplemented
-    rows, column = x.layout.rows, lead[1]
-    if column == 0 and type(column) is int and x.layout.is_whole and rows.starts_left:
+    rows, column = x.token_layout.rows, lead[1]
+    if column == 0 and type(column) is int and x.token_layout.is_whole and rows.starts_left:
         first = rows.ends[: rows.shape[0]].long()
         return x.tokens[0].index_select(0, first)[(slice(None), *rest)]
     if isinstance(column, slice) and column.step in (None, 1) and rest == [slice(None)] * len(rest):
-        start, stop, _ = column.indices(x.layout.grid[1])
+        start, stop, _ = column.indices(x.token_layout.grid[1])
         if start < stop:
-            return x.derive(x.tokens, replay, layout=x.layout.cut(start, stop))
+            return x.derive(x.tokens, replay, layout=x.token_layout.cut(start, stop))
     return NotImplemented
 
 
 def _select(x: Unpadded, mask: Tensor) -> Any:
     """``x[mask]``; like any such index, it waits for the device."""
     mask = settle(mask)
-    if mask.dtype != torch.bool or tuple(mask.shape) != x.lead or x.layout.rows.is_filled:
+    if mask.dtype != torch.bool or tuple(mask.shape) != x.lead or x.token_layout.rows.is_filled:
         return NotImplemented
     mask = mask.reshape(-1)
-    if not x.layout.covers(mask):
+    if not x.token_layout.covers(mask):
         return NotImplemented
-    return x.tokens[0, : len(x.layout.places)][x.layout.select(mask)]
+    return x.tokens[0, : len(x.token_layout.places)][x.token_layout.select(mask)]
 
 
 def _compute_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,8 +223,8 @@ def _compute_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> 
 def _create(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     """New tensors of which ``x`` gives the dtype and maybe the shape, but no values."""
     if func.__name__.endswith("_like"):
-        x = x.tokens.new_empty(()).expand(x.shape)
-        return func(x, *args, **{"memory_format": torch.contiguous_format, **kwargs})
+        like = x.tokens.new_empty(()).expand(x.shape)
+        return func(like, *args, **{"memory_format": torch.contiguous_format, **kwargs})
     return func(x.tokens, *args, **kwargs)
 
 
@@ -257,9 +254,11 @@ _register(
 )
 _MAY_BE_INPLACE = {
     getattr(functional, name)
-    for name in "relu silu mish elu leaky_relu relu6 hardswish dropout".split()
+    for name in ("relu", "silu", "mish", "elu", "leaky_relu", "relu6", "hardswish", "dropout")
 }
-_register("add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__", _combine)
+_register(
+    "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__", _combine
+)
 _register("true_divide __rtruediv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__", _combine)
 _register("__ge__ __and__ __or__ logical_and logical_or maximum minimum", _combine)
 _PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}

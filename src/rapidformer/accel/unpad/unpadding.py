@@ -16,7 +16,7 @@ from torch import nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
-from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.calls import Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.fixed import Filling
 from rapidformer.accel.unpad.model import call_packed, call_unpadded, extend_model
@@ -49,7 +49,7 @@ def apply(assembly: Assembly) -> str | None:
         assembly.plan,
         assembly.precision.dtype,
         is_compiled=assembly.args.compile,
-        is_shared=_needs_all_ranks(assembly),
+        help_of_others=_get_help(assembly),
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -76,14 +76,20 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "on a GPU, it makes encoder-decoder models faster only with very large batches"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
-    if is_default and _needs_all_ranks(assembly):
-        return "under ZeRO-3, a rank whose loss reads padding cannot compute it alone"
     return None
 
 
-def _needs_all_ranks(assembly: Assembly) -> bool:
-    """Whether a forward pass gathers weights every time."""
-    return assembly.args.zero_3_memory_optimization and assembly.args.world_size > 1
+def _get_help(assembly: Assembly) -> Help:
+    """Whether a rank can repeat a forward pass alone: not with sharded weights."""
+    args = assembly.args
+    stages = (
+        args.zero_1_memory_optimization,
+        args.zero_2_memory_optimization,
+        args.zero_3_memory_optimization,
+    )
+    if not any(stages) or args.world_size == 1:
+        return Help.NONE
+    return Help.PROMISED if args.dynamic_shape == "on" else Help.NEEDED
 
 
 def apply_unpadding(
@@ -92,12 +98,12 @@ def apply_unpadding(
     dtype: torch.dtype | None = None,
     *,
     is_compiled: bool = False,
-    is_shared: bool = False,
+    help_of_others: Help = Help.NONE,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
     ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few. ``is_shared`` is for ``Removal``.
+    number of tokens is rounded up to one of a few. ``help_of_others`` is for ``Removal``.
     """
     problem = _find_problem(model, plan)
     if problem is not None:
@@ -116,7 +122,7 @@ def apply_unpadding(
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    removal = Removal(is_shared=is_shared)
+    removal = Removal(help_of_others=help_of_others)
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
     extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
