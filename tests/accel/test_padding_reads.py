@@ -186,8 +186,8 @@ class Squares(torch.autograd.Function):
 
 
 READING = [
-    warm_up, appear, use_gate, weigh_by_statistic, weigh_by_item, read_columns, smooth_all, count_words,
-    hide_nan, use_function, change_in_place, multiply_weights,
+    warm_up, appear, use_gate, weigh_by_statistic, weigh_by_item, read_columns, smooth_all,
+    count_words, hide_nan, use_function, change_in_place, multiply_weights,
 ]  # fmt: skip
 
 

@@ -98,7 +98,8 @@ class Rows:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Everything that Python code can see of filled rows."""
-        return (*self.shape, len(self.places), len(self.ends), self.bound, self.is_contiguous)
+        sizes = (*self.shape, len(self.places), len(self.ends), self.bound)
+        return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
