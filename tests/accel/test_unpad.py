@@ -22,8 +22,7 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.unpad import model as unpadded_model
-from rapidformer.accel.unpad import padding_observer
+from rapidformer.accel.unpad import calls
 from rapidformer.accel.unpad.batches import find_rows, find_sides
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
@@ -174,19 +173,21 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
 
 def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(padding_observer, "warn_once", lambda text, **_: said.append(text))
-    model = build(AutoModelForSeq2SeqLM, "bart", **PAIR)
-    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
+    monkeypatch.setattr(calls, "warn_once", lambda text, **_: said.append(text))
+    model, reference = (build(AutoModelForSeq2SeqLM, "bart", **PAIR) for _ in range(2))
+    assert apply_unpadding(model, find_plan(model)) is None
     shapes: list[Any] = []
     find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
     model(**make_pair()).loss.backward()
-    model(**make_pair()).loss.backward()
-    assert shapes == [(4, 11), (1, 21)] and not said
-    model = build(AutoModelForSeq2SeqLM, "bart", **PAIR)
-    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
-    outputs = model(**make_pair())
-    (outputs.loss + outputs.encoder_last_hidden_state.pow(3).mean()).backward()
-    assert "the loss depends on what the model returns for padding" in said[0]
+    assert shapes == [(1, 21)] and not said
+    for each in (model, reference):
+        each.zero_grad()
+        outputs = each(**make_pair())
+        (outputs.loss + outputs.encoder_last_hidden_state.pow(3).mean()).backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6, msg=name)
+    assert "step 1 reads what the model returns for padding" in said[0]
 
 
 def test_token_classifiers() -> None:
@@ -395,60 +396,15 @@ def test_dropout_of_attention_is_kept() -> None:
     assert len(losses) == 3
 
 
-def test_it_is_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = []
-    monkeypatch.setattr(unpadded_model, "use_rows", lambda rows: used.append(rows) or _nothing())
+def test_it_is_used_by_default_from_the_first_batch() -> None:
     model = build(AutoModelForMaskedLM, "bert").train()
     RapidformerEngine(args={"lr": 0.1, "log_level": "error"}).compose(model)
-    used.clear()
+    shapes: list[Any] = []
+    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
     model(**make_batch(model)).loss.backward()
-    assert not used, "the first batch shows that the loss ignores padding"
-    model(**make_batch(model)).loss.backward()
-    assert used[0].lengths == [11, 3, 6, 1]
     with torch.no_grad():
-        model(**make_batch(model))
-    assert len(used) == 1, "whoever reads these logits leaves no trace"
-
-
-@pytest.mark.parametrize("is_masked", [True, False])
-def test_a_loss_of_the_user_that_reads_padding_is_noticed(
-    is_masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(padding_observer, "warn_once", lambda text, **_: said.append(text))
-    model, reference = (build(AutoModelForMaskedLM, "bert") for _ in range(2))
-    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
-    batch = make_batch(model)
-    for _ in range(2):
-        found = []
-        for each in (model, reference):
-            each.zero_grad()
-            values = each(**batch).logits.pow(2).mean(-1)
-            (values * batch["attention_mask"] if is_masked else values).sum().backward()
-            found.append(each.bert.embeddings.word_embeddings.weight.grad.clone())
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-    assert ["the loss depends on what the model returns for padding" in text for text in said] == (
-        [] if is_masked else [True]
-    )
-    shapes: list[Any] = []
-    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
-    model(**batch)
-    assert shapes == [(1, 21) if is_masked else (4, 11)]
-
-
-def test_a_label_for_each_row_needs_no_look_at_the_loss() -> None:
-    model = build(AutoModelForSequenceClassification, "bert")
-    assert apply_unpadding(model, find_plan(model), is_asked=False) is None
-    shapes: list[Any] = []
-    find_plan(model).get_blocks(model)[0].register_forward_hook(Note(shapes))
-    model(**make_batch(model, "rows"))
-    assert shapes == [(1, 21)]
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
+        logits = model(**make_batch(model)).logits
+    assert shapes == [(1, 21), (4, 11)] and logits.isfinite().all(), "predictions have padding"
 
 
 class Padded(Finetuner):
@@ -466,7 +422,7 @@ class Padded(Finetuner):
 
 
 def test_a_resumed_run_removes_padding_from_the_same_batches(tmp_path: Path) -> None:
-    """The first batch runs padded, with other dropout: a resumed run must not do so again."""
+    """Dropout draws as many numbers as there are tokens, so it shows which batches are padded."""
 
     def train(name: str, **more: Any) -> dict[str, torch.Tensor]:
         settings = {

@@ -40,9 +40,9 @@ def saved(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
-def forge(run: Path, change: Callable[[Path], None]) -> Path:
-    """The newest checkpoint of a run, changed and given a new manifest."""
-    folder = run / "iter_0000002"
+def forge(run: Path, change: Callable[[Path], Any]) -> Path:
+    """A checkpoint, or the newest one of a run, changed and given a new manifest."""
+    folder = run if run.name.startswith("iter_") else run / "iter_0000002"
     staging = start_staging(folder)
     staging.rmdir()
     folder.rename(staging)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.parity.harness import check, under, zero
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from rapidformer import RapidformerEngine
+from rapidformer.accel.unpad.calls import Removal
+from rapidformer.overlay import get_fact
+from tests.accel.test_unpad import build
+from tests.parity.harness import check, keep_rate, under, zero
+from tests.processes import run_in_processes
 
 ON = {"dynamic_shape": "on"}
 
@@ -15,3 +26,54 @@ def test_on_two_processes() -> None:
     layouts = [{}, zero(1), zero(3), zero(3, checkpoint_activations=True)]
     cases = [case for layout in layouts[:3] for case in under({**ON, **layout}, "bert", "gpt2")]
     check(2, cases + under({**ON, **layouts[3]}, "bert", "t5"))
+
+
+def test_a_loss_that_reads_padding_on_two_processes() -> None:
+    """Only the first rank has padding: it alone computes its step again, or never removes it."""
+    layouts = [{}, zero(1), zero(3)]
+    expected = train_reading(build_reading())
+    for processes in run_in_processes(train_layouts, 2, layouts):
+        for layout, weights in zip(layouts, processes, strict=True):
+            for name, weight in weights.items():
+                limit = {"rtol": 0, "atol": 2e-6, "msg": f"{layout} {name}"}
+                torch.testing.assert_close(torch.tensor(weight), expected[name], **limit)
+
+
+def build_reading() -> Any:
+    return build(AutoModelForCausalLM, "llama")
+
+
+def train_layouts(layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The weights after two steps of a user's own loop under each layout."""
+    return [
+        {name: weight.tolist() for name, weight in train_reading(build_reading(), layout).items()}
+        for layout in layouts
+    ]
+
+
+def train_reading(model: Any, layout: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([11, 3, 11, 11])
+    mask = torch.arange(11) < lengths[:, None]
+    ids = torch.arange(5, 49).view(4, 11).masked_fill(~mask, 0)
+    labels = ids.masked_fill(~mask, -100)
+    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = None
+    if layout is not None:
+        settings = {"clip_grad": 0.0, "log_level": "error", **layout}
+        engine = RapidformerEngine(args=settings)
+        _, optimizer, _ = engine.compose(model, optimizer, lr_scheduler_fn=keep_rate)
+        rank = engine.topology.get_rank("data")
+        batch = {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
+    for _ in range(2):
+        loss = model(**batch).logits.pow(2).mean((1, 2)).mean()
+        loss.backward() if engine is None else engine.backward(loss, weight=2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if engine is None:
+        return {name: p.detach() for name, p in model.named_parameters()}
+    assert get_fact(model, Removal).is_on is (rank == 1 or bool(layout))
+    return {
+        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        for name, p in model.named_parameters()
+    }

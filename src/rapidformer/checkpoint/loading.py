@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -86,16 +85,7 @@ def _restore_position(state: TrainingState, run: dict[str, Any]) -> None:
         state.loader.load_state_dict(run["loader"])
     if state.scaler is not None and run["scaler"] is not None:
         state.scaler.load_state_dict(run["scaler"])
-    if state.padding is not None:
-        everyone = run.get("padding") or [None]
-        # On another number of ranks, each gets other batches anyway.
-        own = everyone[get_rank() if len(everyone) == _count_ranks() else 0]
-        state.padding.load_state_dict(own or {})
     _restore_schedule(state, run)
-
-
-def _count_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:

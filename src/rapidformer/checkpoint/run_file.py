@@ -25,7 +25,6 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "tied": (dict,),
     "facts": (dict,),
     "base": (dict,),
-    "padding": (list,),
 }
 
 

@@ -72,15 +72,12 @@ def prepare_save(
         k: v for own in gather_from_all(drop_tied(tensors, state.model)) for k, v in own.items()
     }
     save.pieces = plan_pieces(tensors)
-    padding = state.padding.state_dict() if state.padding is not None else None
-    of_all_ranks = gather_from_all((sum(piece.data.nbytes for piece in save.pieces), padding))
-    save.total_bytes = sum(size for size, _ in of_all_ranks)
+    save.total_bytes = sum(gather_from_all(sum(piece.data.nbytes for piece in save.pieces)))
     if with_random_states:
         save.files[get_random_file(get_rank())] = _to_text(get_random_states(state.device))
     if get_rank() == 0:
         warn_if_full(folder, save.total_bytes)
         run = _describe_run(state, groups, extra) | {"tied": ties}
-        run["padding"] = [each for _, each in of_all_ranks]
         if checksums is not None:
             run["base"] = {"name": state.base, "checksums": checksums}
         save.files[RUN] = _to_text(run)

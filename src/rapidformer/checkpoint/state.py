@@ -67,9 +67,6 @@ class TrainingState:
     """A context manager in which the optimizer steps at once (torch initialises its state that
     way).
     """
-    padding: Stateful | None = None
-    """What each rank has learned about padding: a resumed run must remove it from the same batches.
-    """
     gathered: Gathered | None = None
     """Replaces model and optimizer if they cannot be read directly."""
     base: str | None = None

@@ -75,21 +75,36 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_CONVERSIONS: dict[type, Callable[[type, Any], Any]] = {}
+
+
 def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> Patch:
     """Inside, every ``torch.autograd.Function`` gets its arguments of this type converted.
 
     Such functions bypass ``__torch_function__``, and torch offers nothing else. ``convert`` gets
     the function's class and one argument. A script may have stored ``MyFunction.apply`` already, so
     ``Function.apply`` is not replaced: its base class, which only inherits ``apply``, gets one that
-    converts first. For one type only: a second one would replace the first.
+    converts first.
     """
+    _CONVERSIONS[kind] = convert
+    return _CONVERTING
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, kind) for each in args):
-            args = tuple(convert(cls, each) if isinstance(each, kind) else each for each in args)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    return Patch(lambda: [Entry(_SingleLevelFunction, "apply", lambda _: classmethod(apply))])
+def _apply_converted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    # Again and again: logits that are computed late may still lack padding.
+    while any(type(argument) in _CONVERSIONS for argument in args):
+        args = tuple(
+            _CONVERSIONS[type(argument)](cls, argument)
+            if type(argument) in _CONVERSIONS
+            else argument
+            for argument in args
+        )
+    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+
+_CONVERTING = Patch(
+    lambda: [Entry(_SingleLevelFunction, "apply", lambda _: classmethod(_apply_converted))]
+)
 
 
 def find_unknown_functions() -> str | None:

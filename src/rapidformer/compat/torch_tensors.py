@@ -29,7 +29,7 @@ FACTS = {
         getattr(Tensor, name).__get__
         for name in (
             "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "is_meta",
-            "is_cuda", "grad_fn", "_base",
+            "is_cuda", "grad_fn", "_base", "_version",
         )
     ),
 }  # fmt: skip

@@ -456,8 +456,8 @@ class AccelerationArguments:
     """compute the loss of a large vocabulary from the hidden states, so that its logits never exist
     all at once: auto = from 4,096 words on, if it saves memory"""
     dynamic_shape: Literal["auto", "on", "off"] = "auto"
-    """remove padding before the first block and restore it after the last: blocks compute on real
-    tokens only. auto = if the model gives the same result"""
+    """remove padding before the first block: blocks, head and loss compute on real tokens only, and
+    a step whose loss reads padding is computed with it. auto = if the model gives equal results"""
     tokens_per_micro_batch: int | None = None
     """fill micro-batches up to this many tokens, padding included, instead of --micro-batch-size
     samples. An optimizer step still takes --global-batch-size samples"""

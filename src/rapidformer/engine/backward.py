@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
+from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.topology import Topology
@@ -106,6 +107,7 @@ class BackwardPasses:
         started = self.started
         if started is None:
             raise RapidformerError("backward_within() is for the forward step of run_update().")
+        loss = settle(loss)
         earlier: list[torch.Tensor | None] = []
         if not started.has_run:
             result = self._weights.weigh(loss, None, started.micro_batch)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.config import Settings
 from rapidformer.config.batches import get_batch_schedule
 from rapidformer.data.adopt import adopt_loader
@@ -229,6 +230,7 @@ class RunData:
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
+        tensor = settle(tensor)
         rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         if self._current.ends_with_filler(len(rows)):
             rows = rows[:-1]

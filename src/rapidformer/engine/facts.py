@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.checkpoint.state import TrainingState, bypass_clock
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
@@ -21,7 +20,6 @@ from rapidformer.engine.model import RunModel
 from rapidformer.engine.runtime import Runtime
 from rapidformer.engine.updates import Updates
 from rapidformer.log import get_logger
-from rapidformer.overlay import find_fact
 
 _DATA = ("data_path", "data_name", "data_dir", "train_data", "train_data_path")
 _REPEATS = "some samples of this epoch are repeated, and others are left out"
@@ -55,7 +53,6 @@ def collect_state(
         device=runtime.device,
         topology=runtime.topology,
         bypass=functools.partial(bypass_clock, clock),
-        padding=find_fact(parallelized.model, PaddingObserver),
         gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
         facts=_describe_facts(data.args, data.train_loader, parallelized.model),
         base=model.adapter.base if model.adapter else None,

@@ -25,6 +25,8 @@ from rapidformer.accel.cuda_graph.obstacles import MayCapture
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
+from rapidformer.accel.unpad.calls import count_steps
+from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.data.prefetch import move_micro_batch
@@ -107,6 +109,7 @@ class Updates:
         optimizer = prepare_optimizer(wanted, parallelized, names, args, runtime, clock)
         scheduler = prepare_scheduler(wanted, optimizer, parallelized, args)
         take_over(optimizer, scheduler, parallelized, args, clock, self.scaler)
+        count_steps(parallelized.model, clock)
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self._parallelized, self._parameters = parallelized, parameters
         self._passes = BackwardPasses(
@@ -148,6 +151,7 @@ class Updates:
                 "Finetuner or PreTrainer instead of engine.backward()."
             )
         get_observer().see_phase("forward")
+        loss = settle(loss)
         micro_batch = self._current.in_training
         result = self.weights.weigh(loss, weight, micro_batch)
         passes.run(result, micro_batch, ends_update=bool(micro_batch and micro_batch.is_last))

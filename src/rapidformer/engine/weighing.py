@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rapidformer.accel.unpad.on_demand import settle_all
 from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.topology import Topology
@@ -54,7 +55,8 @@ class LossWeights:
     ) -> MicroBatchResult:
         """The forward step on one micro-batch; missing counts are taken from the batch."""
         with self._current.holding(micro_batch):
-            returned = forward(micro_batch.batch)
+            # A loss that has read padding is computed with padding here, at the latest.
+            returned = settle_all(forward(micro_batch.batch))
         loss, weight, parts = (
             (*returned, {})[:3] if isinstance(returned, tuple) else (returned, None, {})
         )

@@ -76,9 +76,10 @@ def read_inputs(
 ) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
-    That is the case until the loss has been seen on a padded batch, and if the model removes
-    padding that a graph would keep: with dropout, that changes the results. ``sizes_up`` rounds the
-    number of tokens up to a later size. Without ``widens``, the batch keeps its width.
+    That is the case if the model removes padding that a graph would keep: with dropout, that
+    changes the results.
+    ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
+    its width.
     """
     padding = _read_padding(model, batch, sizes_up, widens=widens)
     if padding is None:
@@ -118,8 +119,6 @@ def _read_padding(
         if labels.shape == mask.shape:
             labels = pad(get_host_copy(labels), columns.get("labels"))
         fixed = read_fixed_rows(model, wide, labels, sizes_up)
-        if fixed is None:
-            return None
         if fixed.rows is not None:
             return columns, fixed
         columns, wide = {}, is_real  # the padding stays, and more of it could change the loss

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.split import VocabularySlice
+from rapidformer.accel.unpad.on_demand import settle
+from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
 
@@ -55,6 +57,8 @@ def sum_losses(
 
     ``hidden`` has a row for each label.
     """
+    picked = pick_labelled(hidden, labels, recipe.ignore_index)
+    hidden, labels = (settle(hidden), labels) if picked is None else picked
     if hidden.device.type == "cpu":
         # Not on a GPU: the host would wait to learn how many rows are selected.
         is_kept = labels != recipe.ignore_index

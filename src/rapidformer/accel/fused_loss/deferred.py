@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
 from rapidformer.accel.fused_loss.head import Head, watch_steps
+from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
 from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
@@ -102,8 +103,7 @@ class DeferredLogits(torch.Tensor):
             return self._hidden
         with without_torch_function():
             logits = self.as_subclass(Tensor)
-        hidden: Tensor = _Through.apply(self._hidden, logits)  # type: ignore[no-untyped-call]
-        return hidden
+        return map_tokens(self._hidden, lambda hidden: _Through.apply(hidden, logits))  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -175,6 +175,8 @@ def _build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) 
     # Only autograd sees the stand-in, to run hooks. The logits have a gradient even if only the
     # head is trained.
     anchor = hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_()
+    if isinstance(anchor, Unpadded):
+        anchor = anchor.tokens if anchor.is_lazy else settle(anchor)
     stand_in = _StandIn.apply(anchor, layout, hidden.device)  # type: ignore[no-untyped-call]
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits._head, logits._hidden, logits._steps = head, hidden, steps

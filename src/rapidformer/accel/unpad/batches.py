@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.data.batch import get_host_copy
@@ -44,37 +44,29 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     return None if rounds_up and not rows.is_contiguous else rows
 
 
-def read_fixed_rows(
-    model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0
-) -> FixedRows | None:
+def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0) -> FixedRows:
     """What ``find_rows`` must return whenever a batch of this size is replayed.
 
-    The values are read in host memory. None if the loss must be seen on a padded batch first.
-    ``sizes_up`` rounds the number of tokens up to a later size.
+    The values are read in host memory. ``sizes_up`` rounds the number of tokens up to a later size.
     """
-    observer, filling = find_fact(model, PaddingObserver), find_fact(model, Filling)
-    is_proven = observer is not None and filling is not None and filling.is_exact
-    if observer is not None and is_proven and _is_removable(model, is_real, labels):
-        if labels.shape != is_real.shape or observer.ignores_padding:
-            rows = Rows.read_filled(is_real, sizes_up)
-            if rows.is_contiguous:
-                return FixedRows(rows)
-        elif not observer.is_decided:
-            return None
+    filling = find_fact(model, Filling)
+    is_proven = filling is not None and filling.is_exact
+    if _is_on(model) and is_proven and _is_removable(model, is_real, labels):
+        rows = Rows.read_filled(is_real, sizes_up)
+        if rows.is_contiguous:
+            return FixedRows(rows)
     return FixedRows(None, is_full=bool(is_real.all()))
 
 
 def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the model removes padding from this batch, or has yet to see whether it may."""
-    observer = find_fact(model, PaddingObserver)
-    if observer is None:
-        return False
-    if is_encoder_decoder(model):
-        is_allowed = observer.ignores_padding or not observer.is_decided
-        return is_allowed and find_sides(model, dict(batch)) is not None
-    has_label_per_row = batch["labels"].shape != batch["attention_mask"].shape
-    is_allowed = has_label_per_row or observer.ignores_padding or not observer.is_decided
-    return is_allowed and find_rows(model, dict(batch)) is not None
+    """Whether the model removes padding from this batch."""
+    find = find_sides if is_encoder_decoder(model) else find_rows
+    return _is_on(model) and find(model, dict(batch)) is not None
+
+
+def _is_on(model: Any) -> bool:
+    removal = find_fact(model, Removal)
+    return removal is not None and removal.is_on
 
 
 def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:

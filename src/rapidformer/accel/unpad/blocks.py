@@ -1,4 +1,4 @@
-"""Run blocks on real tokens: the first one removes padding, and the last one puts it back.
+"""Run blocks on real tokens: the first one removes padding, and the last one returns `Unpadded`.
 
 A call is unpadded if its attention mask is a ``RowMask``. Every other call runs as it would without
 the switch.
@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from rapidformer.accel.context.arguments import find_argument_names
+from rapidformer.accel.unpad.calls import record_padded
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.padding_observer import observe_output
-from rapidformer.accel.unpad.sides import find_stacks, is_encoder_decoder
+from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import extend, get_fact, put_fact, remove
+from rapidformer.overlay import extend, get_fact, get_own_class, put_fact, remove
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,8 @@ class _Place:
     A fact on the block rather than part of its class: equal blocks share one compiled graph.
     """
 
-    is_last: bool
-    is_decoder: bool
-    """Whether it is in the decoder of a model that has an encoder too."""
+    is_read: bool
+    """Whether other code than the next block may get its output: it is in its padded shape then."""
     names: tuple[str, ...]
     """The block's positional arguments."""
 
@@ -58,9 +58,8 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     place = get_fact(self, _Place)
     if mask is None:
         output = cls.__call__(self, *args, **kwargs)
-        if place.is_last:
-            hidden = output[0] if isinstance(output, tuple) else output
-            observe_output(hidden, is_decoder=place.is_decoder)
+        if place.is_read:
+            record_padded(self, output[0] if isinstance(output, tuple) else output)
         return output
     rows = mask.rows
     hidden = args[0] if args else kwargs["hidden_states"]
@@ -70,20 +69,28 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Only the first block gets padded hidden states. Other arguments have their own rule, since
         # a batch may have as many real tokens as a padded row has columns.
         if value is hidden:
+            if _has_tokens(value, rows):
+                return value.tokens
+            value = settle(value)
             return rows.pack(value) if rows.is_padded(value) else value
-        if encoder is not None and name == "encoder_hidden_states":
-            return encoder.pack_argument(value)
-        return rows.pack_argument(value)
+        side = encoder if encoder is not None and name == "encoder_hidden_states" else rows
+        return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
 
     names = (*place.names, *[""] * len(args))
     given = [convert(name, value) for name, value in zip(names, args, strict=False)]
     named = {name: convert(name, value) for name, value in kwargs.items()}
     output = cls.__call__(self, *given, **named)
-    if not place.is_last:
+    if not place.is_read:
         return output
     if isinstance(output, tuple):
-        return (rows.unpack(output[0]), *output[1:])
-    return rows.unpack(output)
+        return (start(output[0], rows, self), *output[1:])
+    return start(output, rows, self)
+
+
+def _has_tokens(value: Any, rows: Rows) -> bool:
+    """Whether a value has exactly the real tokens of these rows."""
+    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
+    return is_lazy and value.token_layout.places is rows.places
 
 
 def _reads_encoder(value: Any) -> bool:
@@ -96,17 +103,20 @@ def _list_blocks(model: Any, plan: ModelPlan) -> list[tuple[nn.Module, _Place]]:
     stacks: dict[str, list[nn.Module]] = defaultdict(list)
     for name, block in zip(plan.blocks, plan.get_blocks(model), strict=True):
         stacks[name.rpartition(".")[0]].append(block)
-    both = find_stacks(model) if is_encoder_decoder(model) else None
-    decoder = set() if both is None else set(both[1].modules())
     return [
         (
             block,
             _Place(
-                is_last=block is stack[-1],
-                is_decoder=block in decoder,
+                is_read=block is stack[-1] or not _is_library_code(model, name),
                 names=find_argument_names(block),
             ),
         )
-        for stack in stacks.values()
+        for name, stack in stacks.items()
         for block in stack
     ]
+
+
+def _is_library_code(model: nn.Module, blocks: str) -> bool:
+    """Whether transformers' own code passes hidden states from block to block."""
+    owner = get_own_class(model.get_submodule(blocks.rpartition(".")[0]))
+    return str(owner.forward.__module__).startswith("transformers.")

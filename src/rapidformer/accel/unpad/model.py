@@ -9,18 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.unpad import tokenwise
 from rapidformer.accel.unpad.batches import find_packed_rows, find_rows, find_sides, is_packed
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
-from rapidformer.accel.unpad.sides import is_encoder_decoder, use_sides
+from rapidformer.accel.unpad.calls import Call, Help, Removal
+from rapidformer.accel.unpad.on_demand import release
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, use_sides
 from rapidformer.accel.unpad.token_attention import use_rows
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.watched import find_watched
-from rapidformer.overlay import extend
+from rapidformer.overlay import extend, get_own_class
+
+assert tokenwise  # it fills the table of operations that need no padding
 
 
 def extend_model(
     model: nn.Module,
     inner_modules: Mapping[str, nn.Module],
-    observer: PaddingObserver,
+    removal: Removal,
     *,
     rounds_up: bool,
     packs: bool,
@@ -31,36 +37,29 @@ def extend_model(
     it would see without the switch. With ``rounds_up``, the number of tokens is one of a few. With
     ``packs``, packed examples are computed apart as well.
     """
-    if is_encoder_decoder(model):
-        build = functools.partial(_build_two_sided, inner_modules, observer, rounds_up)
-    else:
-        build = functools.partial(_build_one_sided, inner_modules, observer, rounds_up, packs)
-    extend(model, "unpad", build)
+    make = _build_two_sided if is_encoder_decoder(model) else _build_one_sided
+    extend(model, "unpad", functools.partial(make, inner_modules, removal, rounds_up, packs))
 
 
 def _build_one_sided(
-    inner_modules: Mapping[str, nn.Module],
-    observer: PaddingObserver,
-    rounds_up: bool,
-    packs: bool,
-    cls: Any,
+    inner_modules: Mapping[str, nn.Module], removal: Removal, rounds_up: bool, packs: bool, cls: Any
 ) -> dict[str, Any]:
     """The forward pass of an encoder or a decoder."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        find = find_packed_rows if packs and is_packed(kwargs) else find_rows
-        rows = None if find_watched(inner_modules) else find(self, kwargs, rounds_up=rounds_up)
-        if rows is None:
-            return cls.forward(self, *args, **kwargs)
-        # With one label per row, the model returns nothing for padding that a loss could read.
-        has_label_per_row = kwargs["labels"].shape != rows.shape
-        if not has_label_per_row and not observer.ignores_padding:
-            with observer.observe(rows):
-                return cls.forward(self, *args, **kwargs)
-        if find is find_packed_rows:
-            kwargs = add_full_mask(kwargs)
-        with use_rows(rows):
-            return cls.forward(self, *args, **kwargs)
+        run = functools.partial(cls.forward, self, *args, **kwargs)
+        is_by_position = packs and is_packed(kwargs)
+        if find_watched(inner_modules) or not (removal.is_on or is_by_position):
+            return run()
+        if is_by_position:
+            rows = find_packed_rows(self, kwargs, rounds_up=rounds_up)
+            return run() if rows is None else call_packed(run, rows, kwargs)
+        rows = find_rows(self, kwargs, rounds_up=rounds_up)
+        if rows is None or not _may_lack_padding(
+            self, removal, has_label_per_token=kwargs["labels"].shape == rows.shape
+        ):
+            return run()
+        return call_unpadded(self, run, rows, removal)
 
     # Trainers read the signature to choose a batch's columns.
     functools.update_wrapper(forward, cls.forward)
@@ -68,26 +67,53 @@ def _build_one_sided(
 
 
 def _build_two_sided(
-    inner_modules: Mapping[str, nn.Module], observer: PaddingObserver, rounds_up: bool, cls: Any
+    inner_modules: Mapping[str, nn.Module], removal: Removal, rounds_up: bool, packs: bool, cls: Any
 ) -> dict[str, Any]:
     """The forward pass of an encoder-decoder model."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_watched = bool(find_watched(inner_modules))
-        sides = None if is_watched else find_sides(self, kwargs, rounds_up=rounds_up)
-        if sides is None:
-            return cls.forward(self, *args, **kwargs)
-        if not observer.ignores_padding:
-            with observer.observe(sides):
-                return cls.forward(self, *args, **kwargs)
-        kwargs["use_cache"] = False  # nothing could use a cache of packed tokens
-        with use_sides(sides):
-            return cls.forward(self, *args, **kwargs)
+        run = functools.partial(cls.forward, self, *args, **kwargs)
+        is_allowed = removal.is_on and _may_lack_padding(self, removal, has_label_per_token=True)
+        if not is_allowed or find_watched(inner_modules):
+            return run()
+        sides = find_sides(self, kwargs, rounds_up=rounds_up)
+        # Nothing could use a cache of packed tokens.
+        run_unpadded = functools.partial(run, use_cache=False)
+        return run() if sides is None else call_unpadded(self, run_unpadded, sides, removal)
 
     functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 
 
-def add_full_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """Add a mask of ones: rows keep the examples apart, so the model need not do it."""
-    return {**batch, "attention_mask": torch.ones_like(batch["position_ids"])}
+def call_unpadded(model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal) -> Any:
+    """Run a model's forward pass without padding."""
+    device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
+    call = Call(removal, run, device, knows_labels=_is_library_code(model))
+    with use_sides(rows) if isinstance(rows, Sides) else use_rows(rows):
+        output = call.run(run)
+    return release(output)
+
+
+def _is_library_code(model: nn.Module) -> bool:
+    """Whether a model and its loss are transformers' own."""
+    loss = getattr(model, "loss_function", None)
+    is_own_loss = str(getattr(loss, "__module__", "")).startswith("transformers.")
+    return is_own_model(get_own_class(model)) and (loss is None or is_own_loss)
+
+
+def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token: bool) -> bool:
+    """Whether nobody is going to read padding, or this rank can compute it then."""
+    # Without gradients, results for each token are predictions, which someone reads as a whole.
+    if has_label_per_token and not torch.is_grad_enabled():
+        return False
+    # transformers' models return nothing for padding if there is one label per row.
+    is_closed = _is_library_code(model) and not has_label_per_token
+    return removal.help_of_others is not Help.NEEDED or is_closed
+
+
+def call_packed(run: Any, rows: Rows, batch: dict[str, Any]) -> Any:
+    """Run a model's forward pass on packed examples, each by itself."""
+    # Of ones: rows keep the examples apart, so the model need not do it.
+    mask = torch.ones_like(batch["position_ids"])
+    with use_rows(rows):
+        return run(attention_mask=mask)

@@ -33,6 +33,10 @@ class Rows:
     """Zeros added to round the number of tokens up."""
     is_rounded: bool = False
     """Whether the number of tokens was rounded up to one of a few sizes."""
+    is_filled: bool = False
+    """Whether some of these tokens are padding, as rows of their own."""
+    starts_left: bool = False
+    """Whether every row has a real token in its first column."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
     _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
@@ -47,6 +51,7 @@ class Rows:
             lengths=real.sum(1).tolist(),
             columns=places % real.shape[1],
             is_contiguous=_is_contiguous(real),
+            starts_left=bool(real[:, 0].all()),
         )
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
@@ -86,12 +91,15 @@ class Rows:
             columns=torch.from_numpy(places % real.shape[1]),
             is_contiguous=_is_contiguous(real),
             is_rounded=True,
+            is_filled=True,
+            starts_left=bool(real[:, 0].all()),
         )
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Everything that Python code can see of filled rows."""
-        return (*self.shape, len(self.places), len(self.ends), self.bound, self.is_contiguous)
+        sizes = (*self.shape, len(self.places), len(self.ends), self.bound)
+        return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,9 +240,9 @@ def gather(padded: Tensor, places: Tensor) -> Tensor:
     return packed
 
 
-def scatter(packed: Tensor, places: Tensor, size: int) -> Tensor:
-    """The reverse of ``gather``: ``size`` rows, with zeros at all other places."""
-    padded: Tensor = _Scatter.apply(packed, places, size)  # type: ignore[no-untyped-call]
+def scatter(packed: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """The reverse of ``gather``: ``size`` rows, with ``fill`` at all other places."""
+    padded: Tensor = _Scatter.apply(packed, places, size, fill)  # type: ignore[no-untyped-call]
     return padded
 
 
@@ -264,11 +272,12 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, places: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, packed: Tensor, places: Tensor, size: int, fill: float) -> Tensor:
         ctx.save_for_backward(places)
-        return packed.new_zeros((1, size, *packed.shape[2:])).index_copy_(1, places, packed)
+        padded = packed.new_full((1, size, *packed.shape[2:]), fill)
+        return padded.index_copy_(1, places, packed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        return gather(gradient, places), None, None
+        return gather(gradient, places), None, None, None

@@ -36,8 +36,8 @@ _CURRENT: ContextVar[Sides | None] = ContextVar("sides", default=None)
 
 
 @contextmanager
-def use_sides(sides: Sides) -> Iterator[None]:
-    """Inside, the model's stacks compute on these rows."""
+def use_sides(sides: Sides | None) -> Iterator[None]:
+    """Inside, the model's stacks compute on these rows; None: on padded batches."""
     token = _CURRENT.set(sides)
     try:
         yield

@@ -33,6 +33,16 @@ def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+@contextmanager
+def without_rows() -> Iterator[None]:
+    """Inside, masks are those of padded batches again."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 NAME = "rapidformer_by_row"
 
 

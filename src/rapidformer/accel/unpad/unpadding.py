@@ -17,10 +17,11 @@ from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
+from rapidformer.accel.unpad.calls import Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.fixed import Filling
-from rapidformer.accel.unpad.model import add_full_mask, extend_model
-from rapidformer.accel.unpad.padding_observer import PaddingObserver
+from rapidformer.accel.unpad.model import call_packed, call_unpadded, extend_model
+from rapidformer.accel.unpad.on_demand import WATCHING
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
@@ -30,9 +31,8 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
     restore_sides,
-    use_sides,
 )
-from rapidformer.accel.unpad.token_attention import BY_ROW, NAME, use_rows
+from rapidformer.accel.unpad.token_attention import BY_ROW, NAME
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -50,8 +50,8 @@ def apply(assembly: Assembly) -> str | None:
         assembly.plan,
         assembly.precision.dtype,
         is_compiled=assembly.args.compile,
-        is_asked=is_asked,
         applied=assembly.applied,
+        help_of_others=_get_help(assembly),
     )
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -72,39 +72,55 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     return None
 
 
+def _get_help(assembly: Assembly) -> Help:
+    """Whether a rank can repeat a forward pass alone: not with sharded weights."""
+    args = assembly.args
+    stages = (
+        args.zero_1_memory_optimization,
+        args.zero_2_memory_optimization,
+        args.zero_3_memory_optimization,
+    )
+    if not any(stages) or args.world_size == 1:
+        return Help.NONE
+    return Help.PROMISED if args.dynamic_shape == "on" else Help.NEEDED
+
+
 def apply_unpadding(
     model: nn.Module,
     plan: ModelPlan,
     dtype: torch.dtype | None = None,
     *,
     is_compiled: bool = False,
-    is_asked: bool = True,
     applied: Applied | None = None,
+    help_of_others: Help = Help.NONE,
 ) -> str | None:
     """Unpad the batches of a model; returns why not, in which case the model is unchanged.
 
     ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few. Unless the user has asked for the switch, the
-    loss must first be seen to ignore padding.
+    number of tokens is rounded up to one of a few. ``help_of_others`` is for ``Removal``.
     """
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
     BY_ROW.keep(applied)
     restore = _extend_parts(model, plan)
+    WATCHING.keep(applied)
+    trial = Removal(is_trial=True)
     plain = functools.partial(_call, model)
-    unpadded = functools.partial(_call_unpadded, model, rounds_up=is_compiled)
+    unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     with uncompiled(model.modules()):
         difference = find_difference(model, plan, plain, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
         packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
+    if difference is None and not trial.is_on:
+        difference = "it reads what its blocks return for padding"
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    observer = PaddingObserver(is_trusted=is_asked)
-    put_fact(model, observer)
+    removal = Removal(help_of_others=help_of_others)
+    put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    extend_model(model, inner_modules, observer, rounds_up=is_compiled, packs=packs)
+    extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
     return None
 
 
@@ -134,7 +150,7 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
     unpadded gets rows of padding, an encoder-decoder model that runs padded columns on both sides.
     """
-    is_unpadded = find_fact(model, PaddingObserver) is not None
+    is_unpadded = find_fact(model, Removal) is not None
     if is_encoder_decoder(model):
         if is_unpadded or _find_problem(model, plan) is not None:
             return
@@ -181,27 +197,29 @@ def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
     return model.forward(**batch)
 
 
-def _call_unpadded(model: nn.Module, batch: dict[str, Any], *, rounds_up: bool) -> Any:
+def _call_unpadded(
+    model: nn.Module, trial: Removal, batch: dict[str, Any], *, rounds_up: bool
+) -> Any:
     """Run a small batch of ``proof.py`` without padding, or with packed examples apart."""
+    run = functools.partial(model.forward, **batch)
     if "position_ids" in batch:
         positions = batch["position_ids"]
         rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
-        with use_rows(rows):
-            return _call(model, add_full_mask(batch))
+        return call_packed(run, rows, batch)
     if is_encoder_decoder(model):
         sides = read_sides(batch, rounds_up=rounds_up)
         assert sides is not None
-        with use_sides(sides):
-            return _call(model, batch)
+        return call_unpadded(model, run, sides, trial)
     mask = batch["attention_mask"]
-    with use_rows(Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)):
-        return _call(model, batch)
+    rows = Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)
+    return call_unpadded(model, run, rows, trial)
 
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
-    with use_rows(Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)):
-        return _call(model, batch)
+    rows = Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)
+    run = functools.partial(model.forward, **batch)
+    return call_unpadded(model, run, rows, Removal(is_trial=True))
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:

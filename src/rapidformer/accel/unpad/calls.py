@@ -1,0 +1,180 @@
+"""A call of a model without padding, and its way back: the same call with padding.
+
+The way back is taken when something reads a value for padding, which does not exist. The stack runs
+again, padded, and whatever was computed from its output is computed again from there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.unpad.sides import use_sides
+from rapidformer.accel.unpad.token_attention import without_rows
+from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import warn_once
+from rapidformer.overlay import find_fact
+
+_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
+_RECORDED: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("padded", default=None)
+
+
+class Clock(Protocol):
+    """Counts updates."""
+
+    updates: int
+
+
+class Help(Enum):
+    """What a rank needs of the others to repeat a forward pass."""
+
+    NONE = "it can do so alone"
+    NEEDED = "weights are sharded, and the others do not know"
+    PROMISED = "the same, but the user says that padding is not read (--dynamic-shape on)"
+
+
+class Removal:
+    """A fact on a model: whether its padding is removed."""
+
+    def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
+        self.is_on = True
+        self.help_of_others = help_of_others
+        self.clock: weakref.ref[Clock] | None = None
+        """Of the engine that trains the model."""
+        self._is_trial = is_trial
+
+    def get_step(self) -> int:
+        """The number of the current step."""
+        clock = self.clock() if self.clock is not None else None
+        return 1 if clock is None else clock.updates + 1
+
+    def turn_off(self, step: int, effect: str) -> None:
+        """Keep padding from now on, and say why."""
+        if self.is_on and not self._is_trial:
+            warn_once(
+                f"--dynamic-shape: step {step} reads what the model returns for padding, so "
+                f"{effect}. From here on, padding is not removed. To train faster, leave padding "
+                "out: losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0).",
+                is_local=True,
+            )
+        self.is_on = False
+
+
+class Mode:
+    """Whether gradients and autocast are on, to compute something later as it would be now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._has_gradient = torch.is_grad_enabled()
+        is_on = torch.is_autocast_enabled(self._kind)
+        self._autocast = torch.get_autocast_dtype(self._kind) if is_on else None
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        is_on = self._autocast is not None
+        autocast = torch.autocast(self._kind, dtype=self._autocast, enabled=is_on)
+        with torch.set_grad_enabled(self._has_gradient), autocast:
+            yield
+
+
+class Call:
+    """One call of a model without padding."""
+
+    def __init__(
+        self,
+        removal: Removal,
+        run_padded: Callable[[], Any],
+        device: torch.device,
+        *,
+        knows_labels: bool = False,
+    ) -> None:
+        self.is_running = False
+        self._removal = removal
+        self._run_padded = run_padded
+        self._mode = Mode(device)
+        self._step = removal.get_step()
+        self._padded: dict[nn.Module, Tensor] | None = None
+        self._knows_labels = knows_labels
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it was run again with padding: everything from it is then taken from there."""
+        return self._padded is not None
+
+    @property
+    def trusts_labels(self) -> bool:
+        """Whether only transformers' own code runs, on labels that were compared with the mask."""
+        return self.is_running and self._knows_labels
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run a model's forward pass as this call."""
+        token, self.is_running = _CURRENT.set(self), True
+        try:
+            return forward()
+        finally:
+            self.is_running = False
+            _CURRENT.reset(token)
+
+    def find_padded(self, block: nn.Module) -> Tensor:
+        """What a block returns with padding."""
+        if self._padded is None:
+            self._check()
+            self._padded = {}
+            token = _RECORDED.set(self._padded)
+            try:
+                with self._mode.enter(), without_rows(), use_sides(None):
+                    self._run_padded()
+            finally:
+                _RECORDED.reset(token)
+        return self._padded[block]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the weights have changed since: it cannot be repeated any more."""
+        return self._padded is None and self._removal.get_step() != self._step
+
+    def blame(self) -> None:
+        """Padding was read: remove no more of it."""
+        late = "that is NaN (0 among whole numbers) this time: it was read after optimizer.step()"
+        effect = late if self.is_late else "it was computed with padding"
+        self._removal.turn_off(self._step, effect)
+
+    def _check(self) -> None:
+        if self._removal.help_of_others is not Help.NONE:
+            raise ConfigurationError(
+                "something reads what the model returns for padding, and with sharded weights "
+                "(ZeRO) one rank cannot compute that alone. Leave padding out (losses[mask], "
+                "losses.masked_fill(~mask, 0)), or set --dynamic-shape off."
+            )
+
+
+def count_steps(model: nn.Module, clock: Clock) -> None:
+    """Let a model's calls know in which step they are."""
+    removal = find_fact(model, Removal)
+    if removal is not None:
+        removal.clock = weakref.ref(clock)
+
+
+def refuse_in_graph() -> None:
+    """A CUDA graph can neither look at values nor branch on them."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RapidformerError("its loss may read padding, which only the host could find out")
+
+
+def get_call() -> Call | None:
+    """The call that is running without padding."""
+    return _CURRENT.get()
+
+
+def record_padded(block: nn.Module, output: Tensor) -> None:
+    """Keep what a block returns with padding, if a call is being repeated."""
+    recorded = _RECORDED.get()
+    if recorded is not None:
+        recorded[block] = output

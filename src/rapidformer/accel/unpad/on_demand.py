@@ -1,0 +1,351 @@
+"""A padded tensor of which only the real tokens exist: what blocks return without padding.
+
+Operations on each token alone run on the real tokens (``tokenwise.py``). Any other runs with NaN
+for padding, so that whoever reads padding gets NaN, and whoever masks or indexes it does not.
+Before such a result can do harm (it is back-propagated, meets weights, or Python asks for its
+values), it is settled: a result without NaN has not read padding; one with NaN is computed again,
+from the same call with padding. Nothing is decided once: it holds for each operation of each step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.unpad.calls import Call, Mode, get_call, refuse_in_graph
+from rapidformer.accel.unpad.layout import Layout
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
+from rapidformer.compat.torch_dispatch import (
+    convert_function_arguments,
+    tree_leaves,
+    tree_map_only,
+)
+from rapidformer.compat.torch_tensors import FACTS, count_changes
+from rapidformer.errors import ConfigurationError
+from rapidformer.models.watched import is_from_user
+
+FOLLOWED: dict[Any, Callable[..., Any]] = {}
+"""Operations that need no padding. Each returns NotImplemented if it does need it."""
+
+_SHAPES = {
+    Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset,
+    Tensor.get_device, Tensor.nelement, Tensor.ndimension, Tensor.is_complex, Tensor.is_signed,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")
+    ),
+}  # fmt: skip
+"""What a tensor on the meta device knows as well."""
+_EFFECTS = {
+    Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
+    Tensor.__setitem__, torch.autograd.backward, torch.autograd.grad,
+    *(getattr(getattr(Tensor, n), k) for n in ("grad", "data") for k in ("__get__", "__set__")),
+}  # fmt: skip
+"""Operations that do more than to return a new tensor; so do those named like ``add_``."""
+
+_HIDE_NAN = {
+    getattr(place, name)
+    for name in (
+        "nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign",
+        "sgn", "heaviside", "copysign", "histc", "bernoulli",
+    )
+    for place in (torch, Tensor)
+}  # fmt: skip
+"""Operations whose result may be a number although they have read NaN."""
+
+
+class Unpadded(torch.Tensor):
+    """A tensor computed without padding from what a model's blocks return."""
+
+    _calls: tuple[Call, ...]
+    _tokens: Tensor | None
+    """The real tokens, [1, tokens, ...]; None if this has values of its own, maybe NaN."""
+    _layout: Layout
+    _is_flat: bool
+    """Whether rows and columns are one dimension."""
+    _recompute: Callable[[], Tensor]
+    """How to get it with padding."""
+    _value: Tensor | None
+    """The values, with NaN for padding."""
+    _settled: Tensor | None
+    """A plain tensor with the values that it has with padding."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The real tokens, which must exist."""
+        assert self._tokens is not None
+        return self._tokens
+
+    @property
+    def token_layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def is_flat(self) -> bool:
+        return self._is_flat
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The dimensions before those of a token."""
+        return (self._layout.size,) if self._is_flat else self._layout.grid
+
+    @property
+    def trusts_labels(self) -> bool:
+        return all(call.trusts_labels for call in self._calls)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there are only tokens, and nobody has asked for padding."""
+        return self._tokens is not None and not self.is_decided
+
+    @property
+    def is_decided(self) -> bool:
+        return self._settled is not None or any(call.is_repeated for call in self._calls)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether NaN can stand for padding: not among whole numbers, nor in filled rows."""
+        if self._tokens is None:
+            return True
+        return self._tokens.is_floating_point() and not self._layout.rows.is_filled
+
+    def get_value(self) -> Tensor:
+        """The values, with NaN for padding."""
+        if self._value is None:
+            fill = float("nan") if self.tokens.is_floating_point() else 0
+            self._value = self._layout.spread(self.tokens, fill).view(self.shape)
+        return self._value
+
+    def get_padded(self) -> Tensor:
+        """The values with padding."""
+        if self._settled is None:
+            self._settled = self._recompute()
+        return self._settled
+
+    def derive(self, tokens: Tensor, recompute: Callable[[], Tensor], **changes: Any) -> Tensor:
+        """A tensor with these tokens, which comes from this one."""
+        if tokens is self._tokens and not changes:
+            return self
+        layout = changes.get("layout", self._layout)
+        return _build(
+            self._calls, tokens, layout, recompute, is_flat=changes.get("is_flat", self._is_flat)
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTS:
+            return super().__torch_function__(func, types, args, kwargs)
+        if is_tracing():
+            break_graph("padding that does not exist (--dynamic-shape)")
+        if func in _SHAPES:
+            meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return func(meta, *args[1:], **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
+        if func is Tensor.register_hook and operands[0].is_lazy and not is_from_user(args[1]):
+            return operands[0].tokens.register_hook(args[1])
+        follow = FOLLOWED.get(func)
+        if follow is not None and not any(operand.is_decided for operand in operands):
+            result = follow(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = _run_on_values(func, args, kwargs, operands, leaves)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = tree_map_only(cls, settle, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def settle(tensor: Any) -> Any:
+    """A plain tensor with the values that it would have with padding; anything else as it is."""
+    if not isinstance(tensor, Unpadded):
+        return tensor
+    if tensor._settled is not None:
+        return tensor._settled
+    refuse_in_graph()
+    if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
+        tensor._settled = tensor.get_value()
+        return tensor._settled
+    is_late = any(call.is_late for call in tensor._calls)
+    padded = tensor.get_value() if is_late else tensor.get_padded()
+    # A loss that is NaN with padding, too, is bad by itself.
+    if is_late or not _has_nan(padded):
+        for call in tensor._calls:
+            call.blame()
+    return padded
+
+
+def settle_all(values: Any) -> Any:
+    """The same for all tensors in nested containers."""
+    return tree_map_only(Unpadded, settle, values)
+
+
+def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
+    """A block's output in the shape that it has with padding."""
+    call = get_call()
+    is_full = len(rows.places) == rows.shape[0] * rows.shape[1] and not rows.is_filled
+    if call is None or is_full:  # packed examples have no padding
+        return rows.unpack(tokens)
+    recompute = functools.partial(call.find_padded, block)
+    return _build((call,), tokens, Layout.of_rows(rows), recompute, is_flat=False)
+
+
+def release(output: Any) -> Any:
+    """What a model returns: without gradients, only plain tensors."""
+
+    def change(tensor: Unpadded) -> Tensor:
+        return tensor if tensor.is_lazy and torch.is_grad_enabled() else settle(tensor)
+
+    if isinstance(output, Unpadded):
+        return change(output)
+    # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
+    tables = [each for each in (output, getattr(output, "__dict__", 0)) if isinstance(each, dict)]
+    for table in tables:
+        for name, value in list(table.items()):
+            if isinstance(value, Unpadded):
+                table[name] = change(value)
+    return tree_map_only(Unpadded, change, output)
+
+
+def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function that treats each token alone, and that torch's dispatch does not see."""
+    if isinstance(tensor, Unpadded) and tensor.is_lazy:
+        return tensor.derive(function(tensor.tokens), lambda: function(tensor.get_padded()))
+    return function(settle(tensor))
+
+
+def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """The same operation, later, on what its arguments are with padding."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    mode = Mode(leaves[0].device)
+    plain = [leaf for leaf in leaves if not isinstance(leaf, Unpadded)]
+    versions = _read_versions(plain)
+
+    def replay() -> Any:
+        if versions != _read_versions(plain):
+            raise ConfigurationError(
+                f"{_get_name(func)}() has read what the model returns for padding, and its other "
+                "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
+                "off."
+            )
+        padded = tree_map_only(Unpadded, Unpadded.get_padded, (args, kwargs))
+        with mode.enter():
+            return func(*padded[0], **padded[1])
+
+    return replay
+
+
+def _run_on_values(
+    func: Any, args: Any, kwargs: dict[str, Any], operands: list[Unpadded], leaves: list[Any]
+) -> Any:
+    """Run with NaN for padding, if that can be taken back; otherwise NotImplemented."""
+    if any(operand.is_decided or not operand.has_value for operand in operands):
+        return NotImplemented
+    if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
+        return NotImplemented
+    # The gradient of weights that meet NaN would be NaN even where the loss masks it.
+    others = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    if torch.is_grad_enabled() and any(
+        other.requires_grad for other in others if not isinstance(other, Unpadded)
+    ):
+        return NotImplemented
+    values = tree_map_only(Unpadded, Unpadded.get_value, (args, kwargs))
+    result = func(*values[0], **values[1])
+    replay = replay_later(func, args, kwargs)
+    if isinstance(result, Tensor) and result.is_floating_point():
+        return _keep(result, operands, replay)
+    is_split = type(result) in (tuple, list) and len(result) > 0
+    if is_split and all(isinstance(r, Tensor) and r.is_floating_point() for r in result):
+        replay = functools.cache(replay)
+        parts = [_keep(r, operands, pick(replay, n)) for n, r in enumerate(result)]
+        return type(result)(parts)
+    # What is not a floating-point number would not show that it comes from padding.
+    return NotImplemented
+
+
+def _read_versions(tensors: list[Tensor]) -> list[int]:
+    return [count_changes(tensor) for tensor in tensors if not tensor.is_inference()]
+
+
+def pick(replay: Callable[[], Any], number: int) -> Callable[[], Tensor]:
+    """One of the results that an operation has."""
+
+    def run() -> Tensor:
+        part: Tensor = replay()[number]
+        return part
+
+    return run
+
+
+def _build(
+    calls: tuple[Call, ...],
+    tokens: Tensor,
+    layout: Layout,
+    recompute: Callable[[], Tensor],
+    *,
+    is_flat: bool,
+) -> Tensor:
+    lead = (layout.size,) if is_flat else layout.grid
+    stand_in = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
+    built: Any = stand_in.as_subclass(Unpadded)
+    built._calls, built._tokens, built._layout, built._is_flat = calls, tokens, layout, is_flat
+    built._recompute, built._value, built._settled = recompute, None, None
+    return built  # type: ignore[no-any-return]
+
+
+def _keep(value: Tensor, operands: list[Unpadded], recompute: Callable[[], Tensor]) -> Tensor:
+    """A tensor whose values may be NaN because of padding."""
+    kept: Any = value.as_subclass(Unpadded)
+    kept._calls = tuple({id(c): c for each in operands for c in each._calls}.values())
+    kept._tokens, kept._layout, kept._is_flat = None, operands[0]._layout, False
+    kept._recompute, kept._value, kept._settled = recompute, value, None
+    return kept  # type: ignore[no-any-return]
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes one of its arguments."""
+    name = _get_name(func)
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return is_named_so or is_operator or bool(kwargs.get("inplace")) or "out" in kwargs
+
+
+def _get_name(func: Any) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor with the shape and the place in the autograd graph, but without values."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not tokens.is_floating_point():
+            return tokens.new_zeros(()).expand(shape)
+        return tokens.new_full((), float("nan")).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        raise ConfigurationError(
+            "What the model returns was used by torch.func (vmap, grad) or a compiled extension, "
+            "which --dynamic-shape cannot follow. Set --dynamic-shape off."
+        )
+
+
+WATCHING = convert_function_arguments(Unpadded, lambda _, tensor: settle(tensor))
+"""Inside, what bypasses ``__torch_function__`` is seen: custom autograd functions."""
