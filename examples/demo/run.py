@@ -36,7 +36,7 @@ TRAINING = (
 )  # fmt: skip
 LENGTH = ("--train-iters", "300", "--eval-interval", "25", "--log-interval", "5")
 QUICK_LENGTH = ("--train-iters", "20", "--eval-interval", "10", "--log-interval", "5")
-QUESTION = "def due(now): return now.replace(day=1)"
+QUESTION = "def is_weekend(day): return day.weekday() >= 5"
 
 console = Console()
 
