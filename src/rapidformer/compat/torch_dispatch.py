@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,18 +74,29 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_HAS_PYTHON_APPLY = inspect.ismethod(torch.autograd.Function.apply)
+"""Before torch 2.15; looked at once, since replacing it makes it one of Python's."""
+
+
 def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) -> None:
     """From now on, every ``torch.autograd.Function`` gets its arguments of this type converted.
 
     Such functions bypass ``__torch_function__``. ``convert`` gets the function's class and one
     argument. A script may have stored ``MyFunction.apply`` already, so ``Function.apply`` is not
-    replaced: its base class, which only inherits ``apply``, gets one that converts first. Call this
-    for one type only: a second call would replace the first.
+    replaced: its base class, which only inherits ``apply``, gets one that converts first. From
+    torch 2.15 on, ``Function.apply`` is native and asks no base class: it is replaced, and what was
+    stored before is not seen. Call this for one type only: a second call would replace the first.
     """
+    base: Any = _SingleLevelFunction if sees_stored_functions() else torch.autograd.Function
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, kind) for each in args):
             args = tuple(convert(cls, each) if isinstance(each, kind) else each for each in args)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return super(base, cls).apply(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    base.apply = classmethod(apply)
+
+
+def sees_stored_functions() -> bool:
+    """Whether ``convert_function_arguments`` reaches a ``MyFunction.apply`` stored before it."""
+    return _HAS_PYTHON_APPLY
