@@ -38,13 +38,17 @@ class StageModule(nn.Module):
         self.stage = stage
         self._run = run
         self._get_parameters = parameters
+        self.outputs: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        """Of each micro-batch: what its gradient will look like."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All of the model's on this rank: zero-bubble picks those of the stage itself."""
         return (p for p in self._get_parameters() if p.requires_grad)
 
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        return self._run(self.stage, int(number), None if self.stage.is_first else hidden)
+        output = self._run(self.stage, int(number), None if self.stage.is_first else hidden)
+        self.outputs[int(number)] = output.shape, output.dtype
+        return output
 
 
 class _FlexibleStage(PipelineStage):
@@ -72,6 +76,7 @@ class _FlexibleStage(PipelineStage):
             group=group,
         )
         self._stage = module.stage
+        self._outputs = module.outputs
         self._dtype = dtype
         self._get_shape = get_shape
 
@@ -86,8 +91,8 @@ class _FlexibleStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_bwd_recv_ops(bwd_chunk_id)
         if self.has_backward and not self.is_last:
-            (output,), _ = self.fwd_cache[bwd_chunk_id]
-            buffer = torch.empty_like(output, requires_grad=False)
+            shape, dtype = self._outputs[bwd_chunk_id]
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
             _receive_into(buffer, self.grad_recv_info[bwd_chunk_id], operations)
         return operations
 
