@@ -1,7 +1,8 @@
 # make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
 # make check    lint, types and the fast tests: under 2 minutes on 2 cores, for while you work
 # make test     lint, types and every test: under 15 minutes on 2 cores, before a change lands
-# make test-oldest  the fast tests with the oldest supported versions, in their own environment
+# make test-versions  the fast tests with the oldest and the newest supported versions, in their own
+#               environments: when a day's work is done, and before a version range changes
 # make install  make the environment with every extra; the others do it first
 # make docs     build the documentation into site/; a warning is an error
 
@@ -14,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 # compiles about 2,500 files again, and `make test` takes 16 instead of 13 minutes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check test test-oldest lint types fast-tests tests docs format bench clean
+.PHONY: install demo check test test-versions lint types fast-tests tests docs format bench clean
 
 install: $(INSTALLED)
 
@@ -38,15 +39,28 @@ check: lint
 test: lint
 	$(MAKE) --jobs 2 types tests
 
-OLDEST := .venv-oldest
+# Each of these has a constraints-NAME.txt; constraints.txt, with torch between them, is `make test`.
+VERSIONS := oldest newest
+# PyPI's torch for Linux brings gigabytes of CUDA libraries, which these tests do not use:
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu has builds without them.
+TORCH_INDEX ?=
 
-$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints-oldest.txt --editable '.[all,dev]'
+.venv-%/.installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints-$*.txt --editable '.[all,dev]'
 	touch $@
 
-test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+.PRECIOUS: .venv-%/.installed
+
+# One after the other, and all of them even if one fails. What cannot be installed is said, not hidden.
+test-versions:
+	@status=0; for name in $(VERSIONS); do \
+	    if ! $(MAKE) --no-print-directory .venv-$$name/.installed; then \
+	        echo "$$name: NOT TESTED, constraints-$$name.txt cannot be installed here"; status=1; continue; \
+	    fi; \
+	    .venv-$$name/bin/python -c 'import torch, transformers as t; print("torch", torch.__version__, "transformers", t.__version__)'; \
+	    .venv-$$name/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not slow" || status=1; \
+	done; exit $$status
 
 lint: install
 	$(BIN)/ruff check .
@@ -79,4 +93,4 @@ bench: install
 	$(BIN)/python benchmarks/loader_rate.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest site demo-output .mypy_cache .ruff_cache .pytest_cache

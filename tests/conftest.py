@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ os.environ.setdefault("RAPIDFORMER_EMULATE_16_BIT", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.warm_python import share_warm_python, start_warm_python
+from tests.warm_python import get_warm_python
 
 # xdist's controller imports this file before it starts the workers, and runs no test: fixtures
 # import torch and transformers themselves, so that nobody waits for the controller's imports.
@@ -117,18 +116,12 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[Path]:
+def python() -> Path:
     """A Python for scripts and commands as a user starts them, without the seconds of importing.
 
     What is about starting itself (what is imported when, who dies with whom) uses the real one.
     """
-    # Not below tmp_path, which is long: a socket's path may have 107 characters.
-    if run := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
-        # A worker's parent is the controller, which outlives all workers.
-        yield share_warm_python(Path(tempfile.gettempdir()) / f"warm-{run}", os.getppid())
-        return
-    with tempfile.TemporaryDirectory() as folder, start_warm_python(Path(folder)) as executable:
-        yield executable
+    return get_warm_python()
 
 
 @pytest.fixture

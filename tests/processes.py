@@ -1,18 +1,27 @@
 """Run a function in several processes with gloo, and bring back what each returns.
 
-Forked from the test's own process: torch and transformers are imported already, so two processes
-cost a tenth of a second instead of several.
+Each rank is forked from the warm Python (tests/warm_python.py), which has imported torch and
+transformers and runs a single thread. It is not forked from the test's own process: that has
+threads (autograd's, gloo's, xdist's), whose locks and half-written state a fork would inherit. So a
+rank knows the environment, the working folder and what it is called with, but nothing that the test
+has patched in its own process.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import faulthandler
 import os
+import pickle
+import random
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,113 +30,131 @@ PATIENCE = 240
 """Seconds before something that should happen counts as hanging. Long, because a busy machine is
 slow and a test that passes never waits for it; below pytest's own limit, whose report says less."""
 
+ROOT = Path(__file__).parents[1]
 
-class RankCrashedError(AssertionError):
-    """A rank was ended by a signal: native code crashed, or something killed it."""
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One started process, seen from the test."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    crash_report: Path
+
+    def receive(self) -> tuple[bool, Any]:
+        """Whether it returned, and what; otherwise its traceback, or how it crashed."""
+        try:
+            return self.pipe.recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionResetError):
+            return False, f"it ended without an answer{self.describe_end()}"
+
+    def describe_end(self) -> str:
+        """The signal or status, and the stacks of its threads at that moment."""
+        try:
+            status = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return ""
+        report = self.crash_report.read_text() if self.crash_report.exists() else ""
+        return f" (status {status})\n{report}" if status else ""
 
 
 def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in every process; results in rank order. One failure fails the call.
+    """``function(*args)`` in every process; results in rank order. One failure fails the call."""
+    import cloudpickle  # functions inside tests and lambdas, too
 
-    If a rank crashes, the call is repeated once, with a warning: on a busy machine a rank dies in
-    native code now and then (seen twice), for a reason that has not been found. A crash that comes
-    back fails the call.
-    """
-    try:
-        return _run_once(function, world_size, args)
-    except RankCrashedError as error:
-        warnings.warn(f"a rank crashed, and its test was repeated: {error}", stacklevel=2)
-        return _run_once(function, world_size, args)
-
-
-def _run_once(function: Callable[..., Any], world_size: int, args: Any) -> list[Any]:
-    context = multiprocessing.get_context("fork")
     port = find_free_port()
-    pipes, workers = [], []
-    released = context.Event()
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        worker = context.Process(
-            target=_work,
-            args=(sender, released, rank, world_size, port, function, args),
-            daemon=True,
-        )
-        worker.start()
-        sender.close()
-        pipes.append(receiver)
-        workers.append(worker)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "call").write_bytes(cloudpickle.dumps((function, args)))
+        ranks = [_start(number, world_size, port, Path(folder)) for number in range(world_size)]
+        try:
+            return _receive_all(ranks)
+        finally:
+            for rank in ranks:
+                rank.pipe.close()  # a rank that has answered waits for this
+            for rank in ranks:
+                _end(rank.process)
+
+
+def _start(number: int, world_size: int, port: int, folder: Path) -> Rank:
+    from tests.warm_python import TIED_VARIABLE, get_warm_python
+
+    mine, theirs = Pipe()
+    variables = {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        TIED_VARIABLE: 1,
+    }
+    process = subprocess.Popen(
+        [get_warm_python(), "-m", "tests.processes", folder, str(theirs.fileno())],
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    report = folder / f"crash-{number}"
+    return Rank(number=number, process=process, pipe=mine, crash_report=report)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
-        return _receive_all(pipes, workers)
-    finally:
-        released.set()
-        for worker in workers:
-            worker.join(timeout=5)
-            worker.kill()
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
-def _receive_all(pipes: list[Connection], workers: list[Any]) -> list[Any]:
+def _receive_all(ranks: list[Rank]) -> list[Any]:
     """In whatever order they come: a rank's failure is reported while others wait for it."""
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+    while len(results) < len(ranks):
+        waiting = {rank.pipe: rank for rank in ranks if rank.number not in results}
         ready = wait(list(waiting), PATIENCE)
         if not ready:
-            raise AssertionError(f"no answer from {list(waiting.values())} within {PATIENCE} s")
+            numbers = [rank.number for rank in waiting.values()]
+            raise AssertionError(f"no answer from {numbers} within {PATIENCE} s")
         for pipe in ready:
-            is_fine, results[waiting[pipe]] = _receive(pipe)
+            rank = waiting[pipe]  # type: ignore[index]
+            is_fine, results[rank.number] = rank.receive()
             if not is_fine:
-                failure = f"rank {waiting[pipe]} failed:\n{results[waiting[pipe]]}"
-                failure += _describe_others(waiting[pipe], pipes, workers)
-                has_crashed = any((worker.exitcode or 0) < 0 for worker in workers)
-                raise RankCrashedError(failure) if has_crashed else AssertionError(failure)
-    return [results[rank] for rank in range(len(pipes))]
+                failure = f"rank {rank.number} failed:\n{results[rank.number]}"
+                raise AssertionError(failure + _describe_others(rank, ranks))
+    return [results[rank.number] for rank in ranks]
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
-    try:
-        return pipe.recv()  # type: ignore[no-any-return]
-    except EOFError:
-        return False, "it ended without an answer"
-
-
-def _describe_others(failed: int, pipes: list[Connection], workers: list[Any]) -> str:
+def _describe_others(failed: Rank, ranks: list[Rank]) -> str:
     """What became of the other ranks: one that crashed makes the rest fail before it is noticed."""
-    lines = []
-    for rank, (pipe, worker) in enumerate(zip(pipes, workers, strict=True)):
-        worker.join(timeout=1)
-        if worker.exitcode not in (None, 0):
-            lines.append(f"rank {rank} ended with {worker.exitcode}")
-        elif rank != failed and pipe.poll():
-            is_fine, result = _receive(pipe)
-            lines += [] if is_fine else [f"rank {rank} failed as well:\n{result}"]
-    return "".join(f"\n{line}" for line in lines)
+    failures = ""
+    for rank in ranks:
+        if rank is not failed and rank.pipe.poll(1):
+            is_fine, result = rank.receive()
+            failures += "" if is_fine else f"\nrank {rank.number} failed as well:\n{result}"
+    return failures
 
 
-def _work(
-    sender: Any,
-    released: Any,
-    rank: int,
-    world_size: int,
-    port: int,
-    function: Callable[..., Any],
-    args: Any,
-) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def work(folder: Path, pipe: Connection) -> None:
+    """The rank's side: call the function, send what it returns, stay until the test is done."""
+    import numpy as np
+    import torch
+
+    faulthandler.enable((folder / f"crash-{os.environ['RANK']}").open("w"))
+    torch.set_num_threads(1)
+    random.seed(0)  # every rank alike, and every time
+    np.random.seed(0)
     try:
-        sender.send((True, function(*args)))
+        function, args = pickle.loads((folder / "call").read_bytes())
+        pipe.send((True, function(*args)))
         # The first process has the store: whoever is still under way must not lose it.
-        released.wait(PATIENCE)
+        pipe.poll(PATIENCE)
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        pipe.send((False, traceback.format_exc()))
     finally:
-        sender.close()
-        # Not a normal exit: the parent's atexit handlers and test fixtures are not ours to run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not a normal exit: a process group that another rank has left would be waited for.
         os._exit(0)
 
 
@@ -156,3 +183,7 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), Connection(int(sys.argv[2])))

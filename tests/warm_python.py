@@ -30,12 +30,17 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
+
+TIED_VARIABLE = "RAPIDFORMER_TEST_RANK"
+"""Set for a process that is to be killed when the one that started it dies."""
 
 MOST_FILES = 250
 """As many descriptors as fit into one message."""
@@ -57,7 +62,7 @@ CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 if sys.argv[1:2] == ["-P"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-if "RANK" in os.environ and {heartbeats!r} in os.environ:
+if {tied!r} in os.environ or "RANK" in os.environ and {heartbeats!r} in os.environ:
     import ctypes
     ctypes.CDLL(None).prctl({death_signal}, signal.SIGKILL)
 files = []
@@ -94,6 +99,16 @@ os._exit(status)
 """
 
 
+@cache
+def get_warm_python() -> Path:
+    """The executable for this test run: one for all of xdist's workers."""
+    # Not below pytest's tmp_path, which is long: a socket's path may have 107 characters.
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = Path(tempfile.gettempdir()) / f"warm-{run or os.getpid()}"
+    # A worker's parent is the controller, which outlives all workers.
+    return share_warm_python(folder, os.getppid() if run else os.getpid())
+
+
 @contextmanager
 def start_warm_python(folder: Path) -> Iterator[Path]:
     """The executable, with a ``rapidformer`` command beside it; they work until the block ends."""
@@ -123,6 +138,7 @@ def _start(folder: Path, owner: int, *flags: str) -> subprocess.Popen[bytes]:
             python=sys.executable,
             address=str(folder / "s"),
             heartbeats=HEARTBEAT_VARIABLE,
+            tied=TIED_VARIABLE,
             death_signal=PR_SET_PDEATHSIG,
         )
     )
@@ -149,6 +165,8 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
     listener.listen(64)
     gc.disable()  # it takes a third of the time of importing, and finds nothing
     _import_what_is_slow()
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, f"{len(threads)} threads after importing: forks would inherit locks"
     gc.freeze()
     gc.enable()
     print("ready", flush=True)

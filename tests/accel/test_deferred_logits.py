@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss
+from rapidformer.compat.torch_dispatch import sees_stored_functions
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.errors import ConfigurationError
 
@@ -200,7 +201,7 @@ sum_squares = Squares.apply
 
 USES |= {
     "function": lambda x: measure(x) + Squares.apply(x),  # type: ignore[no-untyped-call]
-    "function_of_a_view": lambda x: measure(x) + sum_squares(x[:, :-1]),
+    "function_of_a_view": lambda x: measure(x) + Squares.apply(x[:, :-1]),  # type: ignore[no-untyped-call]
     "identity_function": lambda x: measure(HalfGradient.apply(x)),  # type: ignore[no-untyped-call]
 }
 
@@ -251,6 +252,21 @@ def test_every_use(use: str) -> None:
     for expected, mine in (found[:2], found[2:]):
         for theirs, ours in zip(expected, mine, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_function_stored_before_the_switch_is_followed_or_refused() -> None:
+    """torch 2.15 calls it without asking us, so the gradient is refused: never wrong."""
+    gradients = []
+    for is_fused in (False, True):
+        model = build(is_fused)
+        loss = sum_squares(model(INPUTS))
+        if is_fused and not sees_stored_functions():
+            with pytest.raises(ConfigurationError, match=r"Pass it a copy, outputs\.logits\.clone"):
+                loss.backward()
+            return
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_a_function_that_needs_all_logits_is_reported(caplog: pytest.LogCaptureFixture) -> None:

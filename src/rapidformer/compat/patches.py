@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 PRIVATE_NAMES: dict[str, str] = {}
-KNOWN = {"transformers": "5.17", "torch": "2.11 to 2.13"}
+KNOWN = {"transformers": "5.17 to 5.22", "torch": "2.11 to 2.15"}
 """The versions whose private functions were read."""
 _MISSING: Any = object()
 
@@ -51,6 +51,11 @@ class Change(AbstractContextManager[None]):
     def is_inside(self) -> bool:
         """Whether this thread is one of the users."""
         return self._depth.get() > 0
+
+    @property
+    def is_made(self) -> bool:
+        """Whether anybody is inside."""
+        return self._users > 0
 
     def __enter__(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -75,6 +76,9 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_HAS_PYTHON_APPLY = inspect.ismethod(torch.autograd.Function.apply)
+"""Before torch 2.15; looked at once, since replacing it makes it one of Python's."""
+_REPLACED: Any = _SingleLevelFunction if _HAS_PYTHON_APPLY else torch.autograd.Function
 _CONVERSIONS: dict[type, Callable[[type, Any], Any]] = {}
 
 
@@ -84,10 +88,16 @@ def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) 
     Such functions bypass ``__torch_function__``, and torch offers nothing else. ``convert`` gets
     the function's class and one argument. A script may have stored ``MyFunction.apply`` already, so
     ``Function.apply`` is not replaced: its base class, which only inherits ``apply``, gets one that
-    converts first.
+    converts first. From torch 2.15 on, ``Function.apply`` is native and asks no base class: it is
+    replaced, and what was stored before is not seen.
     """
     _CONVERSIONS[kind] = convert
     return _CONVERTING
+
+
+def sees_stored_functions() -> bool:
+    """Whether ``convert_function_arguments`` reaches a ``MyFunction.apply`` stored before it."""
+    return _HAS_PYTHON_APPLY
 
 
 def _apply_converted(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,19 +109,17 @@ def _apply_converted(cls: Any, *args: Any, **kwargs: Any) -> Any:
             else argument
             for argument in args
         )
-    return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    return super(_REPLACED, cls).apply(*args, **kwargs)
 
 
-_CONVERTING = Patch(
-    lambda: [Entry(_SingleLevelFunction, "apply", lambda _: classmethod(_apply_converted))]
-)
+_CONVERTING = Patch(lambda: [Entry(_REPLACED, "apply", lambda _: classmethod(_apply_converted))])
 
 
 def find_unknown_functions() -> str | None:
     """Why the arguments of autograd functions cannot be converted; None if they can."""
-    if torch.autograd.Function.__mro__[1] is _SingleLevelFunction and (
-        "apply" not in vars(_SingleLevelFunction)
-        or vars(_SingleLevelFunction)["apply"].__func__.__module__ == __name__
+    inherits = "apply" not in vars(_SingleLevelFunction) or _CONVERTING.is_made
+    if not _HAS_PYTHON_APPLY or (
+        torch.autograd.Function.__mro__[1] is _SingleLevelFunction and inherits
     ):
         return None
     return (

@@ -38,13 +38,17 @@ class StageModule(nn.Module):
         self.stage = stage
         self._run = run
         self._get_parameters = parameters
+        self.outputs: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        """Of each micro-batch: what its gradient will look like."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All of the model's on this rank: zero-bubble picks those of the stage itself."""
         return (p for p in self._get_parameters() if p.requires_grad)
 
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        return self._run(self.stage, int(number), None if self.stage.is_first else hidden)
+        output = self._run(self.stage, int(number), None if self.stage.is_first else hidden)
+        self.outputs[int(number)] = output.shape, output.dtype
+        return output
 
 
 class _FlexibleStage(PipelineStage):
@@ -72,24 +76,25 @@ class _FlexibleStage(PipelineStage):
             group=group,
         )
         self._stage = module.stage
+        self._outputs = module.outputs
         self._dtype = dtype
         self._get_shape = get_shape
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_fwd_recv_ops(fwd_chunk_id)
         if not self.is_first:
-            (info,) = self.args_recv_info[fwd_chunk_id]
             shape = self._get_shape(self._stage, fwd_chunk_id)
-            info.buffer = torch.empty(
-                shape, dtype=self._dtype, device=self.device, requires_grad=True
-            )
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+            buffer = torch.empty(shape, dtype=self._dtype, device=self.device, requires_grad=True)
+            _receive_into(buffer, self.args_recv_info[fwd_chunk_id], operations)
+        return operations
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        operations = super().get_bwd_recv_ops(bwd_chunk_id)
         if self.has_backward and not self.is_last:
-            (output,), _ = self.fwd_cache[bwd_chunk_id]
-            (info,) = self.grad_recv_info[bwd_chunk_id]
-            info.buffer = torch.empty_like(output, requires_grad=False)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+            shape, dtype = self._outputs[bwd_chunk_id]
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+            _receive_into(buffer, self.grad_recv_info[bwd_chunk_id], operations)
+        return operations
 
     # ---- torch 2.11 ----------------------------------------------------------------------------
 
@@ -103,6 +108,12 @@ class _FlexibleStage(PipelineStage):
         # A rank with two neighbouring stages would send to itself, which gloo cannot.
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+def _receive_into(buffer: Tensor, infos: Any, operations: list[dist.P2POp]) -> None:
+    """Afterwards, not before: torch 2.15 refuses a receive whose buffer is set."""
+    (info,), (operation,) = infos, operations
+    info.buffer = operation.tensor = buffer
 
 
 class ScheduledSteps:

@@ -1,0 +1,52 @@
+"""The tests' own ranks: where they come from, and that a crash is reported, once and in full."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_in_processes
+
+
+def test_ranks_return_in_order_and_know_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_THE_TEST", "here")
+    monkeypatch.chdir(tmp_path)
+    suffix = "!"
+
+    def look() -> tuple[str, str, str]:
+        return os.environ["RANK"], os.environ["OF_THE_TEST"] + suffix, str(Path.cwd())
+
+    expected = [(rank, "here!", str(tmp_path)) for rank in ("0", "1")]
+    assert run_in_processes(look, 2) == expected
+
+
+def test_a_rank_starts_with_one_thread() -> None:
+    """A fork of a threaded process inherits locks that nobody will ever release."""
+    assert run_in_processes(lambda: len(list(Path("/proc/self/task").iterdir())), 1) == [1]
+
+
+def test_a_failure_names_its_rank() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed:.*ValueError: on purpose"):
+        run_in_processes(_fail_on_rank_1, 2)
+
+
+def test_a_crash_is_reported_with_its_stack_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 failed:.*Segmentation fault.*in _crash"):
+        run_in_processes(_crash, 1, tmp_path / "calls")
+    assert (tmp_path / "calls").read_text() == "called\n"
+
+
+def _fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("on purpose")
+
+
+def _crash(calls: Path) -> None:
+    with calls.open("a") as file:
+        file.write("called\n")
+    os.kill(os.getpid(), signal.SIGSEGV)
