@@ -71,8 +71,8 @@ def train_library(model: Any, batch: dict[str, Tensor], compute: Loss) -> list[f
     model, *_ = engine.compose(model, optimizer, lr_scheduler_fn=keep_rate)
     rows = [{name: values[row] for name, values in batch.items()} for row in range(4)] * STEPS
     losses: list[float] = []
-    loader = engine.build_data_loader(rows, torch.utils.data.default_collate)
-    for update in engine.iterate_updates(loader):
+    loader = engine.data.build_loader(rows, torch.utils.data.default_collate)
+    for update in engine.data.iterate_updates(loader):
         step = len(losses)
         results = engine.run_update(lambda b, step=step: (compute(model, b, step), 1.0), update)
         engine.step()

@@ -37,7 +37,7 @@ ALLOWED = {
     "cli/bench.py": "says what it compares with",
     "cli/config.py": "hands its first question to the dialogue of Accelerate's users",
     "cli/train.py": "a user's script may import Megatron's names",
-    "accel/cuda_graph/side_effects.py": "Accelerate as an installed library",
+    "accel/cuda_graph/pure_calls.py": "Accelerate as an installed library",
     "checkpoint/export.py": "Accelerate as an installed library",
 }
 

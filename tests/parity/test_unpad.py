@@ -63,7 +63,7 @@ def train_reading(model: Any, layout: dict[str, Any] | None = None) -> dict[str,
         settings = {"clip_grad": 0.0, "log_level": "error", **layout}
         engine = RapidformerEngine(args=settings)
         _, optimizer, _ = engine.compose(model, optimizer, lr_scheduler_fn=keep_rate)
-        rank = engine.topology.get_rank("data")
+        rank = engine.runtime.topology.get_rank("data")
         batch = {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
     for _ in range(2):
         loss = model(**batch).logits.pow(2).mean((1, 2)).mean()

@@ -30,5 +30,5 @@ OVERRIDDEN = {
     "transformers.models.falcon.modeling_falcon.FalconAttention._split_heads": "keys and values by "
     "slices, for which the host does not wait",
     "argparse.HelpFormatter._format_args": "the help of values that we ask for ourselves",
-    "logging.Logger._log": "loggers that take main_process_only, as Accelerate's do",
+    "logging.Logger._log": "loggers that take main_process_only",
 }

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.command_line import read_command_line
-from rapidformer.config.explain import render
+from rapidformer.config.explain import explain, render
 from rapidformer.config.parse import ExtraArgumentsProvider
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
@@ -277,7 +277,11 @@ class RapidformerEngine:
 
     def explain(self) -> str:
         """Every switch in this run, a line each: on, off or not applicable, and why."""
-        return "\n".join(render(self.model.parallelized.explain(self._args)))
+        is_composed = self.model.module is not None
+        answers = (
+            self.model.parallelized.explain(self._args) if is_composed else explain(self._args)
+        )
+        return "\n".join(render(answers))
 
     def close(self, *, gives_back: bool = True) -> None:
         """Finish what is being written, take off all that was applied, leave the process group.

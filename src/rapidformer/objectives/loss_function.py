@@ -6,8 +6,8 @@ It may return
 - ``(loss, n)``: the user says what the mean was taken over;
 - ``(loss, n, {name: value})``: also values to show; names ending in ``_loss`` are printed next to
   the loss, all go to metrics.jsonl; a mean over something else is given as ``(value, n)``;
-- ``(output, loss_function)``: as in Megatron, ``loss_function(output) -> (loss, {name: value})``;
-- a dict with ``loss``: as in FlagAI;
+- ``(output, loss_function)``, where ``loss_function(output) -> (loss, {name: value})``;
+- a dict with ``loss``;
 - ``Term`` objects by name, if the loss has several terms with one count.
 """
 
@@ -72,7 +72,7 @@ def read_terms(returned: Any) -> Terms:
 
 
 def _read_shown(values: Any, count: Count | None) -> dict[str, Term]:
-    """The numbers that Megatron's loss functions return by name, such as ``lm loss``."""
+    """The numbers that a loss function returns by name, such as ``lm loss``."""
     if not isinstance(values, Mapping):
         return {}
     terms: dict[str, Term] = {}
@@ -93,7 +93,7 @@ def _check_count(count: Any) -> Count | None:
     if not is_number:
         raise RapidformerError(
             "run_forward_step returned a pair: its second item must be what the loss is a mean "
-            f"over (a number) or a loss function as in Megatron, got {type(count).__name__}."
+            f"over (a number) or a function of the output, got {type(count).__name__}."
         )
     return count.reshape(()) if isinstance(count, torch.Tensor) else float(count)
 

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, after Megatron's rule, with hysteresis.
+"""Loss scaling for fp16, with hysteresis.
 
 The engine removes the scale when it divides the gradients anyway.
 """

@@ -25,6 +25,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
+from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings
 from rapidformer.dialects.calls import check_trainer_call
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
@@ -61,6 +62,14 @@ from rapidformer.training.progress import Progress
 
 Inputs = dict[str, Any]
 Metrics = dict[str, Any]
+
+_OWN = "rapidformer.dialects.huggingface"
+trust(
+    f"{_OWN}.loss",
+    f"{_OWN}.trainer.Trainer.compute_loss",
+    f"{_OWN}.trainer.Trainer.run_training_step",
+    f"{_OWN}.trainer.Trainer.training_step",
+)
 
 
 class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):

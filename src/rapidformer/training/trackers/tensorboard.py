@@ -13,7 +13,7 @@ from rapidformer.training.trackers.tracker import TrackedRun
 
 
 def name_by_phase(name: str) -> str:
-    """The loop's names as users of Hugging Face's Trainer know them: ``eval_x`` is ``eval/x``."""
+    """The names that TensorBoard groups: ``eval_x`` is ``eval/x``."""
     group, _, rest = name.partition("_")
     return f"{group}/{rest}" if group in ("eval", "test") else f"train/{name}"
 

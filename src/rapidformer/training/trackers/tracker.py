@@ -1,6 +1,6 @@
 """The interface of a tracker: three methods, called on rank 0 only.
 
-The loop, ``Trainer`` and ``Accelerator`` all report through it. ``metrics.jsonl`` has everything;
+The loop and the dialects all report through it. ``metrics.jsonl`` has everything;
 other trackers are copies, so one that fails is dropped with a warning and never ends a run.
 """
 
