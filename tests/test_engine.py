@@ -515,7 +515,7 @@ def test_a_model_keeps_no_cache_in_training_only() -> None:
 
 def test_explain_names_every_switch() -> None:
     said = make_engine(compile=True).explain().splitlines()
-    assert "on             compilation: asked for (--compile)." in said
+    assert any(line.startswith("on             compilation: ") for line in said)
     assert any(line.startswith("off            recompute: ") for line in said)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rapidformer import RapidformerEngine
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Alone
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.precision.precision import choose_precision
@@ -61,7 +62,9 @@ def make_model() -> nn.Linear:
 
 
 def parallelize(model: nn.Module) -> Parallelized:
-    return Parallelized(model=model, plan=find_plan(model, None), synchronizer=Alone())
+    return Parallelized(
+        model=model, plan=find_plan(model, None), synchronizer=Alone(), applied=Applied()
+    )
 
 
 def test_the_engine_has_the_documented_verbs_and_four_parts() -> None:
@@ -109,7 +112,7 @@ def test_model_alone() -> None:
     module = make_model()
     former = model.compose(module)
     assert model.module is module and current.has_model
-    assert former.names == {id(module.weight): "weight", id(module.bias): "bias"}
+    assert former == {id(module.weight): "weight", id(module.bias): "bias"}
     assert [id(p) for p in model.parameters] == [id(module.weight), id(module.bias)]
     assert model.gather_weight(module.weight) is module.weight
     with model.evaluating():
