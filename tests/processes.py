@@ -45,7 +45,7 @@ class Rank:
     def receive(self) -> tuple[bool, Any]:
         """Whether it returned, and what; otherwise its traceback, or how it crashed."""
         try:
-            return self.pipe.recv()  # type: ignore[no-any-return]
+            return pickle.loads(self.pipe.recv_bytes())  # type: ignore[no-any-return]
         except (EOFError, ConnectionResetError):
             return False, f"it ended without an answer{self.describe_end()}"
 
@@ -146,11 +146,12 @@ def work(folder: Path, pipe: Connection) -> None:
     np.random.seed(0)
     try:
         function, args = pickle.loads((folder / "call").read_bytes())
-        pipe.send((True, function(*args)))
+        # Pickled here: torch would share tensors' memory, which ends with this process.
+        pipe.send_bytes(pickle.dumps((True, function(*args))))
         # The first process has the store: whoever is still under way must not lose it.
         pipe.poll(PATIENCE)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -126,7 +126,7 @@ def test_a_second_engine_takes_the_model_over() -> None:
 def test_an_earlier_engine_does_not_live_on_in_the_model() -> None:
     model = build_model("gpt2")
     first: Any = train(model, "gpt2", {}, make_optimizer=make_adamw)
-    gone = [weakref.ref(first), weakref.ref(first.optimizer)]
+    gone = [weakref.ref(first), weakref.ref(first.updates.optimizer)]
     second = train(model, "gpt2", {})
     del first
     gc.collect()
@@ -183,7 +183,7 @@ def test_two_engines_side_by_side_are_two_bare_loops() -> None:
     def learn(names: list[Any], engines: list[Any]) -> list[torch.Tensor]:
         teacher, student = names
         optimizers = [
-            e.optimizer if e else make_sgd(m) for e, m in zip(engines, names, strict=True)
+            e.updates.optimizer if e else make_sgd(m) for e, m in zip(engines, names, strict=True)
         ]
         for batch in rows:
             output = teacher(**batch)
@@ -224,7 +224,8 @@ def test_a_generator_and_its_critic_are_two_bare_loops() -> None:
 
     def learn(maker: nn.Module, critic: nn.Module, engines: list[Any]) -> list[torch.Tensor]:
         optimizers = [
-            e.optimizer if e else make_sgd(m) for e, m in zip(engines, (maker, critic), strict=True)
+            e.updates.optimizer if e else make_sgd(m)
+            for e, m in zip(engines, (maker, critic), strict=True)
         ]
         torch.manual_seed(4)
         for _ in range(4):

@@ -75,7 +75,7 @@ class DeepSpeedRecorder(Recorder):
         from deepspeed.utils import safe_get_full_grad
 
         strategy = self._engine.model.parallelized.deepspeed
-        divisor = strategy.engine.updates.optimizer.external_loss_scale if strategy.stage else 1.0
+        divisor = strategy.engine.optimizer.external_loss_scale if strategy.stage else 1.0
         gradients = {}
         for name, parameter in strategy.model.named_parameters():
             gradient = safe_get_full_grad(parameter)

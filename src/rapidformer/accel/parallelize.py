@@ -33,7 +33,8 @@ from rapidformer.accel.weights import check_weights, equalize_weights, make_weig
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
 from rapidformer.config.row import Moment
-from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
+from rapidformer.config.switches import SWITCHES, Situation, Switch
+from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
@@ -111,13 +112,12 @@ class _Owner:
     """A fact on a model: what an engine has made of it. A copy of the model belongs to nobody."""
 
     parallelized: Parallelized | None
-    settings: dict[str, Any]
 
     def __deepcopy__(self, memo: Any) -> _Owner:
-        return _Owner(None, {})
+        return _Owner(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Owner, (None, {})
+        return _Owner, (None,)
 
 
 def parallelize(
@@ -133,10 +133,7 @@ def parallelize(
     is_by_row: Callable[[], bool] = lambda: False,
 ) -> Parallelized:
     """Apply every row that is on, in place; what an earlier engine applied is undone first."""
-    settings = {name: getattr(args, name) for row in SWITCHES for name in row.settings}
-    kept = _take_from_earlier_engine(model, settings)
-    if kept is not None:
-        return kept
+    _take_from_earlier_engine(model)
     check_adapter(model, args)
     plan = find_plan(model, given_plan)
     uses_deepspeed = args.deepspeed is not None and for_training
@@ -161,7 +158,8 @@ def parallelize(
     try:
         _apply_all(assembly)
     except BaseException:
-        if plain.are_untouched():  # or it would take all ranks, of which some may have gone on
+        # Or it would take all ranks, of which some may have gone on.
+        if is_alone() or (topology.pipeline == 1 and plain.are_untouched()):
             assembly.applied.undo()
         raise
     pipeline = assembly.pipeline
@@ -176,34 +174,28 @@ def parallelize(
         wants=assembly.wants,
         situation=assembly.situation,
     )
-    assembly.applied.put_fact(model, _Owner(parallelized, settings))
+    assembly.applied.put_fact(model, _Owner(parallelized))
     return parallelized
 
 
-def _take_from_earlier_engine(model: nn.Module, settings: dict[str, Any]) -> Parallelized | None:
-    """Undo what an engine of this process has changed in a model; every rank must call this.
-
-    Returns its changes if they stay, since the whole weights do not fit.
-    """
+def _take_from_earlier_engine(model: nn.Module) -> None:
+    """Undo what an engine of this process has changed in a model; every rank must call this."""
     owner = find_fact(model, _Owner)
     earlier = owner.parallelized if owner is not None else None
-    if owner is None or earlier is None or earlier.applied.is_closed:
+    if earlier is None or earlier.applied.is_closed:
         drop_fact(model, _Owner)
-        return None
+        return
     if earlier.deepspeed is not None:
         raise RapidformerError(
             "DeepSpeed already holds this model and cannot start again: load the model again."
         )
     if earlier.applied.undo():
         drop_fact(model, _Owner)
-        return None
-    if owner.settings != settings:
-        changed = [to_flag(name) for name in settings if owner.settings[name] != settings[name]]
-        raise RapidformerError(
-            f"this model was composed earlier with other settings ({', '.join(changed)}), and its "
-            "weights do not fit into memory whole, so that cannot be undone: load the model again."
-        )
-    return earlier
+        return
+    raise RapidformerError(
+        "this model was composed by another engine, and its weights do not fit into memory whole, "
+        "so that cannot be undone: load the model again."
+    )
 
 
 def check_device(args: Settings, device: torch.device) -> None:

@@ -99,17 +99,17 @@ class PlainWeights:
         # By living objects: the id of a parameter that was dropped may be another's by now.
         known = ((p, w) for w in self._weights.values() for p in (w.find_current(), w.reference()))
         by_id = {id(p): w for p, w in known if p is not None}
-        groups = [
-            [by_id[id(p)] for p in group["params"] if id(p) in by_id]
-            for group in optimizer.param_groups
-        ]
+        if any(id(p) not in by_id for group in optimizer.param_groups for p in group["params"]):
+            return  # it trains something else as well, which is refused next
+        groups = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._optimizers.append((weakref.ref(optimizer), groups))
 
     # ---- giving them back ------------------------------------------------------------------------
 
     def are_untouched(self) -> bool:
         """Whether all parameters are still the ones that were there before."""
-        return all(w.find_current() is w.reference() for w in self._weights.values())
+        current = [(weight.find_current(), weight.reference()) for weight in self._weights.values()]
+        return all(now is not None and now is before for now, before in current)
 
     def have_room(self) -> bool:
         """Whether the whole weights fit into free memory on every rank; says so if they do not."""
@@ -123,8 +123,8 @@ class PlainWeights:
         if worst[0] <= worst[1]:
             return True
         warn_once(
-            f"the model keeps its weights split over the ranks: whole, they need "
-            f"{worst[0] / 2**30:.1f} GiB more, and {worst[1] / 2**30:.1f} GiB are free. "
+            "the model keeps its weights split over the ranks: making them whole again needs "
+            f"{worst[0] / 2**30:.1f} GiB more memory, and only {worst[1] / 2**30:.1f} GiB is free. "
             "engine.export(folder) writes the whole model."
         )
         return False
@@ -272,8 +272,11 @@ def _broadcast(values: Tensor | None, source: _Source, topology: Topology) -> Te
 
 
 def _return_to_dtype(weight: _Weight, values: Tensor) -> Tensor:
-    exact = weight.exact
-    return values.to(weight.dtype) if exact is None else exact.to(values.device)
+    if weight.exact is not None:
+        exact = weight.exact.to(values.device)
+        if torch.equal(exact.to(values.dtype), values):  # nothing was loaded since
+            return exact
+    return values.to(weight.dtype)
 
 
 def _count_new_bytes(weight: _Weight) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rapidformer.config.parse import CommandLine
 from rapidformer.context import mark_as_started
-from rapidformer.dialects.megatron.module_names import provide_megatron_names
 from rapidformer.errors import ConfigurationError
 
 
@@ -50,5 +49,4 @@ def run_script(script: str, argv: list[str]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     import rapidformer.dialects.megatron  # noqa: F401 - for scripts that import Megatron's names
 
-    provide_megatron_names()
     runpy.run_path(script, run_name="__main__")

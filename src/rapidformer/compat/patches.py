@@ -94,11 +94,13 @@ class Patch(Change):
         if not self._entries:
             self._entries = [(_get_table(owner), *rest) for owner, *rest in self._list_entries()]
             self._built = [(None, None)] * len(self._entries)
+        # All before the first is installed: building one may fail.
         for position, (table, name, build) in enumerate(self._entries):
             before = table.get(name, _MISSING)
             if before is not self._built[position][0]:
                 self._built[position] = before, build(None if before is _MISSING else before)
-            table[name] = self._built[position][1]
+        for (table, name, _), (_, ours) in zip(self._entries, self._built, strict=True):
+            table[name] = ours
         return self._restore
 
     def _restore(self) -> None:

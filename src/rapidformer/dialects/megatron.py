@@ -42,6 +42,9 @@ class _Alias(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
+        child = sys.modules.get(f"{self.__name__}.{name}")
+        if child is not None:
+            return child
         if self.__name__ in _MODULES:
             return getattr(importlib.import_module(_MPU), name)
         names = _NAMES[self.__name__]

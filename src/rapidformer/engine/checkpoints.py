@@ -218,8 +218,10 @@ class Checkpoints:
 
     def release_folder(self) -> None:
         """Let other runs write to the folder that this one held."""
-        self.wait_for_save()
-        self.folder.release()
+        try:
+            self.wait_for_save()
+        finally:
+            self.folder.release()
 
     def abandon_later(self, folder: Path, results: Sequence[str] = ()) -> None:
         """Move checkpoints after the loaded one aside, if it is one of this folder's."""

@@ -6,6 +6,7 @@ The first loader that is built is the training data's, unless the caller says ot
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,10 @@ class RunData:
         """The loader of the training data, once there is one."""
         self.topology, self._device = runtime.topology, runtime.device
         self._clock, self._current = clock, current
+        self._watched: weakref.WeakKeyDictionary[DistributedLoader, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The loaders, each with a reference to what follows it."""
         self._extra_updates = 0
         """By how much a run is longer or shorter because it began with another batch size."""
 
@@ -123,7 +128,7 @@ class RunData:
         ``batch_size`` is that of each rank, if it is not the DataLoader's own.
         """
         if isinstance(loader, DistributedLoader):
-            return loader
+            return self._watch(loader, is_training=is_training)
         if not isinstance(loader, DataLoader):
             raise RapidformerError(
                 f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
@@ -163,6 +168,7 @@ class RunData:
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
         self._current.watch(loader, is_training=is_training)
+        self._watched[loader] = weakref.ref(loader.follow) if loader.follow is not None else None
         if is_training:
             self.train_loader = loader
             self._clock.follows_loader = loader.has_token_budget
@@ -262,9 +268,11 @@ class RunData:
 
     def close(self) -> None:
         """Let go of the training data; loaders stay usable, but are no longer followed."""
-        if self.train_loader is not None:
-            self.train_loader.follow = None
-            self.train_loader = None
+        for loader, follow in self._watched.items():
+            # Another engine may follow it by now.
+            if follow is not None and loader.follow is follow():
+                loader.follow = None
+        self.train_loader = None
 
 
 def _observe_wait(updates: Iterator[Update]) -> Iterator[Update]:

@@ -15,7 +15,7 @@ import atexit
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -287,16 +287,20 @@ class RapidformerEngine:
         """Finish what is being written, take off all that was applied, leave the process group.
 
         The model is then the plain model again, with its trained weights. That may gather sharded
-        weights; a script that needs the model no more spares this with ``gives_back=False``.
+        weights; a script that no longer needs the model can skip this with ``gives_back=False``.
         """
         if self not in _open_engines:
             return
         _open_engines.discard(self)
         beat("end")
-        self.checkpoints.close()
-        self.model.close(gives_back=gives_back)
-        self.updates.close()
-        self.data.close()
+        with ExitStack() as parts:  # the last one first, and all of them if one fails
+            parts.callback(self._leave)
+            parts.callback(self.data.close)
+            parts.callback(self.updates.close)
+            parts.callback(self.model.close, gives_back=gives_back)
+            parts.callback(self.checkpoints.close)
+
+    def _leave(self) -> None:
         closed: Any = _Closed()
         self.data = self.model = self.updates = self.checkpoints = closed
         if not _open_engines:
@@ -320,10 +324,11 @@ def _close_at_exit() -> None:
 
 def _close_all() -> None:
     """At exit, nothing is restored: that may take all ranks, and some may be gone."""
-    for engine in list(_open_engines):
-        engine.close(gives_back=False)
-    beat("end")
-    stop_processes()
+    with ExitStack() as engines:
+        engines.callback(stop_processes)
+        engines.callback(beat, "end")
+        for engine in list(_open_engines):
+            engines.callback(engine.close, gives_back=False)
 
 
 def _read_arguments(

@@ -20,6 +20,7 @@ from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models.adapter_config import build_config
 from rapidformer.models.adapters import (
     Adapter,
     add_adapters,
@@ -132,19 +133,19 @@ class RunModel:
     def _add_adapters(self, model: nn.Module, *, has_optimizer: bool) -> nn.Module:
         """The model that holds the weights, with the adapters that the settings ask for."""
         inner = get_inner(model)
-        had_adapter = find_adapter(inner) is not None
-        adapted = add_adapters(inner, self.args)
-        resized = forget_resized_base(adapted)
-        if resized is not None and self._runtime.is_main:
-            get_logger().warning(resized)
-        self.adapter = find_adapter(adapted)
-        if self.adapter is not None and not had_adapter and has_optimizer:
+        is_new = find_adapter(inner) is None and build_config(self.args) is not None
+        if is_new and has_optimizer:  # before the model is changed: compose may be called again
             raise RapidformerError(
                 "the optimizer given to compose() was built before the adapters, which it would "
                 "not train. Build the model with its adapters first, then the optimizer:\n"
                 "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
                 "or let compose() build the optimizer from the flags."
             )
+        adapted = add_adapters(inner, self.args)
+        resized = forget_resized_base(adapted)
+        if resized is not None and self._runtime.is_main:
+            get_logger().warning(resized)
+        self.adapter = find_adapter(adapted)
         if self.adapter is not None and not any(p.requires_grad for p in adapted.parameters()):
             raise ModelError(describe_untrainable(self.adapter))
         return adapted

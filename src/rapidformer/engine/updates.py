@@ -134,8 +134,10 @@ class Updates:
 
     @property
     def _started_passes(self) -> BackwardPasses:
-        if self._passes is None:
+        if self._passes is None or self._parallelized is None:
             raise RapidformerError("call engine.compose(model=...) first.")
+        # Another engine may have taken the model over.
+        self._parallelized.applied.check_open()
         return self._passes
 
     # ---- a loop of the user's own --------------------------------------------------------------
@@ -165,8 +167,8 @@ class Updates:
 
     def step(self) -> None:
         """Update, advance the learning rate and clear the gradients, if an update is due."""
-        if self.optimizer is None or self.lr_scheduler is None:
-            raise RapidformerError("call engine.compose(model=...) first.")
+        _ = self._started_passes
+        assert self.optimizer is not None and self.lr_scheduler is not None
         self.optimizer.step()
         self.lr_scheduler.step()
         self.optimizer.zero_grad()

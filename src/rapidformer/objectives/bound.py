@@ -90,6 +90,10 @@ class BoundObjective:
             for name, term in terms.items()
             if len(learnt) > 1 or name not in learnt
         }
+        if not learnt:
+            raise RapidformerError(
+                f"all terms of {type(self._objective).__name__} have weight 0: nothing is learnt."
+            )
         first, *others = learnt.values()
         self._weights = {name: term.weight for name, term in learnt.items()} if others else {}
         if factors is None:
@@ -154,11 +158,11 @@ class BoundObjective:
         device: torch.device,
     ) -> dict[str, Tensor]:
         """For each term, the rows of the update over its count in the update."""
-        names = list(counts[0])
+        names = sorted(counts[0])  # the same order on every rank
         table = [
             [0.0] * (len(names) + 1)
             if micro_batch.is_filler
-            else [micro_batch.info.rows, *counted.values()]
+            else [micro_batch.info.rows, *(counted[name] for name in names)]
             for micro_batch, counted in zip(update, counts, strict=True)
         ]
         if any(isinstance(value, Tensor) for line in table for value in line):

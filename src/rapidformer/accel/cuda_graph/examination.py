@@ -26,6 +26,7 @@ from torch import nn
 
 from rapidformer.accel.cuda_graph.pure_calls import (
     DRAWS,
+    MUTATORS,
     PURE_BUILTINS,
     PURE_METHODS,
     WAITS,
@@ -263,6 +264,8 @@ class _Reader(ast.NodeVisitor):
         is_called = self._called is node
         if not isinstance(node.ctx, ast.Load):
             raise SideEffectError(f"changes {ast.unparse(node)}", _COUNT)
+        if is_called and node.attr in MUTATORS and not isinstance(node.value, ast.Name):
+            raise SideEffectError(f"changes {ast.unparse(node.value)}", _COUNT)
         holder = self._find(node.value)
         if isinstance(holder, ModuleType) or _is_configuration(holder):
             read = functools.partial(getattr, holder, node.attr, None)

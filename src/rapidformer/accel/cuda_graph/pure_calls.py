@@ -70,6 +70,12 @@ PURE_METHODS = {
 } - WAITS - _STATEFUL  # fmt: skip
 """Of tensors, modules and containers, which are what a step holds."""
 
+MUTATORS = {
+    "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault",
+    "update",
+}  # fmt: skip
+"""Methods that change a container: of what a step has made itself, they are part of it."""
+
 
 @functools.cache
 def _list_torch_functions() -> frozenset[Any]:

@@ -42,7 +42,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import list_layers, remove
+from rapidformer.overlay import list_layers, remove, return_to
 
 _FACTOR = 2
 """How many times as wide the compared batch is, unless that is too long for the model."""
@@ -266,5 +266,5 @@ def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterato
         with evaluation_mode(model), uncompiled(model.modules()):
             yield
     finally:
-        model.__class__ = cls
+        return_to(model, cls)
         before.restore()

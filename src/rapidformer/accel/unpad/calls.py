@@ -126,13 +126,14 @@ class Call:
         """What a block returns with padding."""
         if self._padded is None:
             self._check()
-            self._padded = {}
-            token = _RECORDED.set(self._padded)
+            padded: dict[nn.Module, Tensor] = {}
+            token = _RECORDED.set(padded)
             try:
                 with self._mode.enter(), without_rows(), use_sides(None):
                     self._run_padded()
             finally:
                 _RECORDED.reset(token)
+            self._padded = padded
         return self._padded[block]
 
     @property
@@ -142,7 +143,7 @@ class Call:
 
     def blame(self) -> None:
         """Padding was read: remove no more of it."""
-        late = "that is NaN (0 among whole numbers) this time: it was read after optimizer.step()"
+        late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
         effect = late if self.is_late else "it was computed with padding"
         self._removal.turn_off(self._step, effect)
 

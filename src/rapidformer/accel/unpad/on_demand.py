@@ -43,20 +43,23 @@ _SHAPES = {
 """What a tensor on the meta device knows as well."""
 _EFFECTS = {
     Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
-    Tensor.__setitem__, torch.autograd.backward, torch.autograd.grad,
+    Tensor.__setitem__, Tensor.__deepcopy__, torch.autograd.backward, torch.autograd.grad,
     *(getattr(getattr(Tensor, n), k) for n in ("grad", "data") for k in ("__get__", "__set__")),
 }  # fmt: skip
-"""Operations that do more than to return a new tensor; so do those named like ``add_``."""
+"""Operations that do more than return a new tensor; so do those named like ``add_``."""
 
 _HIDE_NAN = {
     getattr(place, name)
     for name in (
         "nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign",
-        "sgn", "heaviside", "copysign", "histc", "bernoulli",
+        "sgn", "heaviside", "copysign", "histc", "histogram", "histogramdd", "bernoulli", "msort",
+        "renorm", "cdist", "multinomial", "poisson", "binary_cross_entropy", "multi_margin_loss",
+        "multilabel_margin_loss",
     )
-    for place in (torch, Tensor)
+    for place in (torch, Tensor, torch.nn.functional)
+    if hasattr(place, name)
 }  # fmt: skip
-"""Operations whose result may be a number although they have read NaN."""
+"""Operations whose result may be a number although they have read NaN, or that refuse it."""
 
 
 class Unpadded(torch.Tensor):
@@ -156,7 +159,7 @@ class Unpadded(torch.Tensor):
         operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
         if func is Tensor.register_hook and operands[0].is_lazy and not is_from_user(args[1]):
             return operands[0].tokens.register_hook(args[1])
-        follow = FOLLOWED.get(func)
+        follow = None if "other" in kwargs or _writes(func, kwargs) else FOLLOWED.get(func)
         if follow is not None and not any(operand.is_decided for operand in operands):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -262,7 +265,11 @@ def _run_on_values(
     ):
         return NotImplemented
     values = tree_map_only(Unpadded, Unpadded.get_value, (args, kwargs))
-    result = func(*values[0], **values[1])
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_note_version, _without_nan):
+            result = func(*values[0], **values[1])
+    except RuntimeError:  # it may refuse NaN, and say what is wrong otherwise when it runs again
+        return NotImplemented
     replay = replay_later(func, args, kwargs)
     if isinstance(result, Tensor) and result.is_floating_point():
         return _keep(result, operands, replay)
@@ -273,6 +280,21 @@ def _run_on_values(
         return type(result)(parts)
     # What is not a floating-point number would not show that it comes from padding.
     return NotImplemented
+
+
+def _note_version(saved: Tensor) -> tuple[Tensor, int]:
+    return saved, 0 if saved.is_inference() else count_changes(saved)
+
+
+def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
+    """What the backward pass reads: of a loss without NaN, it cancels what stands for padding.
+
+    0 * NaN would not. Any number will do, and this one suits log, 1 / x and acos.
+    """
+    saved, version = noted
+    if version != _note_version(saved)[1]:  # with hooks, torch does not look itself
+        raise RuntimeError("a tensor that a gradient needs was changed in place.")
+    return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
 
 def _read_versions(tensors: list[Tensor]) -> list[int]:

@@ -112,7 +112,7 @@ def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
             return NotImplemented
         dims = kwargs.get("dim", args[place - 1] if len(args) >= place else default)
         many = dims if isinstance(dims, (tuple, list)) else (dims,)
-        if not many or not all(isinstance(dim, int) for dim in many):
+        if not many or not all(type(dim) is int for dim in many):  # not var(True)
             return NotImplemented
         ends = [dim if dim < 0 else dim - x.dim() for dim in many]  # the same for tokens
         if min(ends) < len(x.lead) - x.dim():
