@@ -1,0 +1,97 @@
+"""Operations on what a model returns without padding, beside the same on a padded tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rapidformer.accel.unpad import tokenwise  # noqa: F401 - lists the operations it follows
+from rapidformer.accel.unpad.calls import Call, Removal, record_padded
+from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.rows import Rows
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LABELS = torch.tensor([[1, 2, 3, 0], [4, 5, 1, 2]])
+
+
+def make(is_padded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Values that have a gradient, their mask, and the tensor that a model would return."""
+    torch.manual_seed(0)
+    values = torch.randn(2, 4, 6, requires_grad=True)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, 2:] = False
+    if is_padded:
+        return values, mask, values * 1.0
+    rows, block = Rows.read(mask.numpy()), nn.Identity()
+    removal = Removal(is_trial=True)
+    call = Call(removal, lambda: record_padded(block, values * 1.0), values.device)
+    return values, mask, call.run(lambda: start(rows.pack(values * 1.0), rows, block))
+
+
+def compare(loss: Loss) -> None:
+    results: list[Any] = []
+    for is_padded in (True, False):
+        values, mask, hidden = make(is_padded)
+        torch.manual_seed(1)
+        total = settle(loss(hidden, mask))
+        total.backward()
+        results.append((total.detach(), values.grad))
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+
+
+def pair(mask: Tensor) -> Tensor:
+    return mask[:, :, None] & mask[:, None, :]
+
+
+READ_NOTHING: dict[str, Loss] = {
+    "pairs": lambda x, m: (x @ x.transpose(1, 2))[pair(m)].sum(),
+    "differences": lambda x, m: ((x[:, :, None] - x[:, None]) ** 2).sum(-1)[pair(m)].sum(),
+    "cosines": lambda x, m: functional.cosine_similarity(x[:, :, None], x[:, None], -1)[
+        pair(m)
+    ].sum(),
+    "distances": lambda x, m: torch.cdist(x, x)[pair(m)].sum(),
+    "products": lambda x, m: torch.cumprod(x, 1)[m].sum(),
+    "entropy": lambda x, m: functional.binary_cross_entropy(
+        torch.sigmoid(x), torch.zeros(2, 4, 6), reduction="none"
+    )[m].sum(),
+}
+READ_PADDING: dict[str, Loss] = {
+    "margins": lambda x, m: functional.multi_margin_loss(x.view(-1, 6), LABELS.view(-1)),
+    "sorted": lambda x, m: torch.msort(x.view(-1, 6))[:3].sum(),
+    "norms": lambda x, m: x.renorm(2, 1, 0.5)[m].sum(),
+    "singular values": lambda x, m: torch.linalg.svdvals(x).sum(),
+    "variance": lambda x, m: x.view(-1, 6).var(True),
+    "largest": lambda x, m: torch.cdist(x, x, p=float("inf")).sum(),
+}
+NAMED: dict[str, Loss] = {
+    "factor": lambda x, m: torch.mul(x, other=2.0)[m].sum(),
+    "matrix": lambda x, m: torch.matmul(x, other=torch.ones(6, 2))[m].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READ_NOTHING)
+def test_a_loss_that_masks_pairs_has_finite_gradients(name: str) -> None:
+    compare(READ_NOTHING[name])
+
+
+@pytest.mark.parametrize("name", READ_PADDING)
+def test_an_operation_that_hides_or_refuses_nan_is_computed_with_padding(name: str) -> None:
+    compare(READ_PADDING[name])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_operands_may_be_named(name: str) -> None:
+    compare(NAMED[name])
+
+
+def test_an_output_can_be_copied() -> None:
+    _, _, hidden = make(is_padded=False)
+    assert isinstance(hidden, Unpadded)
+    _, _, plain = make(is_padded=True)
+    assert torch.equal(settle(copy.deepcopy(hidden.detach())), plain.detach())
