@@ -96,7 +96,9 @@ class Assembly:
         """Whether a row that another row's module applies is on in this run."""
         row = get_switch(name)
         is_on = row.is_on(self.args) and row.has_what_it_needs(self.args)
-        return is_on and row.find_obstacle(self.args, self.situation) is None
+        is_done_elsewhere = self.uses_deepspeed and row.under_deepspeed != "applied"
+        is_possible = row.find_obstacle(self.args, self.situation) is None
+        return is_on and is_possible and not is_done_elsewhere
 
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -29,6 +29,7 @@ from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
 from rapidformer.config.command_line import read_command_line
 from rapidformer.config.explain import explain, render
 from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.config.row import Situation
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.processes import stop_processes
@@ -277,11 +278,10 @@ class RapidformerEngine:
 
     def explain(self) -> str:
         """Every switch in this run, a line each: on, off or not applicable, and why."""
-        is_composed = self.model.module is not None
-        answers = (
-            self.model.parallelized.explain(self._args) if is_composed else explain(self._args)
-        )
-        return "\n".join(render(answers))
+        if self.model.module is not None:
+            return "\n".join(render(self.model.parallelized.explain(self._args)))
+        situation = Situation(device=self.device.type, ranks=self._args.world_size)
+        return "\n".join(render(explain(self._args, situation)))
 
     def close(self, *, gives_back: bool = True) -> None:
         """Finish what is being written, take off all that was applied, leave the process group.
