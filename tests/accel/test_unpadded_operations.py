@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from rapidformer.accel.unpad import tokenwise  # noqa: F401 - lists the operatio
 from rapidformer.accel.unpad.calls import Call, Removal, record_padded
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.errors import ConfigurationError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 LABELS = torch.tensor([[1, 2, 3, 0], [4, 5, 1, 2]])
@@ -95,3 +97,15 @@ def test_an_output_can_be_copied() -> None:
     assert isinstance(hidden, Unpadded)
     _, _, plain = make(is_padded=True)
     assert torch.equal(settle(copy.deepcopy(hidden.detach())), plain.detach())
+
+
+def test_inputs_changed_in_place_since_are_an_error() -> None:
+    ids = torch.tensor([[1, 2], [3, 0]])
+    block, rows = nn.Identity(), Rows.read((ids > 0).numpy())
+    values = ids.unsqueeze(-1).float()
+    compute = functools.partial(lambda tokens: record_padded(block, tokens.unsqueeze(-1)), ids)
+    call = Call(Removal(is_trial=True), compute, ids.device)
+    hidden = call.run(lambda: start(rows.pack(values), rows, block))
+    ids.zero_()
+    with pytest.raises(ConfigurationError, match="inputs were changed in place since"):
+        float(hidden.mean())

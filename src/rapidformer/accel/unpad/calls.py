@@ -6,6 +6,7 @@ again, padded, and whatever was computed from its output is computed again from 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.sides import use_sides
 from rapidformer.accel.unpad.token_attention import without_rows
+from rapidformer.compat.torch_dispatch import tree_leaves
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.overlay import find_fact
@@ -101,6 +104,8 @@ class Call:
         self._mode = Mode(device)
         self._step = removal.get_step()
         self._padded: dict[nn.Module, Tensor] | None = None
+        self._inputs = _list_inputs(run_padded)
+        self._versions = [count_changes(tensor) for tensor in self._inputs]
         self._knows_labels = knows_labels
 
     @property
@@ -148,12 +153,24 @@ class Call:
         self._removal.turn_off(self._step, effect)
 
     def _check(self) -> None:
+        if self._versions != [count_changes(tensor) for tensor in self._inputs]:
+            raise ConfigurationError(
+                "something reads what the model returns for padding, and the model's inputs were "
+                "changed in place since. Leave padding out, or set --dynamic-shape off."
+            )
         if self._removal.help_of_others is not Help.NONE:
             raise ConfigurationError(
                 "something reads what the model returns for padding, and with sharded weights "
                 "(ZeRO) one rank cannot compute that alone. Leave padding out (losses[mask], "
                 "losses.masked_fill(~mask, 0)), or set --dynamic-shape off."
             )
+
+
+def _list_inputs(run: Callable[[], Any]) -> list[Tensor]:
+    """The tensors that a model is called with."""
+    given = (run.args, run.keywords) if isinstance(run, functools.partial) else ()
+    leaves = tree_leaves(given)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def count_steps(model: nn.Module, clock: Clock) -> None:
