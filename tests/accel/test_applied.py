@@ -300,7 +300,7 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
         shapes = [(p.shape, s["momentum_buffer"].shape) for p, s in optimizer.state.items()]
         assert shapes and all(one == other for one, other in shapes)
         again = train(model, name, settings)
-        again.parallelized.applied.undo()
+        again.model.parallelized.applied.undo()
         check_plain(model, before)
 
 
@@ -315,11 +315,9 @@ def stay_sharded() -> str:
     applied = engine.model.parallelized.applied
     applied.plain.measure_free = lambda device: 0.0
     assert applied.undo() is False and not applied.is_closed
-    other = RapidformerEngine(args={**SETTINGS, "zero_1_memory_optimization": True})
+    other = RapidformerEngine(args={**SETTINGS, "zero_3_memory_optimization": True})
     with pytest.raises(RapidformerError, match="do not fit into memory whole"):
         other.compose(model)
-    same = RapidformerEngine(args={**SETTINGS, "zero_3_memory_optimization": True})
-    same.compose(model)
     return type(model).__name__
 
 

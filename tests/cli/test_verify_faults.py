@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rapidformer import RapidformerEngine
-from rapidformer.engine import model as composing
+from rapidformer.accel import dropout_seeds
 from rapidformer.engine.weighing import LossWeights
 from rapidformer.optim import optimizers
 from rapidformer.optim.update import UpdateClock
@@ -143,7 +143,7 @@ if is_switched: optimizers.group_parameters = group_all
 @pytest.mark.parametrize(
     "planted",
     [
-        {"fault": "composing.seed_dropout = lambda model, seed, topology: torch.manual_seed(seed)"},
+        {"fault": "dropout_seeds.seed_dropout = lambda model, seed, _: torch.manual_seed(seed)"},
         {"after": "torch.manual_seed(0)"},
     ],
     ids=["in compose", "in the script"],

@@ -113,7 +113,7 @@ def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
     found = [
         int(value)
         for value in predict_rows(
-            engine.data, engine.model.module, rows, step, batch_size=2, lengths=lengths
+            engine.data, engine.model, rows, step, batch_size=2, lengths=lengths
         )
     ]
     engine.close()
@@ -135,7 +135,7 @@ def test_a_step_must_return_a_result_per_row() -> None:
     engine.model.compose_for_evaluation(torch.nn.Linear(1, 1).train())
     rows = [{"input_ids": [1]}] * 2
     with pytest.raises(Exception, match=r"returned 1 results for a batch of 2 rows"):
-        list(predict_rows(engine.data, engine.model.module, rows, lambda batch: [1]))
+        list(predict_rows(engine.data, engine.model, rows, lambda batch: [1]))
     engine.close()
 
 

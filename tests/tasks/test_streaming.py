@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.base import PreparedData
@@ -47,6 +48,7 @@ def test_of_100_000_rows_only_some_records_are_held_at_a_time() -> None:
 
     class Loader:
         samples_per_round = rows_per_batch
+        device = torch.device("cpu")
 
         def iterate_micro_batches(self) -> Iterator[Any]:
             for _ in range(ROWS // rows_per_batch):

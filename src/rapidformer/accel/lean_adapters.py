@@ -44,6 +44,7 @@ def apply_adapted_layers(assembly: Assembly) -> str | None:
     if find_adapter(assembly.model) is None or not has_shortcut:
         return None
     assembly.applied.enter(_WITHOUT_SHORTCUT)
+    torch.backends.mha.set_fastpath_enabled(False)  # in case somebody has turned it on since
     return "torch's encoder layers call their parts"
 
 

@@ -60,7 +60,7 @@ TOPICS = {
 }
 _ENDING = """
 Every switch has a --no- form. Names that other trainers use are accepted too
-(--learning-rate, ...; docs/coming_from/flags.md lists them), as are underscores.
+(--learning-rate, ...; docs/coming_from/flags.md has them), as are underscores.
 """
 
 

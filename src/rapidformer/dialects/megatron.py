@@ -42,13 +42,13 @@ class _Alias(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        child = sys.modules.get(f"{self.__name__}.{name}")
-        if child is not None:
-            return child
         if self.__name__ in _MODULES:
             return getattr(importlib.import_module(_MPU), name)
         names = _NAMES[self.__name__]
         if name not in names:
+            child = sys.modules.get(f"{self.__name__}.{name}")
+            if child is not None:
+                return child
             raise AttributeError(
                 f"Megatron is not installed, and our {self.__name__} has only "
                 f"{', '.join(names) or 'nothing'}, not {name}"

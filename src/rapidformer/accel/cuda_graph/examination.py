@@ -260,11 +260,18 @@ class _Reader(ast.NodeVisitor):
         self._called = node.func
         self.generic_visit(node)
 
+    def _is_own(self, node: ast.expr) -> bool:
+        """Whether it is an attribute of ``self``, which is looked at as such."""
+        if not isinstance(node, ast.Attribute) or self._owner is None:
+            return False
+        return _is_name(node.value, _get_first_parameter(self._function))
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         is_called = self._called is node
         if not isinstance(node.ctx, ast.Load):
             raise SideEffectError(f"changes {ast.unparse(node)}", _COUNT)
-        if is_called and node.attr in MUTATORS and not isinstance(node.value, ast.Name):
+        is_part = isinstance(node.value, (ast.Attribute, ast.Subscript))
+        if is_called and node.attr in MUTATORS and is_part and not self._is_own(node.value):
             raise SideEffectError(f"changes {ast.unparse(node.value)}", _COUNT)
         holder = self._find(node.value)
         if isinstance(holder, ModuleType) or _is_configuration(holder):
