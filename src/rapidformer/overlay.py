@@ -19,7 +19,8 @@ each type, so that ``copy.deepcopy`` takes it along.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,6 +113,17 @@ def remove(target: Any, layer: str) -> None:
         make = _get_shared_class if each.is_shared else _build_class
         cls = make(cls, each.layer, each.build, each.styles, each.is_shared)
     target.__class__ = cls
+
+
+@contextmanager
+def without_layer(target: Any, layer: str) -> Iterator[None]:
+    """Inside, an object lacks one of its layers."""
+    cls = type(target)
+    remove(target, layer)
+    try:
+        yield
+    finally:
+        target.__class__ = cls
 
 
 def return_to(target: Any, cls: Any) -> None:

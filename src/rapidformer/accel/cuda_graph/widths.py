@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import list_layers, remove, return_to
+from rapidformer.overlay import list_layers, without_layer
 
 _FACTOR = 2
 """How many times as wide the compared batch is, unless that is too long for the model."""
@@ -259,12 +259,10 @@ class _NotForPadding:
 @contextmanager
 def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterator[None]:
     """Without dropout, compilation and, if asked for, rounding to 16 bits."""
-    cls = model.__class__
-    if in_fp32 and "autocast" in list_layers(model):
-        remove(model, "autocast")
+    rounds = in_fp32 and "autocast" in list_layers(model)
+    precision = without_layer(model, "autocast") if rounds else nullcontext()
     try:
-        with evaluation_mode(model), uncompiled(model.modules()):
+        with precision, evaluation_mode(model), uncompiled(model.modules()):
             yield
     finally:
-        return_to(model, cls)
         before.restore()
