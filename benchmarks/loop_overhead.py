@@ -52,7 +52,7 @@ class BenchmarkFinetuner(Finetuner):
         super().__init__(engine)
         self.rows = rows
         one_by_one = RapidformerEngine(args={"micro_batch_size": 1, "log_level": "error"})
-        order = one_by_one.build_data_loader(
+        order = one_by_one.data.build_loader(
             list(range(len(rows))), lambda indices: indices[0], shuffle=True
         )
         self.bare_steps = run_bare(rows, list(order))
