@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +86,19 @@ def test_report_comes_back_as_it_was_left(tmp_path: Any, monkeypatch: Any) -> No
     file.write_text("{half")
     assert read_report(str(file)) == {}
     assert read_report("") == {}
+
+
+def test_a_report_is_there_whole_or_not_at_all(tmp_path: Any, monkeypatch: Any) -> None:
+    """All ranks are stopped when one has failed: torch raised on the half report of another."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("RAPIDFORMER_ERRORS_TO_PARENT", "1")
+
+    def stop_here(staged: Path, target: str) -> None:
+        assert json.loads(staged.read_text())["message"]["message"] == "wrong"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", stop_here)
+    with pytest.raises(KeyboardInterrupt):
+        report_failure("wrong")
+    assert not file.exists()

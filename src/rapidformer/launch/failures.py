@@ -119,7 +119,11 @@ def report_failure(message: str, *, is_mistake: bool = False) -> bool:
     # torch's own file format; anything it does not know goes into extraInfo.
     extra = {"timestamp": str(int(now)), "time": now, "is_mistake": is_mistake}
     content = {"message": {"message": message, "extraInfo": extra}}
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    # The parent stops all ranks when one has failed, maybe in the middle of this, and torch cannot
+    # read half a file.
+    staged = Path(f"{path}.{os.getpid()}")
+    staged.write_text(json.dumps(content), encoding="utf-8")
+    staged.replace(path)
     return True
 
 
