@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.errors import RapidformerError
 
 if TYPE_CHECKING:
-    from rapidformer.config import Settings
+    from rapidformer.config.settings import Settings
     from rapidformer.timers import Timers
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,10 +32,7 @@ _current = _Context()
 
 
 def set_context(
-    *,
-    args: Settings,
-    timers: Timers,
-    build_tokenizer: Callable[[], Any] | None = None,
+    *, args: Settings, timers: Timers, build_tokenizer: Callable[[], Any] | None = None
 ) -> None:
     """Make a run the current one; a later engine replaces an earlier one."""
     _current.args, _current.timers = args, timers
@@ -57,24 +56,22 @@ def is_started() -> bool:
 
 def get_args() -> Settings:
     """The settings of the current run."""
-    if _current.args is None:
-        raise RapidformerError("get_args() needs an engine: call RapidformerEngine() first.")
-    return _current.args
+    return _need(_current.args, "get_args")
 
 
 def get_timers() -> Timers:
     """The timers of the current run."""
-    if _current.timers is None:
-        raise RapidformerError("get_timers() needs an engine: call RapidformerEngine() first.")
-    return _current.timers
+    return _need(_current.timers, "get_timers")
 
 
 def get_tokenizer() -> Any:
     """The tokenizer of the current run, created on first use."""
     if _current.tokenizer is None:
-        if _current.build_tokenizer is None:
-            raise RapidformerError(
-                "get_tokenizer() needs an engine: call RapidformerEngine() first."
-            )
-        _current.tokenizer = _current.build_tokenizer()
+        _current.tokenizer = _need(_current.build_tokenizer, "get_tokenizer")()
     return _current.tokenizer
+
+
+def _need(value: T | None, name: str) -> T:
+    if value is None:
+        raise RapidformerError(f"{name}() needs an engine: call RapidformerEngine() first.")
+    return value

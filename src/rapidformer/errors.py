@@ -65,6 +65,11 @@ class MissingPackageError(RapidformerError):
         super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
 
 
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _join(problems: list[str]) -> str:
     if len(problems) == 1:
         return problems[0]

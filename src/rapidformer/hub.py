@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 _SECONDS = 4.0
@@ -24,19 +23,18 @@ def is_hub_reachable(*switches: str) -> bool:
 
     ``switches`` are variables that keep us off the Hub besides ``HF_HUB_OFFLINE``.
     """
-    if any(_is_on(name) for name in ("HF_HUB_OFFLINE", *switches)):
+    variables = (os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", *switches))
+    if any(value in {"1", "true", "yes", "on"} for value in variables):
         return False
+    import urllib.request  # slow to import, and every command imports this file
+
     return bool(urllib.request.getproxies()) or _opens_connection()
 
 
 def looks_like_path(text: str) -> bool:
     """Whether a text can only be a local path: Hub names are `name` or `owner/name`."""
-    return (
-        text.startswith((".", "/", "~"))
-        or "\\" in text
-        or text.count("/") > 1
-        or text.endswith("/")
-    )
+    is_name = text.count("/") < 2 and "\\" not in text and not text.endswith("/")
+    return not is_name or text.startswith((".", "/", "~"))
 
 
 def is_hub_name(text: str) -> bool:
@@ -55,10 +53,6 @@ def suggest_path(missing: Path) -> str:
         return ""
     near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)
     return f" Did you mean {missing.parent / near[0]}?" if near else ""
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in {"1", "true", "yes", "on"}
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def test_a_run_without_a_ramp_is_constant() -> None:
         (["0", "8", "100"], "every number must be at least 1"),
         (["8", "16", "100"], "must grow to --global-batch-size 32 in whole steps of 16"),
         (["40", "8", "100"], "must grow to --global-batch-size 32 in whole steps of 8"),
-        (["2", "6", "100"], "multiples of --micro-batch-size 4 x 1 data-parallel ranks = 4"),
+        (["2", "6", "100"], "multiples of --micro-batch-size 4 x 1 data-parallel rank = 4"),
     ],
 )
 def test_bad_ramps_are_explained(ramp: list[str], message: str) -> None:

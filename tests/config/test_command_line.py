@@ -10,7 +10,7 @@ import pytest
 
 from rapidformer import RapidformerEngine, context
 from rapidformer.config import Settings
-from rapidformer.config.command_line import read_command_line
+from rapidformer.config.parse import read_command_line
 from rapidformer.errors import ConfigurationError
 
 Read = Callable[..., Settings]

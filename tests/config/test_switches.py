@@ -149,6 +149,15 @@ def test_a_switch_that_was_not_asked_for_gives_way() -> None:
     )
 
 
+def test_a_refusal_says_once_what_to_do() -> None:
+    args = parse_arguments(["--dynamic-shape", "on", "--compile"])
+    row, place = get_switch("dynamic shape"), Situation(device="cuda", precision="fp32")
+    refusal = row.refuse(args, row.find_obstacle(args, place) or "")
+    assert refusal.endswith("Add --mixed-precision, or leave out --dynamic-shape.")
+    elsewhere = row.find_obstacle(args, Situation(device="mps")) or ""
+    assert row.refuse(args, elsewhere).endswith("this run is on MPS. Leave the flag out.")
+
+
 @pytest.mark.parametrize("switch", [s for s in SWITCHES if s.has_word], ids=lambda s: s.word)
 def test_without_turns_off_what_is_done_by_itself(switch: Switch) -> None:
     args = resolve(parse_arguments(["--without", switch.word]))

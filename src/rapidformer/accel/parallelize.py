@@ -210,7 +210,7 @@ def check_device(args: Settings, device: torch.device) -> None:
             find_problem = getattr(_import(switch), "find_device_problem", None)
             obstacle = find_problem(device) if find_problem is not None else None
         if obstacle is not None:
-            problems.append(f"{switch.describe(args)}: {obstacle}. Leave the flag out.")
+            problems.append(switch.refuse(args, obstacle))
     if problems:
         raise ConfigurationError(problems)
 
@@ -272,7 +272,7 @@ def _is_due(switch: Switch, assembly: Assembly) -> bool:
     if switch.is_idle_elsewhere:
         warn_once(f"{switch.describe(args)} has no effect: {obstacle}.")
     elif switch.is_asked(args):
-        raise ConfigurationError(f"{switch.describe(args)}: {obstacle}. Leave the flag out.")
+        raise ConfigurationError(switch.refuse(args, obstacle))
     return False
 
 

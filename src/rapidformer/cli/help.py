@@ -9,7 +9,7 @@ from itertools import groupby
 
 from rapidformer.cli.commands import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
-from rapidformer.config.render import render_arguments
+from rapidformer.config.schema import render_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.launch.environment import plan_launch

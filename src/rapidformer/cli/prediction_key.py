@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.sections import (
+from rapidformer.config.task_sections import (
     DataArguments,
     GenerationArguments,
     ModelArguments,

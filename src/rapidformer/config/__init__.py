@@ -9,11 +9,6 @@ from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
 
 __all__ = [
-    "Setting",
-    "Settings",
-    "arguments_from_mapping",
-    "build_parser",
-    "get_settings",
-    "parse_arguments",
-    "resolve",
-]
+    "Setting", "Settings", "arguments_from_mapping", "build_parser", "get_settings",
+    "parse_arguments", "resolve",
+]  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rapidformer.config.settings import Settings
+from rapidformer.errors import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,8 @@ def find_ramp_problems(args: Settings) -> Iterator[str]:
     if start % unit or (start != final and increment % unit):
         yield (
             f"{given}: the first batch size and the increment must be multiples of "
-            f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} "
-            f"data-parallel ranks = {unit}."
+            f"--micro-batch-size {args.micro_batch_size} x "
+            f"{count(args.data_parallel_size, 'data-parallel rank')} = {unit}."
         )
     if args.train_iters is None and args.train_samples is None and args.train_tokens is None:
         yield f"{given} needs --train-samples, --train-tokens or --train-iters."

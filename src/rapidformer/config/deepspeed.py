@@ -8,6 +8,7 @@ the file as its origin, so batches, schedule and reports see it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from rapidformer.config.deepspeed_file import (
@@ -20,11 +21,12 @@ from rapidformer.config.deepspeed_file import (
     modernize,
 )
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import get_switch
-from rapidformer.errors import ConfigurationError
+from rapidformer.config.switches import get_switch, to_flag
+from rapidformer.errors import ConfigurationError, count
 
+_Pairs = tuple[tuple[str, str, Callable[[Any], Any]], ...]
 # Keys of the file that mean the same as a setting of ours.
-_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+_PAIRS: _Pairs = (
     ("train_batch_size", "global_batch_size", int),
     ("train_micro_batch_size_per_gpu", "micro_batch_size", int),
     ("gradient_accumulation_steps", "gradient_accumulation_steps", int),
@@ -36,7 +38,7 @@ _PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("scheduler.params.total_num_steps", "lr_decay_iters", int),
     ("tensor_parallel.autotp_size", "tensor_model_parallel_size", lambda size: max(int(size), 1)),
 )
-_FP16_PAIRS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+_FP16_PAIRS: _Pairs = (
     ("fp16.initial_scale_power", "initial_loss_scale", lambda power: 2.0 ** int(power)),
     ("fp16.loss_scale_window", "loss_scale_window", int),
     ("fp16.hysteresis", "hysteresis", int),
@@ -70,19 +72,19 @@ def merge_deepspeed(args: Settings) -> tuple[Settings, list[str]]:
         content = load_deepspeed_file(args.deepspeed)
     except ConfigurationError as reason:
         return args, reason.problems
-    merge = _Merge(args, content)
+    merge = _Merge(args, content, args.deepspeed)
     merge.take_all()
     return merge.args, [*merge.problems, *_find_refused(merge.args, content)]
 
 
+@dataclass
 class _Merge:
     """The settings merged so far, and the problems found on the way."""
 
-    def __init__(self, args: Settings, content: Section) -> None:
-        self.args = args
-        self.content = content
-        self.file = args.deepspeed or ""
-        self.problems: list[str] = []
+    args: Settings
+    content: Section
+    file: str
+    problems: list[str] = field(default_factory=list)
 
     def take_all(self) -> None:
         self._take_optimizer()
@@ -98,20 +100,20 @@ class _Merge:
             self._compare_schedules()
 
     def _take(self, key: str, name: str, convert: Callable[[Any], Any]) -> None:
-        found = find_value(self.content, key)
-        if found is None:
+        theirs = find_value(self.content, key)
+        if theirs is None:
             return
         try:
-            value = convert(found)
+            value = convert(theirs)
         except (TypeError, ValueError):
-            self.problems.append(f"{key} in {self.file} must be a number, got {found!r}.")
+            self.problems.append(f"{key} in {self.file} must be a number, got {theirs!r}.")
             return
-        self._put(key, name, value, found)
+        self._put(key, name, value, theirs)
 
-    def _put(self, key: str, name: str, value: Any, found: Any) -> None:
+    def _put(self, key: str, name: str, value: Any, theirs: Any) -> None:
         if self.args.is_given(name):
             if getattr(self.args, name) != value:
-                self._disagree(name, f"{key} {found}")
+                self._disagree(name, f"{key} {theirs}")
         else:
             self.args = self.args.replace(f"{self.file}: {key}", **{name: value})
 
@@ -130,12 +132,10 @@ class _Merge:
         if self.args.is_given("optimizer") and same != {"adam": "adamw"}.get(ours or "", ours):
             self._disagree("optimizer", f"optimizer.type {kind}")
         elif ours is not None and not self.args.is_given("optimizer"):
-            source = f"{self.file}: optimizer.type"
-            self.args = self.args.replace(source, optimizer=ours)
+            self.args = self.args.replace(f"{self.file}: optimizer.type", optimizer=ours)
         parameters = self.content["optimizer"].get("params") or {}
         for name, value in _OPTIMIZER_DEFAULTS.items():
-            key = name.removeprefix("sgd_")
-            if key not in parameters and not self.args.is_given(name):
+            if name.removeprefix("sgd_") not in parameters and not self.args.is_given(name):
                 source = f"{self.file}: DeepSpeed's default"
                 self.args = self.args.replace(source, **{name: value})
 
@@ -145,9 +145,9 @@ class _Merge:
         key = peak if find_value(self.content, peak) is not None else "optimizer.params.lr"
         self._take(key, "lr", float)
         betas = find_value(self.content, "optimizer.params.betas")
-        for place, name in enumerate(("adam_beta1", "adam_beta2")):
-            if isinstance(betas, list) and len(betas) == 2:
-                self._put(f"optimizer.params.betas[{place}]", name, betas[place], betas[place])
+        if isinstance(betas, list) and len(betas) == 2:
+            for place, beta in enumerate(betas):
+                self._put(f"optimizer.params.betas[{place}]", f"adam_beta{place + 1}", beta, beta)
 
     def _take_loss_scale(self) -> None:
         scale = find_value(self.content, "fp16.loss_scale")
@@ -162,16 +162,16 @@ class _Merge:
         if len(set(kinds)) > 1:
             self.problems.append(f"{self.file} turns on {' and '.join(kinds)}: keep only one.")
             return
-        asked = _find_asked_precision(self.args)
-        if kinds and asked is None and self.args.is_given("mixed_precision"):
-            self._disagree("mixed_precision", f"{kinds[0]}.enabled true")
-        elif kinds and asked not in (None, AUTO, kinds[0]):
-            self._disagree(_name_precision(self.args), f"{kinds[0]}.enabled true")
+        flag = next((name for name in ("fp16", "bf16") if getattr(self.args, name)), None)
+        asked, name = flag or self.args.mixed_precision, flag or "mixed_precision"
+        is_off = asked is None and self.args.is_given("mixed_precision")
+        if kinds and (is_off or asked not in (None, AUTO, kinds[0])):
+            self._disagree(name, f"{kinds[0]}.enabled true")
         elif kinds:
             source = f"{self.file}: {kinds[0]}.enabled"
             self.args = self.args.replace(source, mixed_precision=kinds[0])
         elif asked and find_value(modernize(self.content), f"{asked}.enabled") is False:
-            self._disagree(_name_precision(self.args), f"{asked}.enabled false")
+            self._disagree(name, f"{asked}.enabled false")
 
     def _compare_stages(self) -> None:
         stage = get_zero_stage(self.args, self.content)
@@ -184,19 +184,18 @@ class _Merge:
 
     def _compare_batches(self) -> None:
         """Reported here in the file's terms; mistakes in our own flags alone are reported later."""
-        keys = [find_value(self.content, key) for key, *_ in _PAIRS[:3]]
-        total, micro = self.args.global_batch_size, self.args.micro_batch_size
-        steps = self.args.gradient_accumulation_steps
-        if not any(key is not None for key in keys) or None in (total, micro, steps):
+        keys, names = zip(*((key, name) for key, name, _ in _PAIRS[:3]), strict=True)
+        total, micro, steps = (getattr(self.args, name) for name in names)
+        is_in_file = any(find_value(self.content, key) is not None for key in keys)
+        if not is_in_file or None in (total, micro, steps):
             return
         replicas = self.args.data_parallel_size
-        assert total is not None and micro is not None and steps is not None
         if total != micro * replicas * steps:
-            names = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
             given = ", ".join(_describe(self.args, name) for name in names)
+            ranks = count(replicas, "data-parallel rank")
             self.problems.append(
-                f"{given} disagree: {micro} x {replicas} data-parallel ranks x {steps} = "
-                f"{micro * replicas * steps}. Give only two of the three."
+                f"{given} disagree: {micro} x {ranks} x {steps} = {micro * replicas * steps}. "
+                "Give only two of the three."
             )
 
     def _compare_schedules(self) -> None:
@@ -257,18 +256,7 @@ def _find_refused(args: Settings, content: Section) -> Iterator[str]:
 
 def _describe(args: Settings, name: str) -> str:
     """A setting the way the user gave it."""
-    source, value = args.sources.get(name, "default"), getattr(args, name)
-    flag = "--" + name.replace("_", "-")
-    if source == "command line":
-        return flag if value is True else f"{flag} {value}"
-    return f"{flag} {value} ({source})" if source != "default" else f"{flag} {value}"
-
-
-def _find_asked_precision(args: Settings) -> str | None:
-    if args.fp16 or args.bf16:
-        return "fp16" if args.fp16 else "bf16"
-    return args.mixed_precision
-
-
-def _name_precision(args: Settings) -> str:
-    return next((name for name in ("fp16", "bf16") if getattr(args, name)), "mixed_precision")
+    source, value, flag = args.sources.get(name, "default"), getattr(args, name), to_flag(name)
+    if source == "command line" and value is True:
+        return flag
+    return f"{flag} {value}" + (f" ({source})" if source not in ("default", "command line") else "")

@@ -1,8 +1,7 @@
 """Read a DeepSpeed JSON file, and build the configuration that DeepSpeed gets.
 
 The engine keeps the schedule, the loss scale, autocast and (if it is one of ours) the optimizer, so
-those sections never reach DeepSpeed. Clipping is always set, since DeepSpeed clips at 1.0 by
-default.
+those sections never reach DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _OUR_PARAMETERS = {
     "adam": {"lr", "weight_decay", "betas", "eps", "torch_adam", "adam_w_mode", "bias_correction"},
     "sgd": {"lr", "weight_decay", "momentum"},
 }
-
-
 _NUMBERS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "gradient_clipping", "zero_optimization.stage", "tensor_parallel.autotp_size",
@@ -96,10 +93,7 @@ def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
 def build_deepspeed_config(
     args: Settings, mixed_precision: str | None, *, uses_autotp: bool = False
 ) -> Section:
-    """The configuration for DeepSpeed: the file, completed with the run's settings.
-
-    Schedule, loss scale and autocast stay with the engine; so does an optimizer of ours.
-    """
+    """The configuration for DeepSpeed: the file, completed with the run's settings."""
     assert args.deepspeed is not None
     content = modernize(load_deepspeed_file(args.deepspeed))
     stage, is_ours = get_zero_stage(args, content), uses_our_optimizer(content)
@@ -115,17 +109,15 @@ def build_deepspeed_config(
     for name in ("fp16", "bf16", "torch_autocast", "scheduler"):
         content.pop(name, None)
     if is_half:
-        content[mixed_precision or ""] = {"enabled": True}
-    if mixed_precision == "fp16" and is_half:
-        content["fp16"]["loss_scale"] = 1.0
+        scale = {"loss_scale": 1.0} if mixed_precision == "fp16" else {}
+        content[mixed_precision or ""] = {"enabled": True, **scale}
     if is_ours:
         content.pop("optimizer", None)
         content["zero_allow_untested_optimizer"] = True
     else:
         parameters = _without_autos(content["optimizer"].get("params") or {})
-        content["optimizer"]["params"] = {"weight_decay": args.weight_decay} | parameters
-        if args.lr is not None:
-            content["optimizer"]["params"]["lr"] = args.lr
+        rate = {} if args.lr is None else {"lr": args.lr}
+        content["optimizer"]["params"] = {"weight_decay": args.weight_decay} | parameters | rate
     content["zero_force_ds_cpu_optimizer"] = False
     # Without it, DeepSpeed would clip at 1.0.
     content["gradient_clipping"] = args.clip_grad
@@ -134,11 +126,11 @@ def build_deepspeed_config(
     # DeepSpeed computes it, and would count tensor-parallel ranks as replicas.
     content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
-    if not uses_autotp:
-        content.pop("tensor_parallel", None)
+    if uses_autotp:
+        size = {"autotp_size": args.tensor_model_parallel_size}
+        content["tensor_parallel"] = content.get("tensor_parallel", {}) | size
     else:
-        tensor = content.setdefault("tensor_parallel", {})
-        tensor["autotp_size"] = args.tensor_model_parallel_size
+        content.pop("tensor_parallel", None)
     filled: Section = _without_autos(content)
     return filled
 
@@ -151,18 +143,15 @@ def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Sec
     kind = find_value(content, "scheduler.type")
     if kind is None:
         return None
-    given = content["scheduler"].get("params") or {}
     length = args.lr_decay_iters or train_iters
     warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0.0) * (length or 0))
     filled = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": args.lr,
-        "warmup_num_steps": max(warmup, 1),
+        "warmup_min_lr": 0.0, "warmup_max_lr": args.lr, "warmup_num_steps": max(warmup, 1),
         "total_num_steps": length,
-    }
+    }  # fmt: skip
     parameters: Section = {
         key: filled.get(key) if value == AUTO else value
-        for key, value in given.items()
+        for key, value in (content["scheduler"].get("params") or {}).items()
         if value != AUTO or key in filled
     }
     for name in ("warmup_num_steps", "total_num_steps"):
@@ -192,10 +181,8 @@ def modernize(content: Section) -> Section:
         content["zero_optimization"] = {"stage": int(content["zero_optimization"])}
     zero = content.get("zero_optimization")
     if isinstance(zero, dict):
-        for old, new in (
-            ("cpu_offload", "offload_optimizer"),
-            ("cpu_offload_params", "offload_param"),
-        ):
+        newer = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+        for old, new in newer.items():
             if zero.pop(old, False) is True:
                 zero.setdefault(new, {"device": "cpu"})
     return content

@@ -11,13 +11,14 @@ from rapidformer.config.batches import find_ramp_problems
 from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Implication, to_flag
+from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.config.validate import find_problems, has_sound_batches, loads_from_hub
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, count
 
-_BLACK_BOX_MICRO_BATCH = 8
-_BLACK_BOX_LEARNING_RATE = 5e-5
-_BLACK_BOX_EPOCHS = 3
+_MICRO_BATCH, _LEARNING_RATE, _EPOCHS = 8, 5e-5, 3
+"""The defaults of a task without a script."""
+SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
+"""The source of a micro-batch size that was reduced: the given one exceeds the global batch."""
 
 
 def resolve(args: Settings, *, world_size: int = 1, rank: int = 0) -> Settings:
@@ -37,74 +38,49 @@ def resolve(args: Settings, *, world_size: int = 1, rank: int = 0) -> Settings:
 
 def _derive_names(args: Settings) -> Settings:
     if args.local_rank is None or "LOCAL_RANK" in os.environ:
-        args = args.replace(
-            "derived: the launcher's LOCAL_RANK", local_rank=int(os.environ.get("LOCAL_RANK", "0"))
-        )
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        args = args.replace("derived: the launcher's LOCAL_RANK", local_rank=rank)
     if args.data_path is None and args.data_dir is None and args.data_name is not None:
         # The documentation also shows `--dataset-name glue` on its own.
-        args = args.replace(
-            "derived: --data-name without --data-path", data_path=args.data_name, data_name=None
-        )
-    if args.load is None and args.pretrained_model_name_or_path is not None:
+        source = "derived: --data-name without --data-path"
+        args = args.replace(source, data_path=args.data_name, data_name=None)
+    model = args.pretrained_model_name_or_path
+    if args.load is None and model is not None:
         # Users' scripts call `from_pretrained(args.load)`.
-        args = args.replace(
-            "derived: --pretrained-model-name-or-path", load=args.pretrained_model_name_or_path
-        )
+        args = args.replace("derived: --pretrained-model-name-or-path", load=model)
     if loads_from_hub(args):
         # It starts the run, it does not resume one.
-        args = args.replace(
-            "derived: --load", pretrained_model_name_or_path=args.load, load=args.load
-        )
+        args = args.replace("derived: --load", pretrained_model_name_or_path=args.load)
     if args.train_tokens is not None and args.seq_length is not None:
-        args = args.replace(
-            "derived: --train-tokens / --seq-length",
-            train_samples=-(-args.train_tokens // args.seq_length),
-        )
-    if args.task is not None and args.user_script is None:
-        args = _derive_black_box_defaults(args)
-    return args
-
-
-def _derive_black_box_defaults(args: Settings) -> Settings:
-    reason = "derived: the task's default"
-    if args.task == "pretraining":
-        # Length and learning rate depend on the corpus, which only the user knows.
-        return args
-    if args.lr is None:
-        args = args.replace(reason, lr=_BLACK_BOX_LEARNING_RATE)
-    if args.epochs is None and args.train_iters is None and args.train_samples is None:
-        args = args.replace(reason, epochs=_BLACK_BOX_EPOCHS)
+        samples = -(-args.train_tokens // args.seq_length)
+        args = args.replace("derived: --train-tokens / --seq-length", train_samples=samples)
+    # Length and learning rate of pre-training depend on the corpus, which only the user knows.
+    if args.task not in (None, "pretraining") and args.user_script is None:
+        reason = "derived: the task's default"
+        if args.lr is None:
+            args = args.replace(reason, lr=_LEARNING_RATE)
+        if args.epochs is None and args.train_iters is None and args.train_samples is None:
+            args = args.replace(reason, epochs=_EPOCHS)
     return args
 
 
 def _derive_switches(args: Settings) -> Settings:
-    for switch in SWITCHES:
-        for implication in switch.implies:
-            if _follows(implication, args):
-                source = f"derived: {to_flag(implication.setting)}"
-                args = args.replace(source, **{implication.sets: implication.to})
-    return args
-
-
-def _follows(implication: Implication, args: Settings) -> bool:
-    def is_set(name: str) -> bool:
+    for rule in (rule for switch in SWITCHES for rule in switch.implies):
         # "auto" leaves it open: `--mixed-precision --fp16` means fp16.
-        return getattr(args, name) not in (get_settings()[name].default, "auto")
-
-    preventing = (implication.sets, *implication.unless)
-    return is_set(implication.setting) and not any(map(is_set, preventing))
-
-
-SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
-"""The source of a micro-batch size that was reduced: the given one exceeds the global batch."""
+        is_set, *prevented = (
+            getattr(args, name) not in (get_settings()[name].default, "auto")
+            for name in (rule.setting, rule.sets, *rule.unless)
+        )
+        if is_set and not any(prevented):
+            args = args.replace(f"derived: {to_flag(rule.setting)}", **{rule.sets: rule.to})
+    return args
 
 
 def _derive_batches(args: Settings, problems: list[str]) -> Settings:
     """Global batch = micro-batch x data-parallel ranks x accumulation: two give the third."""
     replicas = args.data_parallel_size
     micro, total = args.micro_batch_size, args.global_batch_size
-    steps = args.gradient_accumulation_steps
-    reason = "derived: global = micro x ranks x accumulation"
+    steps, ranks = args.gradient_accumulation_steps, count(replicas, "data-parallel rank")
     if micro is None and total is not None:
         unit = replicas * (steps or 1)
         if total % unit:
@@ -112,34 +88,30 @@ def _derive_batches(args: Settings, problems: list[str]) -> Settings:
             return args
         micro = total // unit
     if micro is None:
-        micro = _BLACK_BOX_MICRO_BATCH
+        micro = _MICRO_BATCH
     if total is None:
         total = micro * replicas * (steps or 1)
     if steps is None and micro * replicas > total:
         if total % replicas:
-            rule = f"{replicas} data-parallel ranks"
-            problems.append(_explain_division(total, replicas, rule))
+            problems.append(_explain_division(total, replicas, ranks))
             return args
         micro = total // replicas
         args = args.replace(SMALLER_MICRO_BATCH, micro_batch_size=micro)
     unit = micro * replicas
     if total % unit and steps is None:
-        rule = f"--micro-batch-size {micro} x {replicas} data-parallel ranks = {unit}"
+        rule = f"--micro-batch-size {micro} x {ranks} = {unit}"
         problems.append(_explain_division(total, unit, rule))
         return args
     if steps is not None and total != unit * steps:
         problems.append(
             f"--global-batch-size {total} and --gradient-accumulation-steps {steps} disagree: "
-            f"--micro-batch-size {micro} x {replicas} ranks x {steps} = {unit * steps}. "
+            f"--micro-batch-size {micro} x {count(replicas, 'rank')} x {steps} = {unit * steps}. "
             "Give only one of them."
         )
         return args
-    args = args.replace(
-        reason,
-        micro_batch_size=micro,
-        global_batch_size=total,
-        gradient_accumulation_steps=total // unit,
-    )
+    sizes = {"micro_batch_size": micro, "global_batch_size": total}
+    sizes["gradient_accumulation_steps"] = total // unit
+    args = args.replace("derived: global = micro x ranks x accumulation", **sizes)
     if args.eval_micro_batch_size is None:
         args = args.replace("derived: --micro-batch-size", eval_micro_batch_size=micro)
     return args

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rapidformer.config.row import AUTO
 from rapidformer.config.schema import get_settings
@@ -32,15 +32,12 @@ class Answer:
 
 
 def explain(
-    args: Settings,
-    situation: Situation | None = None,
-    applied: Mapping[str, str] | None = None,
+    args: Settings, situation: Situation | None = None, applied: Mapping[str, str] | None = None
 ) -> list[Answer]:
     """Every row. ``applied`` has the rows that changed something, each with its start-up line."""
     situation = situation or Situation()
     answers = [_answer(switch, args, situation, applied) for switch in SWITCHES]
-    order: list[State] = ["on", "off", "not applicable"]
-    return sorted(answers, key=lambda answer: order.index(answer.state))
+    return sorted(answers, key=lambda answer: get_args(State).index(answer.state))
 
 
 def render(answers: list[Answer]) -> Iterator[str]:
@@ -60,12 +57,9 @@ def _answer(
     elif state == "on" and applied is not None and applied.get(switch.name):
         why = f"{why}: {applied[switch.name]}"
     does = switch.does or get_settings()[switch.turned_on_by[0]].help.split(": ")[0]
+    change = _describe_change(switch, args, state)
     return Answer(
-        name=switch.name,
-        state=state,
-        why=f"{does} ({why})",
-        measured=switch.gain,
-        change=_describe_change(switch, args, state),
+        name=switch.name, state=state, why=f"{does} ({why})", measured=switch.gain, change=change
     )
 
 
@@ -75,33 +69,26 @@ def _decide(switch: Switch, args: Settings, situation: Situation) -> tuple[State
     if not switch.has_what_it_needs(args):
         needed = " or ".join(rule.describe() for rule in switch.needs)
         return "not applicable", f"it needs {needed}"
-    deepspeed = get_switch("DeepSpeed")
-    if deepspeed.is_on(args) and switch.under_deepspeed != "applied":
+    if get_switch("DeepSpeed").is_on(args) and switch.under_deepspeed != "applied":
         return "not applicable", f"with --deepspeed it is {switch.under_deepspeed}"
     obstacle = switch.find_obstacle(args, situation)
     if obstacle is not None:
         return "not applicable", obstacle
-    return "on", _explain_on(switch, args)
+    if not switch.turned_on_by:
+        return "on", "by itself" if switch.kind == "automatic" else "always"
+    if not switch.is_asked(args):
+        return "on", f"by default where it pays: {to_flag(switch.turned_on_by[0])} {AUTO}"
+    return "on", f"asked for: {switch.describe(args)}"
 
 
 def _explain_off(switch: Switch, args: Settings) -> str:
     if not switch.turned_on_by:
         return f"--without {switch.word}"
     # A setting that is on by default was turned off.
-    turned_off = [
-        f"{to_flag(name)} {getattr(args, name)}"
-        for name in switch.turned_on_by
-        if getattr(args, name) != get_settings()[name].default and not switch.on_values
-    ]
-    return turned_off[0] if turned_off else "not asked for"
-
-
-def _explain_on(switch: Switch, args: Settings) -> str:
-    if not switch.turned_on_by:
-        return "by itself" if switch.kind == "automatic" else "always"
-    if not switch.is_asked(args):
-        return f"by default where it pays: {to_flag(switch.turned_on_by[0])} {AUTO}"
-    return f"asked for: {switch.describe(args)}"
+    for name in switch.turned_on_by:
+        if getattr(args, name) != get_settings()[name].default and not switch.on_values:
+            return f"{to_flag(name)} {getattr(args, name)}"
+    return "not asked for"
 
 
 def _describe_change(switch: Switch, args: Settings, state: State) -> str:
@@ -110,14 +97,13 @@ def _describe_change(switch: Switch, args: Settings, state: State) -> str:
         if state == "off":
             return f"leave {switch.word} out of --without"
         return f"--without {switch.word}" if switch.has_word and state == "on" else ""
-    flag = to_flag(switch.turned_on_by[0])
     setting = get_settings()[switch.turned_on_by[0]]
     if state == "on":
-        off = switch.off.get(switch.turned_on_by[0])
+        off = switch.off.get(setting.name)
         has_off = off is not None and not switch.on_values
-        return f"{flag} {off}" if has_off else f"leave out {switch.describe(args)}"
+        return f"{setting.flag} {off}" if has_off else f"leave out {switch.describe(args)}"
     if state == "off":
         values = {bool: "", int: "N", float: "X"}
         value = next(iter(switch.on_values or setting.choices), values.get(setting.kind, "FILE"))
-        return f"{flag} {value}".strip()
+        return f"{setting.flag} {value}".strip()
     return ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rapidformer.config.derive import SMALLER_MICRO_BATCH
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, Switch, to_flag
+from rapidformer.errors import count
 
 # Settings that only matter together with another one; a switch's are listed in its row.
 _ONLY_WITH: dict[str, tuple[str, ...]] = {
@@ -39,7 +40,7 @@ def find_idle_settings(args: Settings) -> list[str]:
     if args.train_iters is not None and args.is_changed("epochs"):
         idle.append(f"--epochs has no effect: --train-iters {args.train_iters} overrides it.")
     if args.sources.get("micro_batch_size") == SMALLER_MICRO_BATCH:
-        ranks = f"{args.data_parallel_size} data-parallel rank{'s' * (args.data_parallel_size > 1)}"
+        ranks = count(args.data_parallel_size, "data-parallel rank")
         idle.append(
             f"--micro-batch-size is too large for --global-batch-size {args.global_batch_size} on "
             f"{ranks}: {args.micro_batch_size} is used."

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from rapidformer.config.row import end_sentence
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Rule, Situation, Switch, to_flag
-from rapidformer.errors import MissingPackageError
+from rapidformer.config.switches import SWITCHES, Situation, to_flag
+from rapidformer.errors import MissingPackageError, count
 from rapidformer.nearest import find_nearest
 
 # Ranks along these axes work on the same samples.
@@ -34,21 +35,16 @@ def _check_switches(args: Settings) -> Iterator[str]:
             continue
         for rule in switch.excludes if switch.is_asked(args) else ():
             if rule.holds(args):
-                yield _describe_exclusion(switch, rule, args)
+                both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
+                yield f"{both}: {end_sentence(rule.reason)}"
         if switch.ranks == "one" and switch.is_asked(args) and args.world_size > 1:
             obstacle = switch.find_obstacle(args, Situation(ranks=args.world_size))
-            yield f"{switch.describe(args)}: {obstacle}. Leave the flag out."
+            yield switch.refuse(args, obstacle or "")
         if switch.is_refused_alone and not switch.has_what_it_needs(args):
             needed = " or ".join(rule.describe() for rule in switch.needs)
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
         if switch.package and find_spec(switch.package) is None:
             yield str(MissingPackageError(switch.package, switch.describe(args), switch.package))
-
-
-def _describe_exclusion(switch: Switch, rule: Rule, args: Settings) -> str:
-    end = "" if rule.reason.endswith(")") else "."
-    both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
-    return f"{both}: {rule.reason}{end}"
 
 
 def _check_without(args: Settings) -> Iterator[str]:
@@ -65,8 +61,8 @@ def _check_ranks(args: Settings) -> Iterator[str]:
     """Tensor, pipeline and context sizes divide the ranks; the expert size divides the rest."""
     sizes = {name: getattr(args, name) for name in AXES_OF_A_SAMPLE if getattr(args, name) > 1}
     ranks = math.prod(sizes.values())
+    given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
     if args.world_size % ranks:
-        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         total = f" = {ranks}" if len(sizes) > 1 else ""
         if args.world_size == 1:
             yield (
@@ -74,14 +70,13 @@ def _check_ranks(args: Settings) -> Iterator[str]:
                 f"more with --nproc-per-node {ranks}."
             )
             return
-        fitting = [str(n) for n in range(1, args.world_size + 1) if args.world_size % n == 0]
+        choices = " or ".join(list_divisors(args.world_size))
         yield (
             f"{given}{total} does not divide the {args.world_size} ranks of this run: "
-            f"use {' or '.join(fitting)}, or start a multiple of {ranks} ranks (--nproc-per-node)."
+            f"use {choices}, or start a multiple of {ranks} ranks (--nproc-per-node)."
         )
         return
     if args.data_parallel not in (None, args.world_size // ranks):
-        given = " x ".join(f"{to_flag(name)} {size}" for name, size in sizes.items())
         yield (
             f"--data-parallel {args.data_parallel}{' x ' if given else ''}{given} is not the "
             f"{args.world_size} ranks of this run: use --data-parallel {args.world_size // ranks}, "
@@ -90,25 +85,28 @@ def _check_ranks(args: Settings) -> Iterator[str]:
     replicas = args.world_size // ranks * args.context_parallel_size
     experts = args.expert_model_parallel_size
     if experts > 0 and replicas % experts:
-        fitting = [str(n) for n in range(1, replicas + 1) if replicas % n == 0]
         yield (
-            f"--expert-model-parallel-size {experts} does not divide the {replicas} ranks with "
-            f"different tokens: use {' or '.join(fitting)}."
+            f"--expert-model-parallel-size {experts} does not divide the {count(replicas, 'rank')} "
+            f"with different tokens: use {' or '.join(list_divisors(replicas))}."
         )
     yield from _check_hybrid_sharding(args, replicas)
 
 
 def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
-    """Each group has a complete copy of the state, so groups must be equal and hold whole
-    sequences.
-    """
+    """Each group has a complete copy of the state: groups are equal and hold whole sequences."""
     size, context = args.hybrid_sharding_size, args.context_parallel_size
     if size is None or size < 1:
         return
     if replicas % size or size % context:
-        fitting = [str(n) for n in range(1, replicas + 1) if not replicas % n and not n % context]
+        fitting = [number for number in list_divisors(replicas) if not int(number) % context]
         whole = f" of whole sequences ({context} ranks each)" if context > 1 else ""
         yield (
-            f"--hybrid-sharding-size {size} does not divide the {replicas} data-parallel ranks "
-            f"into equal groups{whole}: use {' or '.join(fitting)}."
+            f"--hybrid-sharding-size {size} does not divide the "
+            f"{count(replicas, 'data-parallel rank')} into equal groups{whole}: use "
+            f"{' or '.join(fitting)}."
         )
+
+
+def list_divisors(number: int) -> list[str]:
+    """The numbers that divide this one, as text."""
+    return [str(n) for n in range(1, number + 1) if number % n == 0]

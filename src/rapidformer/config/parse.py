@@ -9,20 +9,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from rapidformer.config.reading import (
-    UnreadableError,
-    is_expanding,
-    read_settings_text,
-    split_words,
-)
+from rapidformer.config import reading
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.context import is_started
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import get_foreign_flags
+from rapidformer.log import get_logger
 from rapidformer.nearest import find_nearest
 
 ExtraArgumentsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
@@ -31,6 +30,9 @@ COMMAND_LINE = "command line"
 # Flags put before those of any command line, which override them. `rapidformer launch` passes its
 # own flags to a script's engine this way, since it cannot change the script's command line.
 FLAGS_VARIABLE = "RAPIDFORMER_FLAGS"
+_LAUNCHERS = (FLAGS_VARIABLE, "TORCHELASTIC_RUN_ID")
+"""What `rapidformer launch` and torchrun leave in the environment."""
+_KERNELS = ("ipykernel_launcher", "colab_kernel_launcher")
 _NO_FOLDER: dict[str, dict[str, bool | str | None]] = {"save": {"none": None}}
 """``--save none`` saves nothing; without ``--save``, a run gets a default folder."""
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -63,26 +65,19 @@ def build_parser(
     return parser
 
 
-def list_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Every spelling that the parser knows."""
-    return list(parser._option_string_actions)
-
-
 def _add_setting(parser: argparse.ArgumentParser, setting: Setting, aliases: list[str]) -> None:
     options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
-    if setting.is_switch:
-        parser.add_argument(setting.flag, *aliases, nargs="?", const="true", **options)
-        negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
-        parser.add_argument(*negations, action="store_const", const="false", **options)
-    elif "auto" in setting.choices and setting.default is None:
-        # A switch that can also take a value: `--mixed-precision` or `--mixed-precision fp16`.
-        parser.add_argument(setting.flag, *aliases, nargs="?", const="auto", **options)
-        negations = [flag.replace("--", "--no-", 1) for flag in (setting.flag, *aliases)]
-        parser.add_argument(*negations, action="store_const", const=None, **options)
+    flags = (setting.flag, *aliases)
+    # A switch, which may also take a value: `--mixed-precision` or `--mixed-precision fp16`.
+    if setting.is_switch or ("auto" in setting.choices and setting.default is None):
+        on, off = ("true", "false") if setting.is_switch else ("auto", None)
+        parser.add_argument(*flags, nargs="?", const=on, **options)
+        negations = [flag.replace("--", "--no-", 1) for flag in flags]
+        parser.add_argument(*negations, action="store_const", const=off, **options)
     elif setting.is_list or setting.is_one_or_many:
-        parser.add_argument(setting.flag, *aliases, nargs="*", **options)
+        parser.add_argument(*flags, nargs="*", **options)
     else:
-        parser.add_argument(setting.flag, *aliases, nargs="?", const=[], **options)
+        parser.add_argument(*flags, nargs="?", const=[], **options)
 
 
 def parse_arguments(
@@ -92,61 +87,51 @@ def parse_arguments(
     parser = build_parser(extra_args_provider)
     known = parser._option_string_actions
     problems: list[str] = []
-    words = [*split_words(os.environ.get(FLAGS_VARIABLE, ""), problems, FLAGS_VARIABLE), *argv]
+    inherited = os.environ.get(FLAGS_VARIABLE, "")
+    words = [*reading.split_words(inherited, problems, FLAGS_VARIABLE), *argv]
     foreign = get_foreign_flags()
     words, attributes = foreign.rewrite([_normalize(word, known) for word in words], problems)
-    words = _join_negative_numbers(words, known)
-    namespace, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(_join_negative_numbers(words, known))
     problems += [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if not problems and unknown:
         problems = [
             f"unexpected {' '.join(unknown)!r}: put the setting's --name in front of each value"
         ]
-    given = vars(namespace)
-    settings = get_settings()
+    flags, settings = vars(namespace), get_settings()
     # An empty list: argparse would report one flag without its value, in its own words.
-    bare = [name for name, value in given.items() if name in settings and value == []]
-    problems += [_describe_missing(settings[name]) for name in bare]
-    given = {name: value for name, value in given.items() if name not in bare}
+    bare = [settings[name] for name in flags if name in settings and flags[name] == []]
+    for setting in bare:
+        choices = f" (one of {', '.join(setting.choices)})" if setting.choices else ""
+        problems.append(f"{setting.flag} needs a value{choices}.")
+        del flags[setting.name]
     for name, tasks in foreign.tasks.items():
-        if given.get(name) in tasks:
-            given.setdefault("task", tasks[given[name]])
-    file_values = _read_yaml(given.get("config"), problems)
-    from_file = f"{given['config']}" if "config" in given else ""
-    values, sources = _collect(
-        [
-            (from_file, {k: v for k, v in file_values.items() if k in settings}),
-            (COMMAND_LINE, {k: given[k] for k in given if k in settings}),
-        ],
-        problems,
-    )
-    if problems:
-        raise ConfigurationError(problems)
-    extras = {k: v for k, v in file_values.items() if k not in settings}
-    extras |= {k: v for k, v in given.items() if k not in settings}
-    return Settings(**values, extras={**attributes, **extras}, sources=sources)
+        if flags.get(name) in tasks:
+            flags.setdefault("task", tasks[flags[name]])
+    file = flags.get("config")
+    layers = [(f"{file}", _read_yaml(file, problems)), (COMMAND_LINE, flags)]
+    return _build_settings(layers, problems, attributes)
 
 
 def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> Settings:
     """Settings given by name, ours or another system's, checked like flags."""
     problems: list[str] = []
-    canonical = _canonical_names(values, source, problems)
-    extras = {k: canonical.pop(k) for k in list(canonical) if k not in get_settings()}
-    converted, sources = _collect([(source, canonical)], problems)
-    if problems:
-        raise ConfigurationError(problems)
-    return Settings(**converted, extras=extras, sources=sources)
+    layer = _canonical_names(values, source, problems)
+    return _build_settings([(source, layer)], problems, {})
 
 
-def _collect(
-    layers: list[tuple[str, Mapping[str, Any]]], problems: list[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _build_settings(
+    layers: list[tuple[str, dict[str, Any]]], problems: list[str], attributes: Mapping[str, Any]
+) -> Settings:
     """Convert the layers of values; a later layer overrides an earlier one."""
     settings, other_words = get_settings(), {**_NO_FOLDER, **get_foreign_flags().values}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    extras = dict(attributes)
     for source, layer in layers:
         for name, raw in layer.items():
+            if name not in settings:
+                extras[name] = raw
+                continue
             setting = settings[name]
             if raw is None and (setting.default is not None or source != COMMAND_LINE):
                 continue  # `seed:` without a value means the default
@@ -157,7 +142,34 @@ def _collect(
                 problems.append(f"{label} {reason}.")
                 continue
             sources[name] = source
-    return values, sources
+    if problems:
+        raise ConfigurationError(problems)
+    return Settings(**values, extras=extras, sources=sources)
+
+
+def read_command_line(extra_args_provider: ExtraArgumentsProvider | None = None) -> Settings:
+    """The settings of this process, from its command line if that is meant for us.
+
+    A script that ``rapidformer`` or ``torchrun`` started is given our flags, and so is one whose
+    command line has at least one of them: then every flag must be known. Any other command line (a
+    notebook's, a script's with flags of its own) is left alone, and settings have their defaults.
+    """
+    words = sys.argv[1:]
+    known = build_parser(extra_args_provider)._option_string_actions
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    has_ours = any(flag in known or flag.replace("_", "-") in known for flag in flags)
+    was_started = is_started() or any(name in os.environ for name in _LAUNCHERS)
+    is_notebook = Path((sys.argv or [""])[0]).stem in _KERNELS
+    if is_notebook or not (has_ours or was_started):
+        for flag in flags:
+            # One mistyped flag of ours must not pass for a script's own.
+            if (near := find_nearest(flag, known)) is not None:
+                get_logger().warning(
+                    f"{flag} is not read, since it is no setting of rapidformer: did you mean "
+                    f"{near}?"
+                )
+        words = []
+    return parse_arguments(words, extra_args_provider)
 
 
 @dataclass(frozen=True)
@@ -212,11 +224,6 @@ def _join_negative_numbers(words: list[str], known: Mapping[str, Any]) -> list[s
     return joined
 
 
-def _describe_missing(setting: Setting) -> str:
-    choices = f" (one of {', '.join(setting.choices)})" if setting.choices else ""
-    return f"{setting.flag} needs a value{choices}."
-
-
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     name = word.partition("=")[0]
     row = get_foreign_flags().names.get(name.lstrip("-").replace("-", "_"))
@@ -233,19 +240,18 @@ def _read_yaml(path: Any, problems: list[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(read_settings_text(str(path))) or {}
-    except UnreadableError as reason:
+        content = yaml.safe_load(reading.read_settings_text(str(path))) or {}
+    except reading.UnreadableError as reason:
         problems.append(f"--config {path} cannot be read: {reason}.")
-        return {}
     # A number of thousands of digits is a ValueError, and a thousand brackets a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as reason:
         problems.append(f"--config {path} is not valid YAML: {' '.join(str(reason).split())}")
-        return {}
-    if not isinstance(content, dict) or is_expanding(content):
+    else:
+        if isinstance(content, dict) and not reading.is_expanding(content):
+            translated = get_foreign_flags().read_file(content, path, problems)
+            return _canonical_names(translated, path, problems)
         problems.append(f"--config {path} must contain `name: value` lines.")
-        return {}
-    translated = get_foreign_flags().read_file(content, path, problems)
-    return _canonical_names(translated, path, problems)
+    return {}
 
 
 def _canonical_names(values: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:

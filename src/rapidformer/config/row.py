@@ -1,14 +1,13 @@
 """What a row of the table of switches says; the rows themselves are in ``switches.py``.
 
-A row describes one change that the library makes to a model, an optimizer or a process, whether it
-is asked for, made by itself where it pays, or always made. Refusals, start-up lines, ``verify``,
-``explain`` and the docs' tables are derived from it, so a module keeps no rule of its own.
+A row is one change that the library makes to a model, an optimizer or a process. Refusals, start-up
+lines, ``verify``, ``explain`` and the docs' tables follow from it: no module has rules of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from rapidformer.config.schema import get_settings
@@ -34,6 +33,7 @@ _ROWS: dict[str, Switch] = {}
 
 AUTO = "auto"
 """The value of a setting that leaves the decision to the library."""
+_EXCLUDED = "it does not combine with "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,16 @@ class Situation:
     is_training: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
     """Another switch, or certain values of one of its settings, and why it matters here."""
 
     switch: str = ""
     """Empty: the setting's value alone decides."""
+    reason: str = ""
+    _: KW_ONLY
     setting: str = ""
     values: tuple[Any, ...] = ()
-    reason: str = ""
     among_ranks: bool = False
     """Whether it only holds in a run of several ranks."""
     devices: tuple[str, ...] = ()
@@ -66,13 +67,13 @@ class Rule:
     def holds(self, args: Settings, situation: Situation | None = None) -> bool:
         """Whether that switch is on, with one of the values if any are listed."""
         situation = situation or Situation()
-        is_met = (
+        return (
             (not self.setting or getattr(args, self.setting) in self.values)
             and (not self.among_ranks or args.world_size > 1)
             and (not self.devices or situation.device in self.devices)
             and (not self.precisions or situation.precision in self.precisions)
+            and (not self.switch or get_switch(self.switch).is_on(args))
         )
-        return is_met and (not self.switch or get_switch(self.switch).is_on(args))
 
     def describe(self, args: Settings | None = None) -> str:
         """The flag to name in a message: the one given, or the switch's first."""
@@ -82,7 +83,7 @@ class Rule:
         return get_switch(self.switch).describe(args)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Implication:
     """A setting that sets another one, unless that one or one of ``unless`` is set."""
 
@@ -101,18 +102,18 @@ class Question:
     answers: Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Switch:
     """One switch: everything about it except the code that applies it."""
 
     name: str
     """Its name in start-up lines and docs."""
-    kind: Kind = "asked"
     does: str = ""
     """What it does, in a sentence; if empty, the help text of its first setting says so."""
+    _: KW_ONLY
+    kind: Kind = "asked"
     gain: str = ""
-    """What was measured; only figures that stand in ``docs/speed.md`` or ``docs/performance.md``.
-    """
+    """What was measured; only figures that stand in docs/speed.md or docs/performance.md."""
 
     turned_on_by: tuple[str, ...] = ()
     """Any of these settings turns it on. If empty, it is on whenever its needs are met."""
@@ -149,11 +150,9 @@ class Switch:
     is_refused_alone: bool = False
     """Whether unmet needs are an error rather than a warning."""
     excludes: tuple[Rule, ...] = ()
-    """Each pair once, on either side. If it was asked for, the pair is refused, else it stays off.
-    """
+    """Each pair once, on either side. If it was asked for, the pair is refused, else it is off."""
     excludes_adapters: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of adapter (``prompt``: all with learned tokens) that it does not work with, and why.
-    """
+    """Kinds of adapter (``prompt``: all with learned tokens) that it excludes, and why."""
     implies: tuple[Implication, ...] = ()
 
     verification: Verification = "off"
@@ -191,14 +190,11 @@ class Switch:
     def is_asked(self, args: Settings) -> bool:
         """Whether the user insists: it is refused, not left off, if it cannot be applied."""
         off = self.get_off_values()
-        values = [(getattr(args, name), off[name]) for name in self.turned_on_by]
-        can_choose = any(self._is_automatic(name) for name in self.turned_on_by)
+        can_choose = any(get_settings()[name].default == AUTO for name in self.turned_on_by)
         return self.is_on(args) and any(
-            value != no and not (can_choose and value == AUTO) for value, no in values
+            getattr(args, name) not in (off[name], *[AUTO] * can_choose)
+            for name in self.turned_on_by
         )
-
-    def _is_automatic(self, name: str) -> bool:
-        return bool(get_settings()[name].default == AUTO)
 
     def has_what_it_needs(self, args: Settings) -> bool:
         """Whether it would have an effect."""
@@ -213,17 +209,21 @@ class Switch:
             wanted = " or ".join(kind.upper() for kind in self.devices)
             return f"it needs a {wanted} device, and this run is on {device.upper()}"
         if ranks is not None and self.ranks != "any" and (self.ranks == "one") != (ranks == 1):
-            return (
-                f"it works on one rank, and this run has {ranks}"
-                if self.ranks == "one"
-                else "it is for several ranks, and this run has one"
-            )
+            if self.ranks == "one":
+                return f"it works on one rank, and this run has {ranks}"
+            return "it is for several ranks, and this run has one"
         if precision is not None and self.precisions and precision not in self.precisions:
             return f"it works in {' and '.join(self.precisions)}, and this run is in {precision}"
         for rule in self.excludes:
             if rule.holds(args, situation):
-                return f"it does not combine with {rule.describe(args)}: {rule.reason}"
+                return f"{_EXCLUDED}{rule.describe(args)}: {rule.reason}"
         return None
+
+    def refuse(self, args: Settings, obstacle: str) -> str:
+        """The message about an obstacle; a rule's reason already says what to do."""
+        if obstacle.startswith(_EXCLUDED):
+            return f"{self.describe(args)}: {end_sentence(obstacle)}"
+        return f"{self.describe(args)}: {obstacle}. Leave the flag out."
 
     def list_given(self, args: Settings, names: tuple[str, ...] | None = None) -> list[str]:
         """Those of its settings (or of ``names``) that are not at their defaults."""
@@ -256,6 +256,11 @@ class Switch:
             to_flag(name) if name in self.kinds else f"{to_flag(name)} {kind}"
             for name, kind in kinds.items()
         ]
+
+
+def end_sentence(text: str) -> str:
+    """With a full stop, unless the last sentence is in brackets and has its own."""
+    return text if text.endswith(")") else f"{text}."
 
 
 def to_flag(name: str) -> str:

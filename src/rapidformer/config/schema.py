@@ -10,15 +10,20 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
+import json
 import os
+import sys
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rapidformer.config import sections
+from rapidformer.config.settings import Settings
 
-_TRUE = {"true", "yes", "on", "1"}
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLS |= {"false": False, "no": False, "off": False, "0": False}
 _PATHS = frozenset({
     "cache_dir", "config", "data_cache_path", "data_dir", "data_path", "deepspeed", "hostfile",
     "load", "log_dir", "merge_file", "output", "peft_config", "pretrained_model_name_or_path",
@@ -26,7 +31,11 @@ _PATHS = frozenset({
     "tokenizer_name_or_path", "train_data", "train_data_path", "user_script", "valid_data",
     "valid_data_path", "vocab_file",
 })  # fmt: skip
-_FALSE = {"false", "no", "off", "0"}
+# Derived from the number of ranks or from other settings, so derived again on the next launch.
+_PER_LAUNCH = frozenset({
+    "eval_micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "load",
+    "local_rank", "micro_batch_size", "save",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,24 +131,20 @@ def _as_list(value: Any) -> list[Any]:
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    text = str(value).lower()
-    if text in _TRUE or text in _FALSE:
-        return text in _TRUE
+    if (text := str(value).lower()) in _BOOLS:
+        return _BOOLS[text]
     raise ValueError(f"is a switch and takes true or false, got {value!r}")
 
 
 def _to_int(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError(f"needs a whole number, got {value!r}")
-    try:
-        number = float(str(value).replace("_", ""))
-    except ValueError:
-        raise ValueError(f"needs a whole number, got {value!r}") from None
-    if not number.is_integer():
-        raise ValueError(f"needs a whole number, got {value!r}")
-    # Not int(number): a large seed must not pass through a float.
     text = str(value).replace("_", "")
-    return int(text) if text.lstrip("+-").isdigit() else int(number)
+    try:
+        if not float(text).is_integer():
+            raise ValueError
+    except ValueError:  # also for True
+        raise ValueError(f"needs a whole number, got {value!r}") from None
+    # A large seed must not pass through a float.
+    return int(text) if text.lstrip("+-").isdigit() else int(float(text))
 
 
 def _to_number(value: Any) -> int | float:
@@ -163,64 +168,68 @@ def _to_float(value: Any) -> float:
 def get_settings() -> dict[str, Setting]:
     """Every setting by name, in the order in which the sections list them."""
     docstrings = _read_field_docstrings()
-    found: dict[str, Setting] = {}
-    for section in sections.SECTIONS:
+    settings: dict[str, Setting] = {}
+    for section in Settings.__bases__:
         hints = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
-            found[field.name] = _build_setting(
-                field,
-                section,
-                hints[field.name],
-                docstrings.get((section.__name__, field.name), ""),
-            )
-    return found
+            text = docstrings[section.__name__, field.name]
+            settings[field.name] = _build_setting(field, section, hints[field.name], text)
+    return settings
 
 
 def _build_setting(field: dataclasses.Field[Any], section: type, hint: Any, text: str) -> Setting:
-    alternatives = [hint_part for hint_part in _flatten_union(hint) if hint_part is not type(None)]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    parts = typing.get_args(hint) if is_union else (hint,)
+    alternatives = [part for part in parts if part is not type(None)]
     is_list = all(typing.get_origin(part) is list for part in alternatives)
     takes_fraction = alternatives == [int, float]
-    is_one_or_many = len(alternatives) > 1 and not takes_fraction
-    first = alternatives[0]
-    if is_list:
-        first = typing.get_args(first)[0]
+    first = typing.get_args(alternatives[0])[0] if is_list else alternatives[0]
     choices: tuple[str, ...] = ()
     if typing.get_origin(first) is Literal:
         choices, first = typing.get_args(first), str
     tasks = field.metadata.get("tasks", ())
     prefix = f"{', '.join(tasks)}: " if tasks else ""
     return Setting(
-        name=field.name,
-        section=(section.__doc__ or section.__name__).strip(),
-        kind=first,
-        default=field.default,
-        help=prefix + " ".join(text.split()),
-        choices=choices,
-        is_list=is_list,
-        is_one_or_many=is_one_or_many,
-        takes_fraction=takes_fraction,
-        tasks=tasks,
-    )
-
-
-def _flatten_union(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
-    return (hint,)
+        name=field.name, section=section.__doc__ or "", kind=first, default=field.default,
+        help=prefix + " ".join(text.split()), choices=choices, tasks=tasks, is_list=is_list,
+        is_one_or_many=len(alternatives) > 1 and not takes_fraction, takes_fraction=takes_fraction,
+    )  # fmt: skip
 
 
 def _read_field_docstrings() -> dict[tuple[str, str], str]:
     """The string under each field: Python discards it, so it is read from the source."""
-    texts: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sections)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, following in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                texts[node.name, statement.target.id] = str(following.value.value)
-    return texts
+    modules = {section.__module__ for section in Settings.__bases__}
+    sources = [inspect.getsource(sys.modules[module]) for module in modules]
+    return {
+        (node.name, ast.unparse(field.target)): ast.literal_eval(text.value)
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+        for field, text in itertools.pairwise(node.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def render_arguments(args: Settings) -> Iterator[str]:
+    """As YAML that ``--config`` reads back: one line per setting, with the origin of its value."""
+    section = ""
+    for setting in get_settings().values():
+        if setting.section != section:
+            section = setting.section
+            yield f"# {section}"
+        value = getattr(args, setting.name)
+        if setting.name == "save" and args.keeps_nothing:
+            value = "none"
+        source = args.sources.get(setting.name, "default")
+        is_shown_only = setting.name in _PER_LAUNCH and source.startswith("derived")
+        line = f"{setting.name}: {_render(value)}"
+        yield f"{'# ' if is_shown_only else ''}{line:<60} # {source}"
+
+
+def _render(value: Any) -> str:
+    """On one line, even for multi-line text: JSON's lists and strings are valid YAML."""
+    import yaml
+
+    if isinstance(value, list) or (isinstance(value, str) and "\n" in value):
+        return json.dumps(value, ensure_ascii=False)
+    return str(yaml.safe_dump(value, allow_unicode=True, width=float("inf"))).splitlines()[0]

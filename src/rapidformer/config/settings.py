@@ -11,39 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rapidformer.config.sections import (
-    AccelerationArguments,
-    AdapterArguments,
-    CheckpointArguments,
-    DataArguments,
-    GenerationArguments,
-    LaunchArguments,
-    LoggingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    ParallelArguments,
-    RunArguments,
-    TrainingLengthArguments,
-)
+from rapidformer.config import sections, task_sections
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
 
 @dataclass(kw_only=True, frozen=True)
 class Settings(
-    RunArguments,
-    ModelArguments,
-    DataArguments,
-    GenerationArguments,
-    TrainingLengthArguments,
-    OptimizerArguments,
-    AdapterArguments,
-    AccelerationArguments,
-    ParallelArguments,
-    CheckpointArguments,
-    LoggingArguments,
-    LaunchArguments,
-):
+    task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
+    task_sections.GenerationArguments, sections.TrainingLengthArguments,
+    sections.OptimizerArguments, sections.AdapterArguments, sections.AccelerationArguments,
+    sections.ParallelArguments, sections.CheckpointArguments, sections.LoggingArguments,
+    sections.LaunchArguments,
+):  # fmt: skip
     """Every setting of a run, with the user's own extra flags and the origin of each value."""
 
     rank: int = 0
@@ -54,8 +34,9 @@ class Settings(
     def __post_init__(self) -> None:
         """If built directly, not parsed, whatever differs from the default came from code."""
         if not self.sources:
-            given = {f.name: "code" for f in dataclasses.fields(self) if _is_changed(self, f)}
-            object.__setattr__(self, "sources", given)
+            defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name not in _OWN}
+            given = [name for name in defaults if getattr(self, name) != defaults[name]]
+            object.__setattr__(self, "sources", dict.fromkeys(given, "code"))
 
     @property
     def data_parallel_size(self) -> int:
@@ -119,10 +100,4 @@ class Settings(
 
 
 _OWN = ("rank", "world_size", "extras", "sources")
-
-
-def _is_changed(settings: Settings, each: dataclasses.Field[Any]) -> bool:
-    return each.name not in _OWN and getattr(settings, each.name) != each.default
-
-
 _FIELD_NAMES = frozenset(f.name for f in dataclasses.fields(Settings))

@@ -1,13 +1,8 @@
 """Every change that the library makes, as one row each, in the order of application.
 
-Everything that needs only facts about a switch reads them here: which combinations are refused and
-which settings have no effect (``layout_rules.py``, ``idle_settings.py``), what a setting implies
-(``derive.py``), what DeepSpeed does itself, what ``rapidformer verify`` turns off, what
-``rapidformer config`` asks and ``rapidformer explain`` answers, and the tables in the docs.
-``accel/parallelize.py`` walks the same rows and calls ``apply`` of each row's module.
-
-A new switch is a field in ``sections.py`` (its docstring is the text in help and docs), a row in
-``rows/``, a module in ``accel/`` and a parity test. A setting without a row fails a test.
+Everything that needs only facts about a switch reads them here; ``accel/parallelize.py`` walks the
+same rows and calls each module. A new switch is a field in ``sections.py``, a row in ``rows/``, a
+module in ``accel/`` and a parity test. A setting without a row fails a test.
 """
 
 from __future__ import annotations

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems
+from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
+from rapidformer.errors import count
+from rapidformer.hub import is_hub_name, looks_like_path
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
     "max_position_embeddings", "image_size", "patch_size", "seq_length", "decoder_seq_length",
-    "micro_batch_size",
-    "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size", "train_samples",
-    "train_iters", "save_total_limit", "early_stopping_patience",
-    "nproc_per_node", "nnodes", "max_train_samples", "max_eval_samples", "max_predict_samples",
-    "num_beams", "max_new_tokens", "n_best", "max_answer_length", "exit_interval",
-    "lr_decay_iters", "lr_decay_samples",
-    "preprocessing_workers", "ssh_port", "train_tokens", "make_vocab_size_divisible_by",
-    "num_query_groups", "moe_layer_freq", "moe_router_topk", "lora_rank",
+    "micro_batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_micro_batch_size",
+    "train_samples", "train_iters", "save_total_limit", "early_stopping_patience", "nproc_per_node",
+    "nnodes", "max_train_samples", "max_eval_samples", "max_predict_samples", "num_beams",
+    "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
+    "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
+    "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
+    "lora_rank",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", *_INTERVALS)
@@ -38,20 +40,16 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
-    "label_smoothing", "validation_split", "lora_dropout",
+    "label_smoothing", "validation_split", "lora_dropout", "adam_beta1", "adam_beta2",
 )  # fmt: skip
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-
+# Settings of which only one may be given.
+_SAME = (
+    ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+)
+_LENGTHS = ("train_iters", "train_samples", "train_tokens")
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
-
-
-def _list_switch_numbers(kind: type) -> list[str]:
-    """The switches' numeric settings, all of which must be above 0."""
-    settings = get_settings()
-    names = [name for switch in SWITCHES for name in switch.settings]
-    return [name for name in names if settings[name].kind is kind]
 
 
 def find_problems(args: Settings) -> list[str]:
@@ -82,40 +80,29 @@ def has_sound_batches(args: Settings) -> bool:
 
 
 def _check_ranges(args: Settings) -> Iterator[str]:
-    for name in (*_AT_LEAST_ONE, *_list_switch_numbers(int)):
+    # The numbers of switches are all above 0.
+    settings, names = get_settings(), [name for switch in SWITCHES for name in switch.settings]
+    counts, numbers = ([n for n in names if settings[n].kind is kind] for kind in (int, float))
+    yield from _check_each(args, (*_AT_LEAST_ONE, *counts), lambda v: v >= 1, "be at least 1")
+    yield from _check_each(args, (*_POSITIVE, *numbers), lambda v: v > 0, "be positive")
+    yield from _check_each(args, _NOT_NEGATIVE, lambda v: v >= 0, "not be negative")
+    yield from _check_each(args, _FRACTIONS, lambda v: 0 <= v < 1, "be at least 0 and below 1")
+
+
+def _check_each(
+    args: Settings, names: Iterable[str], is_fine: Callable[[Any], bool], rule: str
+) -> Iterator[str]:
+    for name in names:
         value = getattr(args, name)
-        if value is not None and value < 1:
-            yield f"{to_flag(name)} must be at least 1, got {value}."
-    for name in (*_POSITIVE, *_list_switch_numbers(float)):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            yield f"{to_flag(name)} must be positive, got {value}."
-    for name in _NOT_NEGATIVE:
-        value = getattr(args, name)
-        if value is not None and not value >= 0:
-            yield f"{to_flag(name)} must not be negative, got {value}."
-    for name in _FRACTIONS:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < 1:
-            yield f"{to_flag(name)} must be at least 0 and below 1, got {value}."
-    for name in ("adam_beta1", "adam_beta2"):
-        value = getattr(args, name)
-        if not 0 <= value < 1:
-            yield f"{to_flag(name)} must be at least 0 and below 1, got {value}."
+        if value is not None and not is_fine(value):
+            yield f"{to_flag(name)} must {rule}, got {value}."
 
 
 def _check_learning_rate(args: Settings) -> Iterator[str]:
     if args.lr is not None and args.min_lr > args.lr >= 0:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
-    warmups = [
-        to_flag(name)
-        for name in ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
-        if getattr(args, name)
-    ]
-    if len(warmups) > 1:
-        yield f"{' and '.join(warmups)} set the same thing: give only one of them."
-    if args.lr_decay_iters is not None and args.lr_decay_samples is not None:
-        yield "--lr-decay-iters and --lr-decay-samples set the same thing: give only one of them."
+    for names in _SAME:
+        yield from _refuse_several([name for name in names if getattr(args, name)])
     if args.lr_decay_iters and 0 < args.lr_decay_iters <= args.lr_warmup_iters:
         yield (
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below "
@@ -123,14 +110,15 @@ def _check_learning_rate(args: Settings) -> Iterator[str]:
         )
 
 
+def _refuse_several(names: list[str]) -> Iterator[str]:
+    if len(names) > 1:
+        flags = " and ".join(map(to_flag, names))
+        yield f"{flags} set the same thing: give only one of them."
+
+
 def _check_length(args: Settings) -> Iterator[str]:
-    lengths = [
-        to_flag(name)
-        for name in ("train_iters", "train_samples", "train_tokens")
-        if args.is_given(name) and getattr(args, name) is not None
-    ]
-    if len(lengths) > 1:
-        yield f"{' and '.join(lengths)} set the same thing: give only one of them."
+    given = [n for n in _LENGTHS if args.is_given(n) and getattr(args, n) is not None]
+    yield from _refuse_several(given)
     if args.train_tokens is not None and args.seq_length is None:
         yield f"--train-tokens {args.train_tokens} needs --seq-length: the tokens per sample."
     limit = args.max_position_embeddings
@@ -178,25 +166,18 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
 def _check_generation(args: Settings) -> Iterator[str]:
     if args.task is None:
         return  # a script may have flags of these names, with other rules
-    for name in ("top_k", "num_return_sequences"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            yield f"{to_flag(name)} must be at least 1, got {value}."
-    for name in ("temperature", "repetition_penalty"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            yield f"{to_flag(name)} must be positive, got {value}."
-    for name in ("top_p", "min_p"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value <= 1:
-            yield f"{to_flag(name)} must be above 0 and at most 1, got {value}."
+    counts, shares = ("top_k", "num_return_sequences"), ("top_p", "min_p")
+    yield from _check_each(args, counts, lambda v: v >= 1, "be at least 1")
+    scales = ("temperature", "repetition_penalty")
+    yield from _check_each(args, scales, lambda v: v > 0, "be positive")
+    yield from _check_each(args, shares, lambda v: 0 < v <= 1, "be above 0 and at most 1")
     yield from _check_answers(args)
 
 
 def _check_answers(args: Settings) -> Iterator[str]:
     """How tokens are chosen, how many answers there are and where they go."""
     beams, answers = args.num_beams, args.num_return_sequences
-    for name in _SAMPLING:
+    for name in ("temperature", "top_k", "top_p", "min_p"):
         if getattr(args, name) is not None and not args.do_sample:
             yield (
                 f"{to_flag(name)} {getattr(args, name)} needs --do-sample: without it, every token "
@@ -232,23 +213,16 @@ def _check_live_answers(args: Settings, flag: str) -> Iterator[str]:
 
 
 def _check_sizes(args: Settings) -> Iterator[str]:
-    if args.hidden_size and args.num_attention_heads:
-        remainder = args.hidden_size % args.num_attention_heads
-        if remainder:
-            yield (
-                f"--num-attention-heads {args.num_attention_heads} does not divide "
-                f"--hidden-size {args.hidden_size}."
-            )
-    heads, groups, tensor = (
-        args.num_attention_heads,
-        args.num_query_groups,
-        args.tensor_model_parallel_size,
-    )
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.hidden_size and heads and args.hidden_size % heads:
+        yield f"--num-attention-heads {heads} does not divide --hidden-size {args.hidden_size}."
+    tensor = args.tensor_model_parallel_size
     if heads and heads % max(tensor, 1):
-        fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        *others, last = list_divisors(heads)
+        choices = f"{', '.join(others)} or {last}" if others else last
         yield (
-            f"--tensor-model-parallel-size {tensor} does not divide the {heads} attention heads of "
-            f"--num-attention-heads: use {', '.join(fitting[:-1])} or {fitting[-1]}."
+            f"--tensor-model-parallel-size {tensor} does not divide the "
+            f"{count(heads, 'attention head')} of --num-attention-heads: use {choices}."
         )
     if heads and groups and heads % groups:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}."
@@ -273,7 +247,8 @@ def _check_adapters(args: Settings) -> Iterator[str]:
         yield "--lora-rank and --peft-config exclude each other: give only one of them."
     if args.quantize_base is not None:
         yield from _check_quantized(args, f"--quantize-base {args.quantize_base}")
-    yield from _check_peft_config(args.peft_config)
+    if args.peft_config is not None:
+        yield from _check_peft_config(args.peft_config)
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:
@@ -302,9 +277,9 @@ def _check_chat(args: Settings) -> Iterator[str]:
         yield f"--chat-template-kwargs: {name} is set for each row and cannot be given."
 
 
-def _check_peft_config(given: str | None) -> Iterator[str]:
+def _check_peft_config(given: str) -> Iterator[str]:
     """The file must be a configuration at all; peft checks what is in it."""
-    if given is None or given.lstrip().startswith("{"):  # JSON itself, from Python
+    if given.lstrip().startswith("{"):  # JSON itself, from Python
         return
     path = Path(given).expanduser()
     if not path.is_file():
@@ -336,8 +311,6 @@ def _check_quantized(args: Settings, given: str) -> Iterator[str]:
 
 def loads_from_hub(args: Settings) -> bool:
     """Whether ``--load`` names a model or adapter on the Hub to start from."""
-    from rapidformer.hub import is_hub_name
-
     is_start = args.is_given("load") and args.pretrained_model_name_or_path is None
     return is_start and not _is_script(args) and is_hub_name(args.load or "")
 
@@ -350,8 +323,6 @@ def _check_files(args: Settings) -> Iterator[str]:
     if args.user_script is not None and not Path(args.user_script).is_file():
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:
-        from rapidformer.hub import looks_like_path
-
         # A script may mean any Hub name: it calls from_pretrained(args.load) itself.
         may_be_name = _is_script(args) and not looks_like_path(args.load)
         is_missing = not Path(args.load).expanduser().exists()

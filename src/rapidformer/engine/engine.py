@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from rapidformer.config import Settings, arguments_from_mapping, parse_arguments
-from rapidformer.config.command_line import read_command_line
 from rapidformer.config.explain import explain, render
-from rapidformer.config.parse import ExtraArgumentsProvider
+from rapidformer.config.parse import ExtraArgumentsProvider, read_command_line
 from rapidformer.config.row import Situation
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat

@@ -15,8 +15,7 @@ from typing import Any
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
-from rapidformer.config.render import render_arguments
-from rapidformer.config.schema import get_settings
+from rapidformer.config.schema import get_settings, render_arguments
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE

@@ -6,63 +6,44 @@ from rapidformer.config.row import Implication, Question, Rule, Switch, register
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _WHOLE_MATRICES = tuple(
-    Rule(
-        switch=name,
-        among_ranks=name == "ZeRO",  # on one rank it has no effect
-        reason="it looks at whole matrices and cannot work on split ones. Use adam or sgd, or "
-        "leave one of them out",
-    )
+    Rule(name, "it looks at whole matrices and cannot work on split ones. Use adam or sgd, or "
+         "leave one of them out", among_ranks=name == "ZeRO")  # on one rank it has no effect
     for name in _SPLIT
-)
+)  # fmt: skip
 _ADAM = Rule(setting="optimizer", values=("adam", "adamw"), reason="it stores the moments of Adam")
+_NO_DEEPSPEED = Rule(
+    "DeepSpeed", "it has its own optimizers. Use --zero-1-memory-optimization, -2- or -3- instead"
+)
 
 FINAL = register(
     # It hooks parameters, which must not be replaced after this.
     Switch(
-        name="data parallelism",
-        kind="automatic",
-        does="sum gradients over the ranks that have different rows, while the backward pass runs",
-        options=("data_parallel",),
-        ranks="several",
-        module="data_parallel",
-        moment="final",
-        under_deepspeed="done by DeepSpeed",
+        "data parallelism",
+        "sum gradients over the ranks that have different rows, while the backward pass runs",
+        kind="automatic", options=("data_parallel",), ranks="several", module="data_parallel",
+        moment="final", under_deepspeed="done by DeepSpeed",
         gain="a small Llama on 2 CPU processes: 100.2 % of the speed of DistributedDataParallel",
     ),
     # Around everything: the whole model runs under autocast.
     Switch(
-        name="precision",
-        turned_on_by=("mixed_precision", "fp16", "bf16"),
-        kinds={"fp16": "fp16", "bf16": "bf16"},
-        module="precision.autocast",
-        moment="final",
-        implies=(
-            Implication(setting="fp16", sets="mixed_precision", to="fp16"),
-            Implication(setting="bf16", sets="mixed_precision", to="bf16"),
-        ),
+        "precision", turned_on_by=("mixed_precision", "fp16", "bf16"),
+        kinds={"fp16": "fp16", "bf16": "bf16"}, module="precision.autocast", moment="final",
+        implies=tuple(Implication(kind, "mixed_precision", kind) for kind in ("fp16", "bf16")),
         verification="left out",
         why="precision changes the numbers by design; both runs are in fp32",
         question=Question(
-            flag="mixed_precision",
-            text="Mixed precision? (no, fp16, bf16)",
+            flag="mixed_precision", text="Mixed precision? (no, fp16, bf16)",
             answers={kind: {"mixed_precision": kind} for kind in ("fp16", "bf16")},
         ),
         exact="no: it trades precision for speed",
     ),
     # Last of what a pass consists of: the passes are recorded with everything above in them.
     Switch(
-        name="CUDA graph",
-        turned_on_by=("cuda_graph",),
-        off={"cuda_graph": "off"},
-        module="cuda_graph.obstacles",
-        moment="final",
-        is_for_training=True,
-        under_deepspeed="not applied",
-        devices=("cuda",),
-        ranks="one",
-        precisions=("fp32", "bf16"),
+        "CUDA graph", turned_on_by=("cuda_graph",), off={"cuda_graph": "off"},
+        module="cuda_graph.obstacles", moment="final", is_for_training=True,
+        under_deepspeed="not applied", devices=("cuda",), ranks="one", precisions=("fp32", "bf16"),
         excludes=tuple(
-            Rule(switch=name, reason=f"{why}. Leave out --cuda-graph")
+            Rule(name, f"{why}. Leave out --cuda-graph")
             for name, why in {
                 "ZeRO": "its collectives and host copies cannot be replayed yet",
                 "CPU offload": "its collectives and host copies cannot be replayed yet",
@@ -75,197 +56,110 @@ FINAL = register(
         exact="yes; padded batches to 1e-6, their dropout only in distribution",
     ),
     Switch(
-        name="loss scaling",
+        "loss scaling", "scale an fp16 loss, so that small gradients do not become zero",
         kind="automatic",
-        does="scale an fp16 loss, so that small gradients do not become zero",
         options=(
-            "initial_loss_scale",
-            "loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
+            "initial_loss_scale", "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
         ),
         precisions=("fp16",),
-        needs=(Rule(switch="precision", setting="mixed_precision", values=("fp16", "auto")),),
-        verification="left out",
-        why="both runs are in fp32",
-        exact="no: it belongs to fp16",
+        needs=(Rule("precision", setting="mixed_precision", values=("fp16", "auto")),),
+        verification="left out", why="both runs are in fp32", exact="no: it belongs to fp16",
     ),
     Switch(
-        name="small tables",
-        kind="always",
-        does="the gradient of an embedding table of a few rows is a matrix product",
-        module="small_tables",
-        moment="final",
-        is_for_training=True,
-        devices=("cuda",),
-        exact="up to rounding",
+        "small tables", "the gradient of an embedding table of a few rows is a matrix product",
+        kind="always", module="small_tables", moment="final", is_for_training=True,
+        devices=("cuda",), exact="up to rounding",
         gain="BERT's token types on an H200, 16 short rows: 0.1 of 4.8 ms",
     ),
     Switch(
-        name="sliced heads",
-        kind="always",
-        does="Falcon's keys and values are taken by slices, for which the host does not wait",
-        module="sliced_heads",
-        moment="final",
-        is_for_training=True,
-        devices=("cuda",),
-        exact="yes",
+        "sliced heads",
+        "Falcon's keys and values are taken by slices, for which the host does not wait",
+        kind="always", module="sliced_heads", moment="final", is_for_training=True,
+        devices=("cuda",), exact="yes",
     ),
     # Its gates go outside everything applied so far.
     Switch(
-        name="stage gates",
-        kind="always",
-        does="a block of another pipeline stage passes on what it gets",
-        module="pipeline.pipeline:attach",
-        moment="final",
-        is_needed=True,
-        needs=(Rule(switch="pipeline"),),
+        "stage gates", "a block of another pipeline stage passes on what it gets",
+        kind="always", module="pipeline.pipeline:attach", moment="final", is_needed=True,
+        needs=(Rule("pipeline"),),
     ),
     Switch(
-        name="gradient penalties",
-        kind="always",
-        does="a gradient of a gradient that would depend on the ranks is refused",
-        module="double_backward",
-        moment="final",
-        is_for_training=True,
-        exact="yes",
+        "gradient penalties", "a gradient of a gradient that would depend on the ranks is refused",
+        kind="always", module="double_backward", moment="final", is_for_training=True, exact="yes",
     ),
     Switch(
-        name="retired parameters",
-        kind="always",
-        does="parameters collected before compose() that were replaced refuse to be used",
-        module="split.absent",
-        moment="final",
-        is_for_training=True,
-        is_needed=True,
-        exact="yes",
+        "retired parameters",
+        "parameters collected before compose() that were replaced refuse to be used", kind="always",
+        module="split.absent", moment="final", is_for_training=True, is_needed=True, exact="yes",
     ),
     Switch(
-        name="dropout seeds",
-        kind="always",
-        does="replicas draw different dropout masks, ranks that share a layer the same ones",
-        module="dropout_seeds",
-        moment="final",
-        is_for_training=True,
-        is_needed=True,
+        "dropout seeds",
+        "replicas draw different dropout masks, ranks that share a layer the same ones",
+        kind="always", module="dropout_seeds", moment="final", is_for_training=True, is_needed=True,
         exact="dropout only in distribution",
     ),
     # ---- the optimizer's ----
     Switch(
-        name="update clock",
-        kind="always",
-        does="optimizer and schedule step when an update is due, with the global batch's gradients",
-        is_for_training=True,
-        is_needed=True,
-        moment="final",
-        exact="yes",
+        "update clock",
+        "optimizer and schedule step when an update is due, with the global batch's gradients",
+        kind="always", is_for_training=True, is_needed=True, moment="final", exact="yes",
     ),
     Switch(
-        name="clipping in the step",
-        kind="automatic",
-        does="a fused optimizer clips while it updates, instead of in a pass before",
-        is_for_training=True,
-        devices=("cuda",),
-        moment="final",
+        "clipping in the step",
+        "a fused optimizer clips while it updates, instead of in a pass before",
+        kind="automatic", is_for_training=True, devices=("cuda",), moment="final",
         under_deepspeed="done by DeepSpeed",
-        excludes=(Rule(switch="CPU offload", reason="its gradients are in host memory"),),
+        excludes=(Rule("CPU offload", "its gradients are in host memory"),),
         exact="up to the last bit",
     ),
     Switch(
-        name="AdamW kernel",
-        kind="automatic",
-        does="AdamW of the settings updates all parameters in one kernel of our own (Triton)",
-        is_for_training=True,
-        devices=("cuda",),
-        moment="final",
-        under_deepspeed="done by DeepSpeed",
-        exact="up to rounding",
+        "AdamW kernel",
+        "AdamW of the settings updates all parameters in one kernel of our own (Triton)",
+        kind="automatic", is_for_training=True, devices=("cuda",), moment="final",
+        under_deepspeed="done by DeepSpeed", exact="up to rounding",
         gain="1.2 billion parameters on an H200, clipping included: 8.15 instead of 11.38 ms",
     ),
     Switch(
-        name="bf16 moments",
-        does="keep Adam's moments in bf16, which takes half the memory",
-        turned_on_by=("optimizer_state_dtype",),
-        on_values=("bf16",),
-        needs=(_ADAM,),
-        is_refused_alone=True,
-        moment="final",
-        excludes=(
-            Rule(
-                switch="DeepSpeed",
-                reason="it has its own optimizers. Use --zero-1-memory-optimization, -2- or -3- "
-                "instead",
-            ),
-        ),
-        verification="left out",
+        "bf16 moments", "keep Adam's moments in bf16, which takes half the memory",
+        turned_on_by=("optimizer_state_dtype",), on_values=("bf16",), needs=(_ADAM,),
+        is_refused_alone=True, moment="final", excludes=(_NO_DEEPSPEED,), verification="left out",
         why="it rounds the moments; both runs keep them in fp32",
         exact="no: it trades precision for memory",
     ),
     Switch(
-        name="int8 moments",
-        does="keep Adam's moments in 8 bits, which takes a quarter of the memory",
-        turned_on_by=("optimizer_state_dtype",),
-        on_values=("int8",),
-        needs=(_ADAM,),
-        is_refused_alone=True,
-        package="torchao",
-        moment="final",
+        "int8 moments", "keep Adam's moments in 8 bits, which takes a quarter of the memory",
+        turned_on_by=("optimizer_state_dtype",), on_values=("int8",), needs=(_ADAM,),
+        is_refused_alone=True, package="torchao", moment="final",
         excludes=(
-            Rule(
-                switch="DeepSpeed",
-                reason="it has its own optimizers. Use --zero-1-memory-optimization, -2- or -3- "
-                "instead",
-            ),
+            _NO_DEEPSPEED,
             *(
-                Rule(
-                    switch=name,
-                    reason="moments are quantized in blocks, which cannot be split. Use "
-                    "--optimizer-state-dtype bf16, or leave one of them out",
-                )
+                Rule(name, "moments are quantized in blocks, which cannot be split. Use "
+                     "--optimizer-state-dtype bf16, or leave one of them out")
                 for name in _SPLIT
             ),
         ),
-        verification="left out",
-        why="it rounds the moments; both runs keep them in fp32",
+        verification="left out", why="it rounds the moments; both runs keep them in fp32",
         exact="no: it trades precision for memory",
     ),
     Switch(
-        name="Muon",
-        does="update matrices with Muon, everything else with AdamW",
-        turned_on_by=("optimizer",),
-        on_values=("muon",),
-        off={"optimizer": "sgd"},
-        moment="final",
-        excludes=_WHOLE_MATRICES,
-        verification="left out",
-        why="it computes in bf16; both runs use SGD",
-        exact="a choice of optimizer",
+        "Muon", "update matrices with Muon, everything else with AdamW",
+        turned_on_by=("optimizer",), on_values=("muon",), off={"optimizer": "sgd"}, moment="final",
+        excludes=_WHOLE_MATRICES, verification="left out",
+        why="it computes in bf16; both runs use SGD", exact="a choice of optimizer",
     ),
     Switch(
-        name="Adafactor",
-        does="update with Adafactor, which stores rows and columns of moments only",
-        turned_on_by=("optimizer",),
-        on_values=("adafactor",),
-        moment="final",
-        excludes=_WHOLE_MATRICES,
-        verification="kept",
-        exact="a choice of optimizer",
+        "Adafactor", "update with Adafactor, which stores rows and columns of moments only",
+        turned_on_by=("optimizer",), on_values=("adafactor",), moment="final",
+        excludes=_WHOLE_MATRICES, verification="kept", exact="a choice of optimizer",
     ),
     Switch(
-        name="quantized base",
-        does="keep the frozen weights under adapters in 8 or 4 bits",
-        turned_on_by=("quantize_base",),
-        moment="final",
+        "quantized base", "keep the frozen weights under adapters in 8 or 4 bits",
+        turned_on_by=("quantize_base",), moment="final",
         excludes=tuple(
-            Rule(
-                switch=name,
-                reason="packed weights cannot be split. Use data parallelism alone, or leave one "
-                "of them out",
-            )
+            Rule(name, "packed weights cannot be split. Use data parallelism alone, or leave one "
+                 "of them out")
             for name in (*_SPLIT, "pipeline", "DeepSpeed")
         ),
-        verification="kept",
-        exact="a choice of precision",
+        verification="kept", exact="a choice of precision",
     ),
-)
+)  # fmt: skip

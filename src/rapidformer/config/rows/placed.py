@@ -5,213 +5,146 @@ and shard.
 from __future__ import annotations
 
 from rapidformer.config.row import Implication, Question, Rule, Switch, register
+from rapidformer.config.rows.whole import LEARNED_TOKENS, NEW_DROPOUT
 
 _ZERO_STAGES = {
-    "zero_1_memory_optimization": 1,
-    "zero_2_memory_optimization": 2,
-    "zero_3_memory_optimization": 3,
-    "fsdp_memory_optimization": 3,
-}
-_NEW_DROPOUT = "; dropout only in distribution"
-
-_LEARNED_TOKENS = {
-    "prompt": "its learned tokens are outside the layers. Use --zero-3-memory-optimization, or "
-    "LoRA (--lora-rank)"
-}
+    "zero_1_memory_optimization": 1, "zero_2_memory_optimization": 2,
+    "zero_3_memory_optimization": 3, "fsdp_memory_optimization": 3,
+}  # fmt: skip
+_NO_STAGES = Rule("pipeline", "use --zero-3-memory-optimization instead of pipeline stages")
 
 PLACED = register(
     Switch(
-        name="synchronised batch norm",
-        kind="automatic",
-        does="BatchNorm takes its statistics over the rows of all ranks",
-        module="batch_norm",
-        is_for_training=True,
-        is_needed=True,
+        "synchronised batch norm", "BatchNorm takes its statistics over the rows of all ranks",
+        kind="automatic", module="batch_norm", is_for_training=True, is_needed=True,
     ),
     Switch(
-        name="grouped experts",
-        kind="automatic",
-        does="transformers' mixtures of experts run in 16 bits, and compiled as one graph",
-        module="grouped_experts",
-        excludes=(Rule(switch="tensor parallelism", reason="its plans split experts another way"),),
+        "grouped experts",
+        "transformers' mixtures of experts run in 16 bits, and compiled as one graph",
+        kind="automatic", module="grouped_experts",
+        excludes=(Rule("tensor parallelism", "its plans split experts another way"),),
         exact="up to rounding",
     ),
     # Everything below sees the split layers.
     Switch(
-        name="tensor parallelism",
-        turned_on_by=("tensor_model_parallel_size",),
-        module="tensor.parallel",
-        excludes_adapters=_LEARNED_TOKENS,
-        exact=f"to 3e-6{_NEW_DROPOUT}",
+        "tensor parallelism", turned_on_by=("tensor_model_parallel_size",),
+        module="tensor.parallel", excludes_adapters=LEARNED_TOKENS, exact=f"to 3e-6{NEW_DROPOUT}",
     ),
     Switch(
-        name="sequence parallelism",
-        does="split the tokens between split layers too",
-        turned_on_by=("sequence_parallel",),
-        module="tensor.sequence",
-        needs=(Rule(switch="tensor parallelism"),),
-        exact=f"to 3e-6{_NEW_DROPOUT}",
+        "sequence parallelism", "split the tokens between split layers too",
+        turned_on_by=("sequence_parallel",), module="tensor.sequence",
+        needs=(Rule("tensor parallelism"),), exact=f"to 3e-6{NEW_DROPOUT}",
     ),
     Switch(
-        name="loss over a split vocabulary",
-        kind="automatic",
-        does="compute the loss from logits that stay split over the ranks",
-        module="tensor.vocabulary_loss",
-        needs=(Rule(switch="tensor parallelism"),),
-        exact="to 3e-6",
+        "loss over a split vocabulary",
+        "compute the loss from logits that stay split over the ranks", kind="automatic",
+        module="tensor.vocabulary_loss", needs=(Rule("tensor parallelism"),), exact="to 3e-6",
     ),
     # Before everything that replaces a model's sdpa attention by its own.
     Switch(
-        name="bias layout",
+        "bias layout", "a relative position bias is laid out as fused attention needs it",
         kind="always",
-        does="a relative position bias is laid out as fused attention needs it",
         gain="T5-3B with --compile on an H200: 28.0 instead of 23.1 samples/s, 62.7 instead of "
         "88.2 GiB",
         exact="up to rounding: fused kernels sum in a different order",
     ),
     Switch(
-        name="attention",
-        turned_on_by=("attention",),
-        off={"attention": "sdpa"},
-        module="attention.kernel_order",
-        exact=f"up to rounding: kernels sum in a different order{_NEW_DROPOUT}",
+        "attention",
+        turned_on_by=("attention",), off={"attention": "sdpa"}, module="attention.kernel_order",
+        exact=f"up to rounding: kernels sum in a different order{NEW_DROPOUT}",
         gain="T5-3B with --compile on an H200, our kernel for the learned bias and our AdamW: 34.8 "
         "instead of 28.3 samples/s",
     ),
     Switch(
-        name="varied lengths",
-        kind="automatic",
-        does="cuDNN does not get lengths for which it would prepare a new plan",
-        devices=("cuda",),
-        precisions=("fp16", "bf16"),
-        needs=(Rule(switch="attention", setting="attention", values=("auto",)),),
+        "varied lengths", "cuDNN does not get lengths for which it would prepare a new plan",
+        kind="automatic", devices=("cuda",), precisions=("fp16", "bf16"),
+        needs=(Rule("attention", setting="attention", values=("auto",)),),
         exact="up to rounding: kernels sum in a different order",
     ),
     Switch(
-        name="learned bias kernel",
-        kind="automatic",
-        does="attention with a learned bias runs in a kernel of our own",
-        devices=("cuda",),
-        precisions=("fp16", "bf16"),
-        needs=(Rule(switch="attention", setting="attention", values=("auto",)),),
+        "learned bias kernel", "attention with a learned bias runs in a kernel of our own",
+        kind="automatic", devices=("cuda",), precisions=("fp16", "bf16"),
+        needs=(Rule("attention", setting="attention", values=("auto",)),),
         exact="up to rounding: kernels sum in a different order",
     ),
     Switch(
-        name="fused loss",
-        turned_on_by=("fused_loss",),
-        off={"fused_loss": "off"},
-        module="fused_loss.fused_loss",
+        "fused loss",
+        turned_on_by=("fused_loss",), off={"fused_loss": "off"}, module="fused_loss.fused_loss",
     ),
     # Before compilation, which fuses the rounding into neighbouring kernels.
     Switch(
-        name="fp8",
-        turned_on_by=("fp8",),
-        module="fp8.layers",
+        "fp8", turned_on_by=("fp8",), module="fp8.layers",
         excludes=(
-            Rule(
-                switch="tensor parallelism",
-                reason="layers are converted whole; use --zero-3-memory-optimization instead of "
-                "split layers",
-            ),
+            Rule("tensor parallelism", "layers are converted whole; use "
+                 "--zero-3-memory-optimization instead of split layers"),
             *(
-                Rule(
-                    switch="precision",
-                    setting=setting,
-                    values=(value,),
-                    reason="everything around its products is in bf16. Use --mixed-precision bf16",
-                )
+                Rule("precision", "everything around its products is in bf16. Use "
+                     "--mixed-precision bf16", setting=setting, values=(value,))
                 for setting, value in (("mixed_precision", "fp16"), ("fp16", True))
             ),
-            Rule(
-                switch="pipeline",
-                setting="pipeline_schedule",
-                values=("zero-bubble",),
-                reason="use 1f1b or interleaved. (Zero-bubble computes the gradients of inputs and "
-                "weights separately; an fp8 layer computes both at once.)",
-            ),
+            Rule("pipeline", "use 1f1b or interleaved. (Zero-bubble computes the gradients of "
+                 "inputs and weights separately; an fp8 layer computes both at once.)",
+                 setting="pipeline_schedule", values=("zero-bubble",)),
         ),
         # A GPU's capability is checked where the run starts (fp8/layers.py).
-        implies=(Implication(setting="fp8", sets="mixed_precision", to="bf16", unless=("fp16",)),),
-        verification="left out",
-        why="fp8 changes the numbers by design; both runs are in fp32",
+        implies=(Implication("fp8", "mixed_precision", "bf16", unless=("fp16",)),),
+        verification="left out", why="fp8 changes the numbers by design; both runs are in fp32",
         exact="no: it trades precision for speed",
         gain="Llama 1B with --compile on an H200: 74.1k instead of 60.9k tokens/s",
     ),
     # Before compilation, so that a compiled block is recomputed as compiled.
     Switch(
-        name="recompute",
-        turned_on_by=("checkpoint_activations", "recompute_granularity"),
-        options=("recompute_interval",),
-        module="recompute.blocks",
+        "recompute", turned_on_by=("checkpoint_activations", "recompute_granularity"),
+        options=("recompute_interval",), module="recompute.blocks",
         excludes_adapters={
             "PREFIX_TUNING": "a recomputed block has no cache, which holds the learned keys and "
             "values. Use LoRA (--lora-rank), or leave one of them out"
         },
         implies=(
-            Implication(setting="recompute_granularity", sets="checkpoint_activations", to=True),
-            Implication(setting="checkpoint_activations", sets="recompute_granularity", to="full"),
+            Implication("recompute_granularity", "checkpoint_activations", True),
+            Implication("checkpoint_activations", "recompute_granularity", "full"),
         ),
         exact="yes, dropout included",
     ),
     Switch(
-        name="compilation",
-        turned_on_by=("compile", "onnx_runtime_training"),
-        options=("compile_backend",),
-        module="compile.compilation",
+        "compilation", turned_on_by=("compile", "onnx_runtime_training"),
+        options=("compile_backend",), module="compile.compilation",
         excludes=(
-            Rule(
-                switch="pipeline",
-                setting="pipeline_schedule",
-                values=("zero-bubble",),
-                reason="use 1f1b or interleaved. (Zero-bubble computes the gradients of inputs and "
-                "weights separately; compiled blocks compute both at once.)",
-            ),
+            Rule("pipeline", "use 1f1b or interleaved. (Zero-bubble computes the gradients of "
+                 "inputs and weights separately; compiled blocks compute both at once.)",
+                 setting="pipeline_schedule", values=("zero-bubble",)),
         ),
-        implies=(Implication(setting="onnx_runtime_training", sets="compile", to=True),),
-        exact=f"up to rounding: fused kernels sum in a different order{_NEW_DROPOUT}",
+        implies=(Implication("onnx_runtime_training", "compile", True),),
+        exact=f"up to rounding: fused kernels sum in a different order{NEW_DROPOUT}",
         gain="Llama 1B with LoRA on an H200: 67.2k instead of 46.9k tokens/s, 30.4 instead of "
         "38.4 GiB",
     ),
     Switch(
-        name="merged linear layers",
-        kind="automatic",
-        does="compiled blocks of models that are small for their GPU multiply layers with one "
+        "merged linear layers",
+        "compiled blocks of models that are small for their GPU multiply layers with one "
         "input at once",
-        devices=("cuda",),
-        precisions=("fp16", "bf16"),
-        needs=(Rule(switch="compilation"),),
-        exact="up to rounding",
+        kind="automatic", devices=("cuda",), precisions=("fp16", "bf16"),
+        needs=(Rule("compilation"),), exact="up to rounding",
         gain="BERT-base with --compile on an H200, batch 16: 4.09 instead of 4.80 ms per replay",
     ),
     Switch(
-        name="hashed dropout",
-        kind="automatic",
-        does="compiled blocks draw dropout by a hash instead of Philox",
-        devices=("cuda",),
-        needs=(Rule(switch="compilation"),),
+        "hashed dropout", "compiled blocks draw dropout by a hash instead of Philox",
+        kind="automatic", devices=("cuda",), needs=(Rule("compilation"),),
         exact="dropout only in distribution",
         gain="a block of GPT-2 on an H200: 4.264 instead of 4.389 ms",
     ),
     # Around both: for a recomputed block, only its inputs are kept and sent to the host.
     Switch(
-        name="activation offload",
-        turned_on_by=("activation_offload",),
-        module="activation_offload",
-        devices=("cuda",),
-        is_idle_elsewhere=True,
-        exact="yes, dropout included",
+        "activation offload", turned_on_by=("activation_offload",), module="activation_offload",
+        devices=("cuda",), is_idle_elsewhere=True, exact="yes, dropout included",
     ),
     Switch(
-        name="dynamic shape",
-        turned_on_by=("dynamic_shape",),
-        off={"dynamic_shape": "off"},
-        module="unpad.unpadding",
-        exact=f"to 1e-6{_NEW_DROPOUT}",
-        devices=("cpu", "cuda"),
-        under_deepspeed="not applied",
+        "dynamic shape",
+        turned_on_by=("dynamic_shape",), off={"dynamic_shape": "off"}, module="unpad.unpadding",
+        exact=f"to 1e-6{NEW_DROPOUT}", devices=("cpu", "cuda"), under_deepspeed="not applied",
         excludes=(
             *(
-                Rule(switch=name, reason=f"{why}. Leave out --dynamic-shape")
+                Rule(name, f"{why}. Leave out --dynamic-shape")
                 for name, why in {
                     "tensor parallelism": "blocks without padding need whole layers",
                     "pipeline": "stages exchange rows of one length",
@@ -220,74 +153,43 @@ PLACED = register(
                     "DeepSpeed": "it has not been tried together",
                 }.items()
             ),
-            Rule(
-                switch="compilation",
-                devices=("cuda",),
-                precisions=("fp32",),
-                reason="on a GPU, compiled blocks without padding need flash attention, which "
-                "works in 16 bits only. Add --mixed-precision, or leave out --dynamic-shape",
-            ),
+            Rule("compilation", "on a GPU, compiled blocks without padding need flash attention, "
+                 "which works in 16 bits only. Add --mixed-precision, or leave out --dynamic-shape",
+                 devices=("cuda",), precisions=("fp32",)),
         ),
         gain="a BERT of 6 layers on 2 CPU cores, rows of 20 to 99 tokens, batch 16: 1487 instead "
         "of 1079 tokens/s",
     ),
     # The loader's: a step takes the same samples, divided into other micro-batches.
     Switch(
-        name="token budget",
-        turned_on_by=("tokens_per_micro_batch",),
+        "token budget", turned_on_by=("tokens_per_micro_batch",),
         excludes=(
-            Rule(
-                switch="pipeline",
-                reason="stages exchange micro-batches of one size; use --micro-batch-size",
-            ),
-            Rule(
-                switch="DeepSpeed",
-                reason="it expects equally many micro-batches in every step; use "
-                "--zero-1-memory-optimization, -2- or -3- instead of DeepSpeed",
-            ),
+            Rule("pipeline", "stages exchange micro-batches of one size; use --micro-batch-size"),
+            Rule("DeepSpeed", "it expects equally many micro-batches in every step; use "
+                 "--zero-1-memory-optimization, -2- or -3- instead of DeepSpeed"),
         ),
-        exact=f"to 1e-6{_NEW_DROPOUT}",
-        under_deepspeed="not applied",
+        exact=f"to 1e-6{NEW_DROPOUT}", under_deepspeed="not applied",
     ),
     # Outside all of these: tokens are split before the first block and joined after the last.
     Switch(
-        name="context parallelism",
-        turned_on_by=("context_parallel_size",),
-        module="context.parallel",
-        excludes=(
-            Rule(
-                switch="pipeline",
-                reason="use --zero-3-memory-optimization instead of pipeline stages",
-            ),
-        ),
-        excludes_adapters=_LEARNED_TOKENS,
-        exact=f"to 2e-6{_NEW_DROPOUT}",
+        "context parallelism", turned_on_by=("context_parallel_size",), module="context.parallel",
+        excludes=(_NO_STAGES,), excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
     ),
     # Before sharding, which shards each rank's experts further.
     Switch(
-        name="expert parallelism",
-        turned_on_by=("expert_model_parallel_size",),
-        module="expert.parallel",
+        "expert parallelism",
+        turned_on_by=("expert_model_parallel_size",), module="expert.parallel",
         excludes=(
-            Rule(
-                switch="tensor parallelism",
-                reason="experts need different tokens on each rank, split layers the same ones. "
-                "Most of a mixture's weights are experts: use --expert-model-parallel-size, and "
-                "--zero-3-memory-optimization for the rest",
-            ),
-            Rule(
-                switch="pipeline",
-                reason="use --zero-3-memory-optimization instead of pipeline stages",
-            ),
+            Rule("tensor parallelism", "experts need different tokens on each rank, split layers "
+                 "the same ones. Most of a mixture's weights are experts: use "
+                 "--expert-model-parallel-size, and --zero-3-memory-optimization for the rest"),
+            _NO_STAGES,
         ),
     ),
     # Sharding must see the final blocks.
     Switch(
-        name="ZeRO",
-        does="shard optimizer state, gradients and weights over the data-parallel ranks",
-        turned_on_by=tuple(_ZERO_STAGES),
-        kinds=_ZERO_STAGES,
-        module="sharding.zero",
+        "ZeRO", "shard optimizer state, gradients and weights over the data-parallel ranks",
+        turned_on_by=tuple(_ZERO_STAGES), kinds=_ZERO_STAGES, module="sharding.zero",
         under_deepspeed="done by DeepSpeed",
         question=Question(
             flag="zero",
@@ -298,30 +200,20 @@ PLACED = register(
         "fully_shard, for stages 1, 2 and 3",
     ),
     Switch(
-        name="hybrid sharding",
-        turned_on_by=("hybrid_sharding_size",),
+        "hybrid sharding", turned_on_by=("hybrid_sharding_size",),
         needs=(
-            Rule(
-                switch="ZeRO",
-                reason="it sets how many ranks shard the state; without ZeRO nothing is sharded",
-            ),
-            Rule(switch="CPU offload"),
+            Rule("ZeRO", "it sets how many ranks shard the state; without ZeRO nothing is sharded"),
+            Rule("CPU offload"),
         ),
         is_refused_alone=True,
     ),
     Switch(
-        name="CPU offload",
-        does="keep weights, gradients and optimizer state in host memory",
-        turned_on_by=("cpu_offload",),
-        under_deepspeed="done by DeepSpeed",
+        "CPU offload", "keep weights, gradients and optimizer state in host memory",
+        turned_on_by=("cpu_offload",), under_deepspeed="done by DeepSpeed",
         implies=(
             # Offloaded weights must be fetched block by block, like ZeRO-3's.
-            Implication(
-                setting="cpu_offload",
-                sets="zero_3_memory_optimization",
-                to=True,
-                unless=(*_ZERO_STAGES, "deepspeed"),
-            ),
+            Implication("cpu_offload", "zero_3_memory_optimization", True,
+                        unless=(*_ZERO_STAGES, "deepspeed")),
         ),
     ),
-)
+)  # fmt: skip

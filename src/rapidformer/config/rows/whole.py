@@ -7,78 +7,47 @@ from __future__ import annotations
 
 from rapidformer.config.row import Rule, Switch, register
 
-_NEW_DROPOUT = "; dropout only in distribution"
-
-_LEARNED_TOKENS = {
+NEW_DROPOUT = "; dropout only in distribution"
+LEARNED_TOKENS = {
     "prompt": "its learned tokens are outside the layers. Use --zero-3-memory-optimization, or "
     "LoRA (--lora-rank)"
 }
 
 WHOLE = register(
     Switch(
-        name="no cache in training",
-        kind="always",
-        does="models of transformers fill no key/value cache when a loss is computed",
-        module="cache",
-        moment="whole",
-        is_for_training=True,
-        exact="yes",
+        "no cache in training",
+        "models of transformers fill no key/value cache when a loss is computed",
+        kind="always", module="cache", moment="whole", is_for_training=True, exact="yes",
     ),
     Switch(
-        name="host masks",
-        kind="always",
-        does="transformers' questions about padding and positions are answered from host memory",
-        module="host_masks",
-        moment="whole",
-        is_for_training=True,
-        exact="yes",
+        "host masks",
+        "transformers' questions about padding and positions are answered from host memory",
+        kind="always", module="host_masks", moment="whole", is_for_training=True, exact="yes",
     ),
     Switch(
-        name="adapted layers",
-        kind="always",
-        does="torch's fused encoder layer, which would bypass adapters, is not used",
-        module="lean_adapters:apply_adapted_layers",
-        moment="whole",
-        is_needed=True,
+        "adapted layers", "torch's fused encoder layer, which would bypass adapters, is not used",
+        kind="always", module="lean_adapters:apply_adapted_layers", moment="whole", is_needed=True,
         exact="yes",
     ),
     # Before the rest, so that no rank processes blocks that it will not keep.
     Switch(
-        name="pipeline",
-        turned_on_by=("pipeline_model_parallel_size",),
+        "pipeline", turned_on_by=("pipeline_model_parallel_size",),
         options=("pipeline_schedule", "num_layers_per_virtual_pipeline_stage"),
-        module="pipeline.pipeline",
-        moment="whole",
-        excludes_adapters=_LEARNED_TOKENS,
-        exact=f"to 5e-6{_NEW_DROPOUT}",
+        module="pipeline.pipeline", moment="whole", excludes_adapters=LEARNED_TOKENS,
+        exact=f"to 5e-6{NEW_DROPOUT}",
     ),
     Switch(
-        name="DeepSpeed",
-        turned_on_by=("deepspeed",),
-        module="deepspeed.strategy",
-        moment="whole",
+        "DeepSpeed", turned_on_by=("deepspeed",), module="deepspeed.strategy", moment="whole",
         excludes=(
-            Rule(
-                switch="pipeline",
-                reason="use a pipeline with --zero-1-memory-optimization instead of DeepSpeed",
-            ),
-            Rule(
-                switch="sequence parallelism",
-                reason="use it with --tensor-model-parallel-size and without DeepSpeed",
-            ),
-            Rule(
-                switch="context parallelism",
-                reason="use --zero-3-memory-optimization instead of DeepSpeed",
-            ),
-            Rule(
-                switch="expert parallelism",
-                reason="use --zero-1-memory-optimization instead of DeepSpeed",
-            ),
-            Rule(
-                switch="hybrid sharding",
-                reason="set zero_optimization.zero_hpz_partition_size in its file instead",
-            ),
-            Rule(switch="fp8", reason="use --zero-3-memory-optimization instead of DeepSpeed"),
+            Rule("pipeline", "use a pipeline with --zero-1-memory-optimization instead of "
+                 "DeepSpeed"),
+            Rule("sequence parallelism", "use it with --tensor-model-parallel-size and without "
+                 "DeepSpeed"),
+            Rule("context parallelism", "use --zero-3-memory-optimization instead of DeepSpeed"),
+            Rule("expert parallelism", "use --zero-1-memory-optimization instead of DeepSpeed"),
+            Rule("hybrid sharding", "set zero_optimization.zero_hpz_partition_size in its file "
+                 "instead"),
+            Rule("fp8", "use --zero-3-memory-optimization instead of DeepSpeed"),
         ),
         verification="refused",
         why="verify cannot read the gradients that DeepSpeed keeps internally: verify the same "
@@ -86,24 +55,15 @@ WHOLE = register(
         exact="to 2e-6, unless its file asks for 16 bits",
     ),
     Switch(
-        name="fp32 weights",
-        kind="automatic",
-        does="weights that are trained in mixed precision are kept in fp32",
-        module="precision.autocast:keep_fp32_weights",
-        moment="weights",
-        precisions=("fp16", "bf16"),
-        is_needed=True,
-        exact="yes",
+        "fp32 weights", "weights that are trained in mixed precision are kept in fp32",
+        kind="automatic", module="precision.autocast:keep_fp32_weights", moment="weights",
+        precisions=("fp16", "bf16"), is_needed=True, exact="yes",
     ),
     # After it: frozen weights alone are rounded again.
     Switch(
-        name="lean adapters",
-        kind="automatic",
-        does="frozen linear layers under adapters are kept in 16 bits, and inputs are cast once",
-        module="lean_adapters",
-        moment="weights",
-        precisions=("fp16", "bf16"),
-        under_deepspeed="not applied",
-        exact="yes",
+        "lean adapters",
+        "frozen linear layers under adapters are kept in 16 bits, and inputs are cast once",
+        kind="automatic", module="lean_adapters", moment="weights", precisions=("fp16", "bf16"),
+        under_deepspeed="not applied", exact="yes",
     ),
-)
+)  # fmt: skip

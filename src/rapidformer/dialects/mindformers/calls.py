@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import arguments_from_mapping
-from rapidformer.config.sections import GenerationArguments
+from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.mindformers.names import PET_METHODS, TASKS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.dialects.mindformers.settings import MindFormersArguments
