@@ -282,7 +282,7 @@ def test_an_override_is_found() -> None:
     """And one of a class of ours is not."""
     found = {where for where, _, _ in find_overrides()}
     assert "accel/pipeline/schedule.py: _FlexibleStage._get_init_p2p_neighbors_ops" in found
-    assert "compat/torch_elastic.py: WorkerAgent._shutdown" in found
+    assert "launch/agent.py: Agent._shutdown" in found
     node = ast.parse("class Stage(PipelineStage):\n    _x = 1\n    def _y(self): ...").body[0]
     assert isinstance(node, ast.ClassDef) and list(list_members(node)) == ["_x", "_y"]
     assert is_override(type("Block", (nn.Module,), {}), "_call_impl")

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from rapidformer.checkpoint.finding import find_checkpoint
-from rapidformer.launch.preemption import SIGNALS, Preemption
-from rapidformer.launch.worker import get_saving_path
+from rapidformer.launch.signals import SAVING, Preemption
+from rapidformer.launch.worker import get_rank_file
 from tests.faults.campaign.kills import Reference, compare
 from tests.faults.campaign.runs import Run
 from tests.processes import wait_until
@@ -42,15 +42,15 @@ def test_a_run_that_is_preempted_saves_and_continues_exactly(
 def test_the_launcher_passes_on_the_first_signal_and_obeys_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in SAVING}
     sent: list[Any] = []
     preemption = Preemption(tmp_path, say=lambda text: None)
     try:
         preemption.begin_round({0: 10, 1: 11})
-        get_saving_path(tmp_path, 0).touch()
+        get_rank_file("saving", tmp_path, 0).touch()
         with pytest.raises(SignalException):
             os.kill(os.getpid(), signal.SIGTERM)  # rank 1 does not train yet: it could not save
-        get_saving_path(tmp_path, 1).touch()
+        get_rank_file("saving", tmp_path, 1).touch()
         kill = os.kill
         monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
         kill(os.getpid(), signal.SIGUSR1)

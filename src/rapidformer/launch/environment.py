@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
-from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_slurm_step
+from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_int, read_slurm_step
 
 # Set on a node that the hostfile's launcher started; overrides flags and variables.
 NODE_VARIABLE = "RAPIDFORMER_NODE"
@@ -32,9 +32,7 @@ class LaunchPlan:
     local_rank_offset: int = 0
     """LOCAL_RANK of the first process; not 0 if Slurm starts one task per GPU."""
     has_lifeline: bool = False
-    """Whether this node stops when its standard input closes, because a launcher elsewhere holds
-    it.
-    """
+    """Whether this node stops when its standard input closes: a launcher elsewhere holds it."""
 
     @property
     def endpoint(self) -> str:
@@ -77,7 +75,7 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
                 f"this Slurm job has {idle + 1} nodes, and without srun {idle} of them would stay "
                 "idle: put srun in front of the command, or say --nnodes 1."
             )
-    plan = _plan_from_variables(settings) if step is None else _plan_from_step(settings, step)
+    plan = _build_plan(settings, step)
     if not 0 <= plan.node_rank < plan.nodes:
         raise ConfigurationError(
             f"NODE_RANK is {plan.node_rank}, but with NNODES {plan.nodes} it must be "
@@ -90,27 +88,24 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     return _fill_processes(settings, plan)
 
 
-def _plan_from_variables(settings: LaunchArguments) -> LaunchPlan:
-    rank, port = settings.node_rank, settings.master_port
+def _build_plan(settings: LaunchArguments, step: SlurmStep | None) -> LaunchPlan:
+    nodes, rank, port = settings.nnodes, settings.node_rank, settings.master_port
+    processes = offset = 0
+    if step is None:
+        nodes = nodes if nodes is not None else read_int(os.environ, "NNODES", 1)
+        rank = rank if rank is not None else read_int(os.environ, "NODE_RANK", 0)
+    else:
+        nodes, rank = step.nodes, step.node_rank
+        if step.is_task_per_gpu:
+            # A task that Slurm gave one GPU sees only that one, as its first.
+            processes, offset = 1, step.local_rank if count_gpus() > 1 else 0
+    address, default_port = (step.master_addr, step.master_port) if step else ("127.0.0.1", 0)
     return LaunchPlan(
-        processes=0,
-        nodes=settings.nnodes if settings.nnodes is not None else _read_int("NNODES", 1),
-        node_rank=rank if rank is not None else _read_int("NODE_RANK", 0),
-        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or "127.0.0.1",
-        master_port=port if port is not None else _read_int("MASTER_PORT", 0),
-    )
-
-
-def _plan_from_step(settings: LaunchArguments, step: SlurmStep) -> LaunchPlan:
-    port = settings.master_port
-    # A task that Slurm gave one GPU sees only that one, as its first.
-    offset = step.local_rank if step.is_task_per_gpu and count_gpus() > 1 else 0
-    return LaunchPlan(
-        processes=1 if step.is_task_per_gpu else 0,
-        nodes=step.nodes,
-        node_rank=step.node_rank,
-        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or step.master_addr,
-        master_port=port if port is not None else _read_int("MASTER_PORT", step.master_port),
+        processes=processes,
+        nodes=nodes,
+        node_rank=rank,
+        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or address,
+        master_port=port if port is not None else read_int(os.environ, "MASTER_PORT", default_port),
         local_rank_offset=offset,
     )
 
@@ -133,16 +128,4 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    return min(
-        present, len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    )
-
-
-def _read_int(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{name} must be a whole number, got {text!r}.") from None
+    return min(present, sum(part.strip() not in ("", "-1") for part in visible.split(",")))

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _CAUSES = {
 class WorkerError(RapidformerError):
     """A process of the run has failed; carries its exit status."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.is_told = False
@@ -96,13 +96,6 @@ class Failure:
         name = signal.Signals(-self.status).name
         hint = f" ({_CAUSES[name]})" if name in _CAUSES else ""
         return f"was ended by signal {name}{hint}{where}."
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Failure:
-        return cls(**json.loads(text))
 
 
 def choose_first(failures: Iterable[Failure]) -> Failure:

@@ -27,6 +27,7 @@ from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import NODE_VARIABLE, LaunchPlan
 from rapidformer.launch.failures import WorkerError
+from rapidformer.launch.signals import handling
 
 _DEFAULT_PORT = 29500
 _LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
@@ -39,6 +40,7 @@ _PASSED_ON = re.compile(
 _NOT_PASSED_ON = frozenset({"CUDA_VISIBLE_DEVICES", NODE_VARIABLE, "PYTHONSTARTUP"})
 # Sent down the lifeline, never on a command line, which everyone on the host can read.
 _SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SECONDS = 15.0
 _GRACE_SECONDS = 3.0
 # ssh itself failed, or the node was killed from outside: the run did not end by itself.
@@ -59,10 +61,9 @@ class Host:
 def load_hostfile(path: str) -> list[Host]:
     """Read the hosts; report every bad line."""
     try:
-        text = read_settings_text(path)
+        return parse_hostfile(read_settings_text(path), path)
     except UnreadableError as reason:
         raise ConfigurationError(f"--hostfile {path} cannot be read: {reason}.") from None
-    return parse_hostfile(text, path)
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
@@ -73,16 +74,16 @@ def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        found = _LINE.fullmatch(content)
-        if found is None or found["slots"] == "0" or found["name"].startswith("-"):
+        match = _LINE.fullmatch(content)
+        if match is None or match["slots"] == "0" or match["name"].startswith("-"):
             problems.append(
                 f"--hostfile {path}, line {number}: {content!r} is not `host slots=N`, N from 1."
             )
-        elif found["name"] in hosts:
+        elif match["name"] in hosts:
             problems.append(f"--hostfile {path}, line {number}: {content.split()[0]} comes twice.")
         else:
-            slots = None if found["slots"] is None else int(found["slots"])
-            hosts[found["name"]] = Host(found["name"], slots)
+            slots = None if match["slots"] is None else int(match["slots"])
+            hosts[match["name"]] = Host(match["name"], slots)
     if not hosts and not problems:
         problems.append(f"--hostfile {path} names no host.")
     if problems:
@@ -101,15 +102,11 @@ def plan_hosts(hosts: list[Host], settings: LaunchArguments) -> list[LaunchPlan]
         )
     return [
         LaunchPlan(
-            processes=host.slots or 0,
-            nodes=len(hosts),
-            node_rank=rank,
-            master_addr=address,
-            master_port=port,
-            has_lifeline=True,
+            processes=host.slots or 0, nodes=len(hosts), node_rank=rank, master_addr=address,
+            master_port=port, has_lifeline=True,
         )
         for rank, host in enumerate(hosts)
-    ]
+    ]  # fmt: skip
 
 
 def is_this_machine(name: str, *, only_loop: bool = False) -> bool:
@@ -129,11 +126,7 @@ def build_command(
     command = [sys.executable, "-m", "rapidformer.cli.main", *argv]
     if is_this_machine(host.name):
         return ["env", f"{NODE_VARIABLE}={plan.to_text()}", *command]
-    passed = {
-        name: value
-        for name, value in _choose_variables(variables).items()
-        if not _SECRET.search(name)
-    } | {NODE_VARIABLE: plan.to_text()}
+    passed = _choose_variables(variables, is_secret=False) | {NODE_VARIABLE: plan.to_text()}
     words = ["exec", "env", *(f"{name}={value}" for name, value in sorted(passed.items()))]
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*words, *command])}"
     problems: list[str] = []
@@ -149,11 +142,12 @@ def build_command(
     return [*ssh, host.name, remote]
 
 
-def _choose_variables(variables: Mapping[str, str]) -> dict[str, str]:
+def _choose_variables(variables: Mapping[str, str], *, is_secret: bool) -> dict[str, str]:
     return {
         name: value
         for name, value in variables.items()
         if _PASSED_ON.fullmatch(name) and name not in _NOT_PASSED_ON
+        if bool(_SECRET.search(name)) == is_secret
     }
 
 
@@ -179,34 +173,23 @@ def launch_hosts(
     hosts = load_hostfile(settings.hostfile)
     plans = plan_hosts(hosts, settings)
     nodes: list[_Node] = []
-    before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGHUP)}
-    for name in before:
-        signal.signal(name, _raise_signal)
-    try:
-        for host, plan in zip(hosts, plans, strict=True):
-            command = build_command(host, plan, argv, settings, os.environ)
-            nodes.append(_Node(host, plan, command, _start(command)))
-        _wait_for_nodes(nodes, settings, say)
-    except KeyboardInterrupt:
-        _stop(nodes, signal.SIGINT)
-        raise WorkerError("stopped by signal SIGINT.", 128 + signal.SIGINT) from None
-    except _Signal as caught:
-        _stop(nodes, caught.signal)
-        raise WorkerError(f"stopped by signal {caught.signal.name}.", 128 + caught.signal) from None
-    finally:
-        _stop(nodes, signal.SIGTERM)
-        for name, action in before.items():
-            signal.signal(name, action)
+    with handling(_ENDINGS, _raise_signal):
+        try:
+            for host, plan in zip(hosts, plans, strict=True):
+                command = build_command(host, plan, argv, settings, os.environ)
+                nodes.append(_Node(host, plan, command, _start(command)))
+            _wait_for_nodes(nodes, settings, say)
+        except _Signal as caught:
+            number = caught.signal
+            _stop(nodes, number)
+            raise WorkerError(f"stopped by signal {number.name}.", 128 + number) from None
+        finally:
+            _stop(nodes, signal.SIGTERM)
 
 
 def disguise_status(code: int) -> int:
     """The status of a node that ends by itself; it must not look like a lost node."""
     return _SAID_INSTEAD.get(code, code)
-
-
-def _read_status(status: int) -> int:
-    meant = {said: code for code, said in _SAID_INSTEAD.items()}
-    return meant.get(status, status)
 
 
 class _Signal(BaseException):
@@ -225,7 +208,7 @@ def _start(command: list[str]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     except OSError as reason:
         raise ConfigurationError(f"{command[0]} cannot be run: {reason.strerror}.") from None
-    secrets = {k: v for k, v in _choose_variables(os.environ).items() if _SECRET.search(k)}
+    secrets = _choose_variables(os.environ, is_secret=True)
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended already; that is noticed soon
         process.stdin.write(json.dumps(secrets).encode() + b"\n")
@@ -278,16 +261,15 @@ def _let_others_end(nodes: list[_Node]) -> None:
 
 
 def _build_error(node: _Node, *, is_told: bool) -> WorkerError:
-    is_lost = node.status in _LOST
-    status = _read_status(node.status or 1)
-    code = status if status > 0 else 128 - status
+    is_lost, status = node.status in _LOST, node.status or 1
+    status = next((code for code, said in _SAID_INSTEAD.items() if said == status), status)
     what = f"{node.name} ended with status {status}"
     if is_lost and status == 255 and not is_this_machine(node.host.name):
         what = (
             f"{node.name} cannot be used over ssh: try `{shlex.join(node.command[:-1])} true`. "
             "It must work without a password"
         )
-    error = WorkerError(what + ".", code)
+    error = WorkerError(what + ".", status if status > 0 else 128 - status)
     # Node 0 has already shown the first failure.
     error.is_told = is_told
     return error
@@ -296,16 +278,12 @@ def _build_error(node: _Node, *, is_told: bool) -> WorkerError:
 def _stop(nodes: list[_Node], number: signal.Signals) -> None:
     """Forward a signal, cut the lifelines, and wait; a second Ctrl-C must leave no one behind."""
     alive = [node for node in nodes if node.process.poll() is None]
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {name: signal.signal(name, signal.SIG_IGN) for name in names}
-    try:
+    with handling(_ENDINGS, signal.SIG_IGN):
         for node in alive:
             assert node.process.stdin is not None
-            try:
+            with contextlib.suppress(OSError):  # it is ending already
                 node.process.stdin.write(f"{number.name}\n".encode())
                 node.process.stdin.close()
-            except OSError:
-                pass  # it is ending already
         deadline = time.monotonic() + _STOP_SECONDS
         for node in alive:
             try:
@@ -313,6 +291,3 @@ def _stop(nodes: list[_Node], number: signal.Signals) -> None:
             except subprocess.TimeoutExpired:
                 node.process.kill()
                 node.process.wait()
-    finally:
-        for name, action in before.items():
-            signal.signal(name, action)

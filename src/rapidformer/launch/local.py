@@ -21,6 +21,7 @@ from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import LaunchPlan
 from rapidformer.launch.failures import QUIET_VARIABLE, WorkerError
+from rapidformer.launch.signals import Preemption, handling, raise_signal
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -50,7 +51,7 @@ def launch(
             OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(threads)),
             **{QUIET_VARIABLE: "1", HEARTBEAT_VARIABLE: folder},
         ),
-        _signals_as_exceptions(),
+        handling(_SIGNALS, raise_signal),
     ):
         from rapidformer.launch.rendezvous import RefusedError, Rounds
 
@@ -58,11 +59,8 @@ def launch(
         try:
             if plan.has_lifeline:
                 _hold_lifeline()
-            rounds = Rounds(
-                plan,
-                max_restarts=settings.max_restarts,
-                timeout_seconds=60 * settings.distributed_timeout_minutes,
-            )
+            timeout = 60 * settings.distributed_timeout_minutes
+            rounds = Rounds(plan, max_restarts=settings.max_restarts, timeout_seconds=timeout)
             _run_agent(rounds, argv, settings, Path(folder), log_dir, say)
         except WorkerError as error:
             if rounds is not None and not isinstance(error, RefusedError):
@@ -98,10 +96,12 @@ def _run_agent(
 
     from rapidformer.launch.agent import Agent
     from rapidformer.launch.logs import RankLogs
-    from rapidformer.launch.preemption import Preemption
     from rapidformer.launch.watch import Watch
 
-    _silence_torch()
+    # We report failures ourselves, and more clearly than torch's agent.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # each logger has its own level
     plan: LaunchPlan = rounds.plan
     try:
         logs = RankLogs(scratch, log_dir, has_terminal=plan.node_rank == 0)
@@ -109,16 +109,14 @@ def _run_agent(
         raise ConfigurationError(
             f"the ranks' output cannot be written to {log_dir}: {reason.strerror}. Give --log-dir."
         ) from None
-    watch = Watch(scratch, rounds, stall_seconds=_get_stall_seconds(settings), say=say)
+    # Shorter than the collective's own timeout, so that the report comes first.
+    minutes = min(settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes)
+    watch = Watch(scratch, rounds, stall_seconds=60 * minutes, say=say)
     spec = WorkerSpec(
-        role="rapidformer",
-        local_world_size=plan.processes,
-        entrypoint=sys.executable,
-        args=("-m", "rapidformer.cli.main", *argv),
-        rdzv_handler=rounds,
-        max_restarts=settings.max_restarts,
-        monitor_interval=0.1,
-    )
+        role="rapidformer", local_world_size=plan.processes, entrypoint=sys.executable,
+        args=("-m", "rapidformer.cli.main", *argv), rdzv_handler=rounds,
+        max_restarts=settings.max_restarts, monitor_interval=0.1,
+    )  # fmt: skip
     preemption = Preemption(scratch, say)
     agent = Agent(spec, rounds=rounds, logs=logs, watch=watch, preemption=preemption, say=say)
     watch.start()
@@ -138,51 +136,17 @@ def _run_agent(
         raise WorkerError(message, first.exit_code)
 
 
-def _silence_torch() -> None:
-    """Silence torch's agent: we report failures ourselves, and more clearly."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # each logger has its own level
-
-
-def _get_stall_seconds(settings: LaunchArguments) -> float:
-    """Shorter than the collective's own timeout, so that the report comes first."""
-    return 60 * min(settings.stall_timeout_minutes, 0.8 * settings.distributed_timeout_minutes)
-
-
 @contextlib.contextmanager
 def _variables(**values: str) -> Iterator[None]:
     """Set variables for the children; restore them for a caller that continues."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Start listening early: torch's agent does so only once its workers run."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def raise_it(number: int, frame: object) -> None:
-        name = signal.Signals(number)
-        raise SignalException(f"got {name.name}", name)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {name: signal.signal(name, raise_it) for name in _SIGNALS}
-    try:
-        yield
-    finally:
-        for name, action in before.items():
-            signal.signal(name, action)
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _hold_lifeline() -> None:

@@ -32,9 +32,7 @@ class RankLogs(LogsSpecs):
 
     def __init__(self, scratch: Path, folder: Path | None, *, has_terminal: bool) -> None:
         super().__init__(log_dir=str(scratch))
-        self._scratch = scratch
-        self._folder = folder
-        self._has_terminal = has_terminal
+        self._scratch, self._folder, self._has_terminal = scratch, folder, has_terminal
         self._pump: _Pump | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,18 +66,17 @@ class RankLogs(LogsSpecs):
     def _open_streams(self, variables: dict[str, str]) -> tuple[str, str]:
         if self._pump is None:
             return "", ""  # the agent's own
-        name = self.get_path(int(variables["RANK"]))
-        assert name is not None
-        path = Path(name)
+        path = Path(self.get_path(int(variables["RANK"])) or "")
         attempt, host = variables["TORCHELASTIC_RESTART_COUNT"], socket.gethostname()
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         with path.open("a", encoding="utf-8") as file:
             file.write(f"=== {now}, host {host}, attempt {attempt} ===\n")
         is_shown = self._has_terminal and variables["RANK"] == "0"
-        return (
-            self._pump.add(path, sys.stdout, wants_terminal=is_shown),
-            self._pump.add(path, sys.stderr, wants_terminal=is_shown),
+        out, err = (
+            self._pump.add(path, stream, wants_terminal=is_shown)
+            for stream in (sys.stdout, sys.stderr)
         )
+        return out, err
 
     def finish(self) -> None:
         """Flush what the workers left in the pipes."""
@@ -114,9 +111,7 @@ def _clean(line: bytes) -> bytes:
 
 
 class _Shown:
-    """Forwards a rank's stream to the command's own. Lines stay whole, since several ranks share
-    it.
-    """
+    """Forwards a rank's stream to the command's own; lines stay whole: several ranks share it."""
 
     def __init__(self, stream: Any, *, holds_lines: bool) -> None:
         self._stream = stream
@@ -147,8 +142,7 @@ class _Pump(threading.Thread):
         super().__init__(name="rapidformer-logs", daemon=True)
         self._selector = selectors.DefaultSelector()
         self._ends: list[int] = []
-        self._logs: list[_LineLog] = []
-        self._shown: list[_Shown] = []
+        self._outputs: list[_LineLog | _Shown] = []
         self._is_stopping = threading.Event()
 
     def add(self, log_path: Path, shown_on: Any, *, wants_terminal: bool) -> str:
@@ -166,11 +160,9 @@ class _Pump(threading.Thread):
             path = f"/proc/self/fd/{end}"
         os.set_blocking(source, False)
         self._ends += [source, end]
-        log = _LineLog(log_path)
-        self._logs.append(log)
-        shown = _Shown(shown_on, holds_lines=not is_terminal)
-        self._shown.append(shown)
-        self._selector.register(source, selectors.EVENT_READ, (log, shown))
+        outputs = _LineLog(log_path), _Shown(shown_on, holds_lines=not is_terminal)
+        self._outputs += outputs
+        self._selector.register(source, selectors.EVENT_READ, outputs)
         return path
 
     def run(self) -> None:
@@ -185,23 +177,16 @@ class _Pump(threading.Thread):
             self.join(timeout=10)
         for end in self._ends:
             os.close(end)
-        for log in self._logs:
-            log.close()
-        for shown in self._shown:
-            shown.close()
+        for output in self._outputs:
+            output.close()
         self._selector.close()
 
     def _carry(self, timeout: float) -> bool:
         has_read = False
         for key, _ in self._selector.select(timeout):
-            log, shown = key.data
-            try:
-                data = os.read(key.fd, 65536)
-            except (BlockingIOError, OSError):
-                continue
-            if not data:
-                continue
-            has_read = True
-            log.write(data)
-            shown.write(data)
+            with contextlib.suppress(OSError):
+                if data := os.read(key.fd, 65536):
+                    has_read = True
+                    for output in key.data:
+                        output.write(data)
         return has_read

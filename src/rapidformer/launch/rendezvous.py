@@ -1,10 +1,8 @@
 """How the agents of a run find each other, and again after every failure.
 
-A rendezvous handler for torch's elastic agent with fixed node numbers. Time is divided into
-*rounds*: a round starts when every node has joined it, and a node that needs a restart asks for the
-next one, so all nodes restart together. Node 0's agent holds the store.
-
-The workers get a new store each round, because keys from a broken round would mislead the next.
+A rendezvous handler for torch's elastic agent with fixed node numbers. A *round* starts when every
+node has joined it, and a node that needs a restart asks for the next one, so all restart together.
+Node 0's agent holds the store. The workers get a new one each round: old keys would mislead them.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -24,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from rapidformer.errors import count
 from rapidformer.launch.environment import LaunchPlan
 from rapidformer.launch.failures import Failure, WorkerError, choose_first
 
@@ -35,10 +35,6 @@ _LOST_SECONDS = 30.0
 _FAREWELL_SECONDS = 5.0
 # A host name may become known while a cluster starts, but not after minutes.
 _NAME_SECONDS = 30.0
-
-
-class RunClosedError(WorkerError):
-    """Another node has ended the run; carries that node's message."""
 
 
 class RefusedError(WorkerError):
@@ -88,12 +84,9 @@ class Rounds(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
             port = self._share_worker_store()
         self._seen.clear()
-        return RendezvousInfo(
-            PrefixStore(f"round/{self.round}", self.store),
-            self.plan.node_rank,
-            self.plan.nodes,
-            RendezvousStoreInfo(self.plan.master_addr, port),
-        )
+        store, plan = PrefixStore(f"round/{self.round}", self.store), self.plan
+        address = RendezvousStoreInfo(plan.master_addr, port)
+        return RendezvousInfo(store, plan.node_rank, plan.nodes, address)
 
     def num_nodes_waiting(self) -> int:
         """Whether this node's workers must stop for a new round; raises if the run is over."""
@@ -110,7 +103,7 @@ class Rounds(RendezvousHandler):
             if self.round < self.max_restarts:
                 return 1  # the agent calls next_rendezvous again, which asks for a round
             names = ", ".join(self.describe_node(node) for node in lost)
-            raise WorkerError(f"{names} has been silent for {_LOST_SECONDS:.0f} s.", 1)
+            raise WorkerError(f"{names} has been silent for {_LOST_SECONDS:.0f} s.")
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -122,24 +115,24 @@ class Rounds(RendezvousHandler):
         self._is_closed = True
         return True
 
-    # ---- failures and the end ------------------------------------------------------------------
-
     def publish_failure(self, failure: Failure) -> None:
         with self._losing_node_0():
-            self.store.set(f"failure/{self.round}/{self.plan.node_rank}", failure.to_text())
+            self.store.set(
+                f"failure/{self.round}/{self.plan.node_rank}", json.dumps(asdict(failure))
+            )
 
     def read_failures(self, round_: int) -> list[Failure]:
         """What the nodes have published about a round."""
         with self._losing_node_0():
-            keys = [f"failure/{round_}/{node}" for node in range(self.plan.nodes)]
-            return [Failure.from_text(self.store.get(k)) for k in keys if self.store.check([k])]
+            texts = [self._read(f"failure/{round_}/{node}") for node in range(self.plan.nodes)]
+            return [Failure(**json.loads(text)) for text in texts if text]
 
-    def find_first_failure(self, own: Failure) -> Failure:
-        """The first failure of this round, on any node."""
-        deadline = time.monotonic() + (2.0 if own.is_consequence and self.plan.nodes > 1 else 0.0)
+    def find_first_failure(self, failure: Failure) -> Failure:
+        """The first failure of this round, on any node; this node's is one of them."""
+        may_follow = failure.is_consequence and self.plan.nodes > 1
+        deadline = time.monotonic() + (2.0 if may_follow else 0.0)
         while True:
-            found = [own, *self.read_failures(self.round)]
-            first = choose_first(found)
+            first = choose_first([failure, *self.read_failures(self.round)])
             if not first.is_consequence or time.monotonic() > deadline:
                 return first
             time.sleep(_POLL_SECONDS)
@@ -174,13 +167,11 @@ class Rounds(RendezvousHandler):
             while not self._wait_for_keys(keys, time.monotonic() + _LOOK_SECONDS):
                 self._raise_if_closed()
                 if self._get_round() != self.round:
-                    raise WorkerError("another node failed after this one had finished.", 1)
+                    raise WorkerError("another node failed after this one had finished.")
             self.leave()
 
     def describe_node(self, node: int) -> str:
-        key = f"host/{node}"
-        host = self.store.get(key).decode() if self.store.check([key]) else "never seen"
-        return f"node {node} ({host})"
+        return f"node {node} ({self._read(f'host/{node}').decode() or 'never seen'})"
 
     def say_alive(self, store: TCPStore, beat: int) -> None:
         """Called regularly by the watching thread, on its own connection."""
@@ -190,26 +181,17 @@ class Rounds(RendezvousHandler):
         """A separate connection, so that a waiting call does not block another thread."""
         return _connect(self.plan.master_addr, self.store.port, self._timeout)
 
-    # ---- internals -----------------------------------------------------------------------------
-
     def _open_store(self) -> TCPStore:
         plan = self.plan
         if plan.node_rank == 0:
             try:
-                return TCPStore(
-                    plan.master_addr,
-                    plan.master_port if plan.nodes > 1 else 0,
-                    None,
-                    True,
-                    timedelta(seconds=self._timeout),
-                    wait_for_workers=False,
-                )
+                port, limit = plan.master_port * (plan.nodes > 1), timedelta(seconds=self._timeout)
+                return TCPStore(plan.master_addr, port, None, True, limit, wait_for_workers=False)
             except RuntimeError as reason:
                 raise WorkerError(
                     f"node 0 cannot listen at port {plan.master_port}: "
                     f"{str(reason).splitlines()[0].rsplit('message: ', 1)[-1]}. "
-                    "Choose another --master-port (MASTER_PORT) on every node.",
-                    1,
+                    "Choose another --master-port (MASTER_PORT) on every node."
                 ) from None
         _wait_for_port(plan.master_addr, plan.master_port, self._timeout)
         return _connect(plan.master_addr, plan.master_port, self._timeout)
@@ -217,7 +199,7 @@ class Rounds(RendezvousHandler):
     def _enter(self) -> int:
         """The round for a node that has just arrived; a returning node starts a new one."""
         current = int(self.store.compare_set("round", "", "0"))
-        if not self._has_joined(current):
+        if not self.store.check([f"joined/{current}/{self.plan.node_rank}"]):
             return current
         self._refuse_double()
         self.round = current
@@ -229,28 +211,25 @@ class Rounds(RendezvousHandler):
     def _refuse_double(self) -> None:
         """Two nodes with the same number would keep evicting each other."""
         key = f"alive/{self.plan.node_rank}"
-        before = self.store.get(key) if self.store.check([key]) else b""
+        before = self._read(key)
         deadline = time.monotonic() + 3.5 * ALIVE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            now = self.store.get(key) if self.store.check([key]) else b""
-            if now != before:
+            if self._read(key) != before:
                 raise self._build_double_error()
 
     def _build_double_error(self) -> RefusedError:
         return RefusedError(
             f"{self.describe_node(self.plan.node_rank)} is taking part already: every node needs "
-            "a NODE_RANK of its own.",
-            1,
+            "a NODE_RANK of its own."
         )
 
     def _ask_for_round(self) -> int:
         wanted = self.round + 1
         if wanted > self.max_restarts:
             raise WorkerError(
-                f"a node came back, but the run has used up its {self.max_restarts} restarts "
-                "(--max-restarts).",
-                1,
+                "a node came back, but the run has used up its "
+                f"{count(self.max_restarts, 'restart')} (--max-restarts)."
             )
         return int(self.store.compare_set("round", str(self.round), str(wanted)))
 
@@ -266,27 +245,27 @@ class Rounds(RendezvousHandler):
             return []
         return [n for n in nodes if not self.store.check([f"joined/{self.round}/{n}"])]
 
-    def _has_joined(self, round_: int) -> bool:
-        return bool(self.store.check([f"joined/{round_}/{self.plan.node_rank}"]))
-
     def _share_worker_store(self) -> int:
         key = f"port/{self.round}"
         if self.plan.node_rank == 0:
-            self._worker_store = TCPStore(
-                self.plan.master_addr, 0, None, True, wait_for_workers=False
-            )
+            address = self.plan.master_addr
+            self._worker_store = TCPStore(address, 0, None, True, wait_for_workers=False)
             self.store.set(key, str(self._worker_store.port))
         return int(self._wait_for(key))
 
     def _get_round(self) -> int:
-        return int(self.store.get("round")) if self.store.check(["round"]) else 0
+        return int(self._read("round") or 0)
+
+    def _read(self, key: str) -> bytes:
+        """What is under a key; empty if nothing is."""
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def _wait_for(self, key: str) -> bytes:
         deadline = time.monotonic() + self._timeout
         while not self.store.check([key]):
             self._raise_if_closed()
             if time.monotonic() > deadline:
-                raise WorkerError(f"node 0 ({self.plan.endpoint}) does not go on.", 1)
+                raise WorkerError(f"node 0 ({self.plan.endpoint}) does not go on.")
             time.sleep(_POLL_SECONDS / 5)
         return bytes(self.store.get(key))
 
@@ -298,18 +277,17 @@ class Rounds(RendezvousHandler):
         return True
 
     def _raise_if_closed(self) -> None:
-        if self.store.check(["closed"]):
-            word = json.loads(self.store.get("closed"))
+        if closed := self._read("closed"):
+            word = json.loads(closed)
             self._is_closed = True
             self.leave()
-            raise RunClosedError(word["message"], word["exit_code"])
+            raise WorkerError(word["message"], word["exit_code"])
 
     def _find_lost_nodes(self) -> list[int]:
         """Nodes whose agent has stopped reporting."""
         now, lost = time.monotonic(), []
         for node in range(self.plan.nodes):
-            key = f"alive/{node}"
-            beat = self.store.get(key) if self.store.check([key]) else b""
+            beat = self._read(f"alive/{node}")
             if node not in self._seen or self._seen[node][0] != beat:
                 self._seen[node] = (beat, now)
             elif now - self._seen[node][1] > _LOST_SECONDS and node != self.plan.node_rank:
@@ -321,8 +299,7 @@ class Rounds(RendezvousHandler):
         return WorkerError(
             f"{names} did not come within {self._timeout / 60:g} minutes "
             "(--distributed-timeout-minutes): is the command running there, with the same NNODES, "
-            f"and can it reach {self.plan.endpoint}?",
-            1,
+            f"and can it reach {self.plan.endpoint}?"
         )
 
     @contextmanager
@@ -330,13 +307,10 @@ class Rounds(RendezvousHandler):
         """Explain a broken connection to the store."""
         try:
             yield
-        except WorkerError:
-            raise
         except RuntimeError as reason:
             raise WorkerError(
                 f"the connection to node 0 ({self.plan.endpoint}) is lost: has it ended? "
-                f"({str(reason).splitlines()[0][:200]})",
-                1,
+                f"({str(reason).splitlines()[0][:200]})"
             ) from None
 
 
@@ -360,7 +334,6 @@ def _wait_for_port(address: str, port: int, timeout_seconds: float) -> None:
                 raise WorkerError(
                     f"node 0 cannot be reached at {address}:{port} ({reason}), tried for "
                     f"{deadline - started:.0f} s: is it running, and are MASTER_ADDR and "
-                    "MASTER_PORT right?",
-                    1,
+                    "MASTER_PORT right?"
                 ) from None
         time.sleep(_POLL_SECONDS)

@@ -39,23 +39,21 @@ def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     """This task's place; None outside ``srun``."""
     if not _is_task(variables) or "SLURM_PROCID" not in variables:
         return None
-    tasks = _read_int(variables, "SLURM_STEP_NUM_TASKS")
-    machines = _read_int(variables, "SLURM_STEP_NUM_NODES")
+    tasks = read_int(variables, "SLURM_STEP_NUM_TASKS")
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
-    job = _read_int(variables, "SLURM_JOB_ID")
     return SlurmStep(
         nodes=tasks,
-        node_rank=_read_int(variables, "SLURM_PROCID"),
+        node_rank=read_int(variables, "SLURM_PROCID"),
         master_addr=next(iter(expand_nodelist(hosts)), "127.0.0.1"),
-        master_port=_FIRST_PORT + job % _PORTS,
-        is_task_per_gpu=tasks > machines,
-        local_rank=_read_int(variables, "SLURM_LOCALID"),
+        master_port=_FIRST_PORT + read_int(variables, "SLURM_JOB_ID") % _PORTS,
+        is_task_per_gpu=tasks > read_int(variables, "SLURM_STEP_NUM_NODES"),
+        local_rank=read_int(variables, "SLURM_LOCALID"),
     )
 
 
 def _is_task(variables: Mapping[str, str]) -> bool:
     """Whether srun started this process, as opposed to a shell inside one of Slurm's own steps."""
-    step = _read_int(variables, "SLURM_STEP_ID", 0)
+    step = read_int(variables, "SLURM_STEP_ID", 0)
     return "SLURM_STEP_NUM_TASKS" in variables and step < _FIRST_SPECIAL_STEP
 
 
@@ -63,7 +61,7 @@ def count_idle_nodes(variables: Mapping[str, str]) -> int:
     """Number of nodes that stay idle if the command runs without ``srun``."""
     if "SLURM_JOB_ID" not in variables or _is_task(variables):
         return 0
-    return max(_read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
+    return max(read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -84,18 +82,21 @@ def expand_nodelist(text: str) -> list[str]:
 
 def _expand_group(group: str, text: str) -> Iterator[str]:
     for item in group.split(","):
-        found = _RANGE.fullmatch(item.strip())
-        if found is None:
+        match = _RANGE.fullmatch(item.strip())
+        if match is None:
             raise ConfigurationError(
                 f"SLURM_JOB_NODELIST {text!r}: [{group}] must hold numbers and ranges."
             )
-        first, last = found[1], found[2] or found[1]
+        first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             yield f"{number:0{len(first)}d}"
 
 
-def _read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = variables.get(name, "" if default is None else str(default)).strip()
+def read_int(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable's number; the default, if there is one, if it is missing or empty."""
+    text = variables.get(name, "").strip()
+    if not text and default is not None:
+        return default
     try:
         return int(text)
     except ValueError:

@@ -8,6 +8,7 @@ the others wait for. A signal makes it print its stack, even if it hangs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.launch.rendezvous import ALIVE_SECONDS, Rounds
-from rapidformer.launch.worker import STACK_SIGNAL, get_beat_path, get_stack_path
+from rapidformer.launch.worker import STACK_SIGNAL, get_rank_file
 
 _STACK_SECONDS = 5.0
 _LINES = 40
@@ -52,18 +53,11 @@ class Watch(threading.Thread):
     """Watches the ranks of this node; on node 0, the ranks of all nodes."""
 
     def __init__(
-        self,
-        folder: Path,
-        rounds: Rounds,
-        *,
-        stall_seconds: float,
-        say: Callable[[str], None],
+        self, folder: Path, rounds: Rounds, *, stall_seconds: float, say: Callable[[str], None]
     ) -> None:
         super().__init__(name="rapidformer-watch", daemon=True)
-        self._folder = folder
-        self._rounds = rounds
+        self._folder, self._rounds, self._say = folder, rounds, say
         self._stall_seconds = stall_seconds
-        self._say = say
         self._pids: dict[int, int] = {}
         self._round = -1
         self._told: dict[int, tuple[int, int]] = {}
@@ -88,12 +82,8 @@ class Watch(threading.Thread):
         self.join(timeout=5)
 
     def run(self) -> None:
-        interval = ALIVE_SECONDS
-        if self._stall_seconds:
-            interval = min(interval, self._stall_seconds / 4)
-        beat = 0
-        while True:
-            beat += 1
+        interval = min(ALIVE_SECONDS, self._stall_seconds / 4 or ALIVE_SECONDS)
+        for beat in itertools.count(1):
             # The store is gone if node 0 is; that is reported elsewhere.
             with contextlib.suppress(RuntimeError):
                 self._look(beat)
@@ -108,7 +98,8 @@ class Watch(threading.Thread):
         own = self._read_beats(pids)
         if self._store is not None:
             self._rounds.say_alive(self._store, beat)
-            self._publish(own, number)
+            text = json.dumps([asdict(beat) for beat in own])
+            self._store.set(f"beats/{number}/{self._rounds.plan.node_rank}", text)
             self._answer(pids)
         if self._rounds.plan.node_rank != 0 or not self._stall_seconds or not own:
             return
@@ -126,25 +117,14 @@ class Watch(threading.Thread):
 
     def _read_beats(self, pids: dict[int, int]) -> list[Beat]:
         node = self._rounds.plan.node_rank
-        found = (read_beat(self._folder, rank, node, pid) for rank, pid in pids.items())
-        return [beat for beat in found if beat is not None]
-
-    # ---- between nodes -------------------------------------------------------------------------
-
-    def _publish(self, own: list[Beat], number: int) -> None:
-        assert self._store is not None
-        text = json.dumps([asdict(beat) for beat in own])
-        self._store.set(f"beats/{number}/{self._rounds.plan.node_rank}", text)
+        beats = (read_beat(self._folder, rank, node, pid) for rank, pid in pids.items())
+        return [beat for beat in beats if beat is not None]
 
     def _read_others(self, number: int) -> list[Beat]:
-        if self._store is None:
-            return []
-        found: list[Beat] = []
-        for node in range(1, self._rounds.plan.nodes):
-            key = f"beats/{number}/{node}"
-            if self._store.check([key]):
-                found += [Beat(**values) for values in json.loads(self._store.get(key))]
-        return found
+        keys = [f"beats/{number}/{node}" for node in range(1, self._rounds.plan.nodes)]
+        store = self._store
+        texts = [store.get(key) for key in keys if store is not None and store.check([key])]
+        return [Beat(**values) for text in texts for values in json.loads(text)]
 
     def _collect_stacks(self, ranks: list[int], pids: dict[int, int]) -> dict[int, str]:
         stacks = self._dump_stacks(ranks, pids)
@@ -172,37 +152,30 @@ class Watch(threading.Thread):
         if wanted["name"] == self._answered:
             return
         self._answered = wanted["name"]
-        stacks = self._dump_stacks([rank for rank in wanted["ranks"] if rank in pids], pids)
+        stacks = self._dump_stacks(wanted["ranks"], pids)
         key = f"stacks/{self._answered}/{self._rounds.plan.node_rank}"
         self._store.set(key, json.dumps(stacks))
 
     def _dump_stacks(self, ranks: list[int], pids: dict[int, int]) -> dict[int, str]:
-        stacks: dict[int, str] = {}
-        for rank in ranks:
-            if rank in pids:
-                text = dump_stack(get_stack_path(self._folder, rank), pids[rank])
-                if text:
-                    stacks[rank] = text
-        return stacks
+        here = [rank for rank in ranks if rank in pids]
+        files = {rank: get_rank_file("stack", self._folder, rank) for rank in here}
+        texts = {rank: dump_stack(file, pids[rank]) for rank, file in files.items()}
+        return {rank: text for rank, text in texts.items() if text}
 
 
 def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:
     """A rank's line; None before the first one, or while it is being written."""
     for _ in range(3):
         try:
-            words = get_beat_path(folder, rank).read_text(encoding="ascii").split()
+            words = get_rank_file("beat", folder, rank).read_text(encoding="ascii").split()
             count, step, phase, since, check = words[:5]
             if count == check:
                 return Beat(
-                    rank=rank,
-                    node=node,
-                    count=int(count),
-                    step=int(step),
-                    phase=phase,
+                    rank=rank, node=node, count=int(count), step=int(step), phase=phase,
                     age=max(time.monotonic() - float(since), 0.0),
                     has_ended=not Path(f"/proc/{pid}").exists(),
                     suspended_pid=pid if _is_suspended(pid) else None,
-                )
+                )  # fmt: skip
         except (OSError, ValueError):
             pass
     return None

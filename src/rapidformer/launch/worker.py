@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 # The folder with the heartbeat files; rapidformer.dist.heartbeat reads the same variable.
 HEARTBEAT_VARIABLE = "RAPIDFORMER_HEARTBEATS"
@@ -20,17 +21,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 _PR_SET_PDEATHSIG = 1
 
 
-def get_beat_path(folder: Path, rank: int) -> Path:
-    return folder / f"beat_{rank}"
-
-
-def get_stack_path(folder: Path, rank: int) -> Path:
-    return folder / f"stack_{rank}"
-
-
-def get_saving_path(folder: Path, rank: int) -> Path:
-    """Exists while a signal makes this rank save; rapidformer.dist.heartbeat creates it."""
-    return folder / f"saving_{rank}"
+def get_rank_file(kind: Literal["beat", "stack", "saving"], folder: Path, rank: int) -> Path:
+    """A rank's file. ``saving`` exists while a signal makes it save (``dist/heartbeat.py``)."""
+    return folder / f"{kind}_{rank}"
 
 
 def attach_to_launcher() -> None:
@@ -44,7 +37,7 @@ def attach_to_launcher() -> None:
     if os.getppid() != launcher or not folder.is_dir():
         os.kill(os.getpid(), signal.SIGKILL)  # the launcher died in between
     # Kept open for good: the signal handler writes to it.
-    stacks = get_stack_path(folder, rank).open("a", encoding="utf-8")
+    stacks = get_rank_file("stack", folder, rank).open("a", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     line = f"0 0 start {time.monotonic():.3f} 0"
-    get_beat_path(folder, rank).write_text(line.ljust(127) + "\n", encoding="ascii")
+    get_rank_file("beat", folder, rank).write_text(line.ljust(127) + "\n", encoding="ascii")
