@@ -85,7 +85,10 @@ def test_compose_twice_is_refused() -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, _ = make_parts()
     _, other = make_parts()
-    with pytest.raises(RapidformerError, match="not in the model"):
+    with pytest.raises(RapidformerError, match="holds 2 parameters not in the model given"):
+        make_engine().compose(model, other)
+    other.param_groups[0]["params"].pop()
+    with pytest.raises(RapidformerError, match="holds 1 parameter not in the model given"):
         make_engine().compose(model, other)
 
 

@@ -42,16 +42,15 @@ def test_bad_batches_are_explained(keys: list[str], data: Any, message: str) -> 
 
 def _broadcast() -> tuple[dict[str, list[Any]], str, tuple[int, int]]:
     start_processes(device="cpu")
-    build_topology("cpu", data=2)
-    is_source = mpu.get_data_parallel_rank() == 0
-    everyone = mpu.get_data_parallel_group()
+    build_topology("cpu", tensor=2)
+    is_source = mpu.get_tensor_model_parallel_rank() == 0
     keys = ["rows", "text"]
     data = build_batch() if is_source else None
-    got = mpu.broadcast_over_group(keys, data, torch.int64, everyone)
+    got = mpu.broadcast_data(keys, data, torch.int64)
     bad = {"rows": torch.zeros(1)} if is_source else None
     with pytest.raises(RapidformerError) as error:
-        mpu.broadcast_over_group(["rows"], bad, torch.int64, everyone)
-    ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        mpu.broadcast_data(["rows"], bad, torch.int64)
+    ranks = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
     return {key: value.tolist() for key, value in got.items()}, str(error.value), ranks
 
 

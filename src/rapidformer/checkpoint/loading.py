@@ -35,7 +35,7 @@ from rapidformer.checkpoint.state import (
     get_rank,
 )
 from rapidformer.checkpoint.ties import load_named, read_saved_shapes
-from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
+from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
 from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from rapidformer.compat.torch_mesh import find_offset
+from rapidformer.compat.torch_distributed import find_offset
 from rapidformer.compat.torch_tensors import build_shell
 from rapidformer.dist.whole import find_strided_axis
 

@@ -33,7 +33,7 @@ from rapidformer.checkpoint.index import (
     to_file_name,
     to_sizes,
 )
-from rapidformer.compat.torch_checkpoint import PLACE, build_place
+from rapidformer.compat.torch_distributed import PLACE, build_place
 from rapidformer.errors import CheckpointError
 
 TORCH_INDEX = ".metadata"

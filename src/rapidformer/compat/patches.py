@@ -8,12 +8,14 @@ what it installs asks ``is_inside`` whether the call is ours.
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.metadata import version
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 PRIVATE_NAMES: dict[str, str] = {}
 KNOWN = {"transformers": "5.17 to 5.22", "torch": "2.11 to 2.15"}
@@ -133,6 +135,38 @@ def _get_table(owner: Any) -> Any:
     if isinstance(owner, type):
         return _Members(owner)
     return owner if isinstance(owner, dict) else vars(owner)
+
+
+def quieten(*names: str) -> Change:
+    """Inside, these loggers log errors only."""
+
+    def set_levels(levels: dict[str, int]) -> None:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+    def make() -> Callable[[], object]:
+        before = {name: logging.getLogger(name).level for name in names}
+        set_levels(dict.fromkeys(names, logging.ERROR))
+        return lambda: set_levels(before)
+
+    return Change(make)
+
+
+def ignore_warnings(message: str) -> Change:
+    """Inside, warnings that begin like this are not shown."""
+
+    def make() -> Callable[[], object]:
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", message=message)
+        added = [row for row in warnings.filters if row not in before]
+
+        def undo() -> None:
+            filters = cast(list[Any], warnings.filters)  # others may have replaced it meanwhile
+            filters[:] = [row for row in filters if row not in added]
+
+        return undo
+
+    return Change(make)
 
 
 def describe_difference(library: str, owner: Any, name: str, known: list[str]) -> str | None:

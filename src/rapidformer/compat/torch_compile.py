@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -19,7 +18,7 @@ from torch._compile import _disable_dynamo as untraced
 from torch._guards import TracingContext
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from rapidformer.compat.patches import Change
+from rapidformer.compat.patches import quieten
 
 __all__ = ["untraced"]
 
@@ -98,7 +97,7 @@ def get_recompile_reason() -> str:
     """The guard whose failure caused the latest compilation, in torch's words."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    reasons = [each.recompile_reason for each in get_compilation_metrics()]
+    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics()]
     latest = next((reason for reason in reversed(reasons) if reason), "torch gives no reason")
     return latest.splitlines()[0].split("  #")[0].strip()
 
@@ -121,34 +120,9 @@ def compile_for_all_sizes() -> Iterator[None]:
         yield
 
 
-def _quieten_tracing() -> Callable[[], None]:
-    names = ("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes")
-    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-
-    def restore() -> None:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-    return restore
-
-
-QUIET_TRACING = Change(_quieten_tracing)
+QUIET_TRACING = quieten("torch._dynamo.variables", "torch.fx.experimental.symbolic_shapes")
 """Inside, no warnings about single operations: a break in DeBERTa's graph alone prints 30 lines.
 For the whole process: torch compiles a backward pass when it first runs, outside our calls."""
-
-
-def rewrite_graphs(backend: Backend, rewrite: Rewrite) -> Callable[..., Any]:
-    """The backend, on graphs that ``rewrite`` has changed in place."""
-
-    def compile_graph(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo import lookup_backend
-
-        rewrite(graph)
-        return lookup_backend(backend)(graph, inputs)
-
-    return compile_graph
 
 
 def get_example(node: Any) -> Any:
@@ -182,44 +156,42 @@ def is_gradient_change(node: Any) -> bool:
     return node.target in (torch._C._set_grad_enabled, _enter_inference_mode)
 
 
-def recompute_cheap_activations(backend: Backend) -> Callable[..., Any]:
-    """The backend, whose backward passes recompute what takes no matrix product to compute.
+def extend_backend(backend: Backend, rewrites: Sequence[Rewrite]) -> Callable[..., Any]:
+    """The backend, on rewritten graphs (the last rewrite first), with more of torch's cache.
 
-    torch keeps the input of every matrix product that the backward pass repeats, although a
-    normalization or an activation function gives it again in one pass over memory. In a Llama block
-    these are a third of the activations.
+    Its backward passes recompute what takes no matrix product to compute. torch keeps the input of
+    every matrix product that the backward pass repeats, although a normalization or an activation
+    function gives it again in one pass over memory. In a Llama block these are a third of the
+    activations.
     """
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         from torch._dynamo import lookup_backend
         from torch._functorch import config
 
-        with config.patch(ban_recompute_materialized_backward=False):
+        for rewrite in reversed(rewrites):
+            rewrite(graph)
+        is_lean = config.patch(ban_recompute_materialized_backward=False)
+        with _cache_more_graphs(graph), _separate_cached_code(), is_lean:
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
 
 
-def separate_cached_code(backend: Backend) -> Callable[..., Any]:
-    """The backend, with separate files on disk for what torch's cache does not distinguish.
+def _separate_cached_code() -> Any:
+    """Inside, separate files on disk for what torch's cache does not distinguish.
 
     A compiled graph holds the attention kernel that was chosen for it, so a run would get the
     kernel that an earlier run with another ``--attention`` chose. torch 2.11 does not distinguish
     bf16 from fp16 either. And all versions know our operators by name only, whatever they do.
     """
+    from torch.compiler import config
 
-    def compile_graph(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo import lookup_backend
-        from torch.compiler import config
-
-        kernels = _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-untyped-call]
-        names = [config.cache_key_tag, describe_sources(), *(kernel.name for kernel in kernels)]
-        for kind in ("cpu", "cuda"):
-            names += [str(torch.is_autocast_enabled(kind)), str(torch.get_autocast_dtype(kind))]
-        with config.patch(cache_key_tag=" ".join(names)):  # type: ignore[attr-defined]
-            return lookup_backend(backend)(graph, inputs)
-
-    return compile_graph
+    kernels = _cur_sdpa_kernel_backends(with_priority=True)
+    names = [config.cache_key_tag, describe_sources(), *(kernel.name for kernel in kernels)]
+    for kind in ("cpu", "cuda"):
+        names += [str(torch.is_autocast_enabled(kind)), str(torch.get_autocast_dtype(kind))]
+    return config.patch(cache_key_tag=" ".join(names))  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -231,41 +203,35 @@ def describe_sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_more_graphs(backend: Backend) -> Callable[..., Any]:
-    """The backend, which also caches graphs with autograd functions and regions of autocast.
+@contextmanager
+def _cache_more_graphs(graph: Any) -> Iterator[None]:
+    """Inside, graphs with autograd functions and regions of autocast are cached, too.
 
     torch can, but does not by default. Its check of a graph does not look into autograd functions.
     Graphs with other libraries' operators are not cached: torch knows operators by name only, and
     would use a backward pass that was traced before the user changed it.
     """
+    from torch._functorch import config
+    from torch._inductor import config as inductor_config
 
-    def compile_graph(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo import lookup_backend
-        from torch._functorch import config
-        from torch._inductor import config as inductor_config
-
-        # What these do depends on their arguments and on autocast, which are both in the key.
-        names = [
-            f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")
-        ]
-        more = {**inductor_config.unsafe_marked_cacheable_functions, **dict.fromkeys(names, "")}
-        with inductor_config.patch(unsafe_marked_cacheable_functions=more):
-            with config.patch(autograd_cache_allow_custom_autograd_functions=True):
-                is_allowed = _can_be_cached(graph)
-            is_cached = config.enable_autograd_cache and _has_known_operators(graph)
-            with config.patch(
-                autograd_cache_allow_custom_autograd_functions=is_allowed,
-                enable_autograd_cache=is_cached,
-            ):
-                return lookup_backend(backend)(graph, inputs)
-
-    return compile_graph
+    # What these do depends on their arguments and on autocast, which are both in the key.
+    names = [f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")]
+    more = {**inductor_config.unsafe_marked_cacheable_functions, **dict.fromkeys(names, "")}
+    with inductor_config.patch(unsafe_marked_cacheable_functions=more):
+        with config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            is_allowed = _can_be_cached(graph)
+        is_cached = config.enable_autograd_cache and _has_known_operators(graph)
+        with config.patch(
+            autograd_cache_allow_custom_autograd_functions=is_allowed,
+            enable_autograd_cache=is_cached,
+        ):
+            yield
 
 
 def _has_known_operators(graph: Any) -> bool:
     """Whether all operators of a graph and of those inside it are torch's or ours."""
-    graphs = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
-    targets = (node.target for each in graphs for node in each.graph.nodes)
+    graphs = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    targets = (node.target for part in graphs for node in part.graph.nodes)
     kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     names = (str(target) for target in targets if isinstance(target, kinds))
     return all(name.partition(".")[0] in _KNOWN_OPERATORS for name in names)
@@ -273,7 +239,7 @@ def _has_known_operators(graph: Any) -> bool:
 
 def _can_be_cached(graph: Any) -> bool:
     """Whether autograd functions have nothing inside but what torch's cache can tell apart."""
-    bodies = [each for each in graph.children() if isinstance(each, torch.fx.GraphModule)]
+    bodies = [part for part in graph.children() if isinstance(part, torch.fx.GraphModule)]
     if not bodies:
         return True
     from torch._functorch._aot_autograd.autograd_cache import check_node_safe

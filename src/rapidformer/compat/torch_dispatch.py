@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,6 +17,10 @@ from rapidformer.compat.patches import KNOWN, Entry, Patch
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
 
+_EXPENSIVE = (
+    "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 PRIVATE_NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode": "recording how a model is built",
     "torch.utils._pytree.tree_leaves": "tensors in nested arguments of an operator",
@@ -27,22 +32,17 @@ PRIVATE_NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "a loss inside a checkpoint",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
     "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
-    "torch.ops.aten._grouped_mm": "what selective recompute keeps",
-    "torch.ops.aten._scaled_dot_product_flash_attention": "what selective recompute keeps",
-    "torch.ops.aten._scaled_dot_product_efficient_attention": "what selective recompute keeps",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "what selective recompute keeps",
-    "torch.ops.aten._scaled_dot_product_cudnn_attention": "what selective recompute keeps",
+    "torch.ops.aten._scaled_mm": "what selective recompute keeps",
+    "torch._scaled_mm": "matrix products in fp8",
+    "torch.ops.aten._flash_attention_forward": "attention over true lengths on a GPU",
+    **{f"torch.ops.aten.{name}": "what selective recompute keeps" for name in _EXPENSIVE},
 }
 
 _aten = torch.ops.aten
-EXPENSIVE_OPERATORS = (
-    _aten._grouped_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-)
+EXPENSIVE_OPERATORS = tuple(getattr(_aten, name).default for name in _EXPENSIVE)
 """Matrix products over experts, and attention in one kernel, as autograd sees them."""
+SCALED_PRODUCT = _aten._scaled_mm.default
+"""A matrix product in fp8."""
 FUSED_ATTENTIONS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 """Functions in which torch's own layers compute attention and more in one call."""
 
@@ -54,10 +54,9 @@ def get_schema(operator: Any) -> Any:
 
 def is_mutable(operator: Any) -> bool:
     """Whether an operator writes into its arguments; without an overload, any of its own may."""
-    overloads: list[str] = getattr(operator, "overloads", list)()
-    each = [getattr(operator, name) for name in overloads] or [operator]
-    schemas = filter(None, map(get_schema, each))
-    return any(schema.is_mutable for schema in schemas)
+    names: list[str] = getattr(operator, "overloads", list)()
+    overloads = [getattr(operator, name) for name in names] or [operator]
+    return any(schema.is_mutable for schema in filter(None, map(get_schema, overloads)))
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -76,9 +75,9 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_HAS_PYTHON_APPLY = inspect.ismethod(torch.autograd.Function.apply)
+HAS_PYTHON_APPLY = inspect.ismethod(torch.autograd.Function.apply)
 """Before torch 2.15; looked at once, since replacing it makes it one of Python's."""
-_REPLACED: Any = _SingleLevelFunction if _HAS_PYTHON_APPLY else torch.autograd.Function
+_REPLACED: Any = _SingleLevelFunction if HAS_PYTHON_APPLY else torch.autograd.Function
 _CONVERSIONS: dict[type, Callable[[type, Any], Any]] = {}
 
 
@@ -93,11 +92,6 @@ def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) 
     """
     _CONVERSIONS[kind] = convert
     return _CONVERTING
-
-
-def sees_stored_functions() -> bool:
-    """Whether ``convert_function_arguments`` reaches a ``MyFunction.apply`` stored before it."""
-    return _HAS_PYTHON_APPLY
 
 
 def _apply_converted(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +112,7 @@ _CONVERTING = Patch(lambda: [Entry(_REPLACED, "apply", lambda _: classmethod(_ap
 def find_unknown_functions() -> str | None:
     """Why the arguments of autograd functions cannot be converted; None if they can."""
     inherits = "apply" not in vars(_SingleLevelFunction) or _CONVERTING.is_made
-    if not _HAS_PYTHON_APPLY or (
+    if not HAS_PYTHON_APPLY or (
         torch.autograd.Function.__mro__[1] is _SingleLevelFunction and inherits
     ):
         return None
@@ -126,3 +120,52 @@ def find_unknown_functions() -> str | None:
         f"torch.autograd.Function of torch {torch.__version__} does not inherit apply from a class "
         f"without one, as in torch {KNOWN['torch']}"
     )
+
+
+def attend_with_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    dropout: float,
+    window: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    """[tokens, heads, size] -> the same. Ends and longest rows are those of queries and of keys;
+    ends are int32 and begin with 0.
+
+    ``torch.nn.attention.varlen.varlen_attn`` calls the same kernel, but without dropout, and takes
+    fewer key and value heads than query heads from torch 2.12 on only.
+    """
+    before, after = window
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, *ends, *longest, dropout, window == (-1, 0), False,
+        scale=scale, window_size_left=before, window_size_right=after,
+    )[0]  # fmt: skip
+    return output
+
+
+def multiply_scaled(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    *,
+    dtype: torch.dtype,
+    is_fast: bool = False,
+) -> Tensor:
+    """``(left * left_scale) @ (right * right_scale)``; ``is_fast`` sums with fewer bits.
+
+    The kernel wants rows of ``left`` and columns of ``right`` contiguous, and 16 divides its inner
+    and right sizes. On a CPU the product is computed in fp32: for tests of numerics.
+    """
+    if left.device.type != "cuda":
+        with torch.autocast(left.device.type, enabled=False):
+            product = left.float() @ right.float() * (left_scale * right_scale)
+        return product.to(dtype)
+    return torch._scaled_mm(
+        left.contiguous(), right.t().contiguous().t(), scale_a=left_scale, scale_b=right_scale,
+        out_dtype=dtype, use_fast_accum=is_fast,
+    )  # fmt: skip

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PRIVATE_NAMES = {
     "torch.nn.Module._parameters": "replacing whole parameters by split ones",
     "torch.nn.Module._call_impl": "running a module under torch.compile",
     "torch.nn.Module._compiled_call_impl": "letting a call run compiled",
-    "torch.nn.Module._forward_hooks": "finding hooks that would see a part of an activation",
-    "torch.nn.Module._forward_pre_hooks": "the same",
-    "torch.nn.Module._backward_hooks": "the same",
-    "torch.nn.Module._backward_pre_hooks": "the same",
+    **{
+        f"torch.nn.Module.{name}": "hooks that would see a part of an activation" for name in _HOOKS
+    },
     "torch.nn.Module._apply": "giving memory to the parameters of a split model",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that another stage saves",
     "torch.nn.Module._buffers": "giving a closed pipeline's buffers back",
@@ -41,11 +41,7 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, those of these modules that are compiled run as they are."""
-    calls = [
-        (module, module._compiled_call_impl)
-        for module in modules
-        if module._compiled_call_impl is not None
-    ]
+    calls = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
     for module, _ in calls:
         module._compiled_call_impl = None
     try:
@@ -87,9 +83,4 @@ def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def list_hook_tables(module: nn.Module) -> list[Mapping[int, Callable[..., Any]]]:
     """Where the module keeps its hooks; the same objects for as long as it exists."""
-    return [
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ]
+    return [getattr(module, name) for name in _HOOKS]

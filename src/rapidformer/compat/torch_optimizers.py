@@ -1,15 +1,15 @@
-"""Optimizers that divide gradients or leave out an update as tensors on the device say.
-
-torch's fused optimizers do this for ``GradScaler``, in the same pass as the update.
+"""Optimizers that divide gradients or leave out an update as tensors on the device say, which
+torch's fused ones do for ``GradScaler`` in the same pass; and their schedulers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 PRIVATE_NAMES = {
@@ -18,6 +18,10 @@ PRIVATE_NAMES = {
     "torch.optim.Optimizer._global_optimizer_pre_hooks": "the same, for all optimizers",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "users' hooks that look at updates",
     "torch.optim.Optimizer._global_optimizer_post_hooks": "the same, for all optimizers",
+    "torch.optim.lr_scheduler.LRScheduler._step_count": "resuming a schedule",
+    "torch.optim.lr_scheduler.LRScheduler._last_lr": "resuming a schedule",
+    "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched": "an optimizer that steps when due",
+    "torch.optim.lr_scheduler.LRScheduler._opt_called": "an optimizer that steps when due",
 }
 _BUFFER = "momentum_buffer"
 
@@ -75,3 +79,27 @@ def _find_without_momentum(optimizer: SGD) -> Iterator[Tensor]:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.grad is not None and optimizer.state[parameter].get(_BUFFER) is None:
                 yield parameter
+
+
+def set_position(scheduler: LRScheduler, position: int, rates: Sequence[float | Tensor]) -> None:
+    """Set a schedule to a position in updates, at which it gives these rates."""
+    scheduler.last_epoch = position
+    scheduler._step_count = position + 1
+    scheduler._last_lr = list(rates)
+
+
+def get_saved_rates(saved: dict[str, Any]) -> list[float | Tensor] | None:
+    """The rates in a scheduler's saved state; None if that kind does not store them."""
+    return saved.get("_last_lr")
+
+
+def mark_as_counted(step: Callable[..., Any]) -> None:
+    """Mark this ``step`` so that schedulers do not wrap it to count calls."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # And torch's own mark: the inner step already runs the optimizer's hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def mark_as_stepped(optimizer: Optimizer) -> None:
+    """Keep schedulers from warning that they step before the optimizer."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ PRIVATE_NAMES = {
     "torch.Tensor._is_view": "a stage's output, which torch detaches in place",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
+    "torch._C._cuda_endAllocateToPool": "ending a failed recording, which torch leaves open",
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
 
@@ -69,7 +71,7 @@ def check_later(condition: Tensor, message: str) -> None:
 
 def is_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view of another one."""
-    return bool(tensor._is_view())  # type: ignore[no-untyped-call]
+    return bool(tensor._is_view())
 
 
 def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
@@ -95,3 +97,13 @@ def has_gradient_hooks(tensors: Sequence[Tensor]) -> bool:
 def count_changes(tensor: Tensor) -> int:
     """How often the tensor was changed in place; gathering weights into it does not count."""
     return int(tensor._version)
+
+
+def stop_allocating(device: torch.device, pool: tuple[int, int]) -> None:
+    """Close a recording's memory pool if torch has left it open.
+
+    Until then, torch frees no cached memory when it runs out.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # already closed
+        torch._C._cuda_endAllocateToPool(index, pool)

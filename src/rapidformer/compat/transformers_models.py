@@ -28,26 +28,25 @@ SPLIT_HEADS = "_split_heads"
 
 
 def is_falcon_attention(cls: type) -> bool:
-    """Whether a class is Falcon's attention, and splits heads itself (by name, as below)."""
-    is_falcon = (cls.__module__, cls.__name__) == (
-        "transformers.models.falcon.modeling_falcon",
-        "FalconAttention",
-    )
+    """Whether a class is Falcon's attention, and splits heads itself."""
+    is_falcon = _name(cls) == "transformers.models.falcon.modeling_falcon.FalconAttention"
     return is_falcon and hasattr(cls, SPLIT_HEADS)
 
 
 def is_conv1d(cls: type) -> bool:
-    """Whether a class is GPT-2's ``Conv1D``: a linear layer with a transposed weight.
-
-    By name: models without transformers must not import it.
-    """
-    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    """Whether a class is GPT-2's ``Conv1D``: a linear layer with a transposed weight."""
+    return _name(cls) == "transformers.pytorch_utils.Conv1D"
 
 
 def is_silu(cls: type) -> bool:
-    """Whether a class is torch's or transformers' SiLU (by name, as above)."""
-    known = ("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation")
-    return (cls.__module__, cls.__name__) in known
+    """Whether a class is torch's or transformers' SiLU."""
+    known = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
+    return _name(cls) in known
+
+
+def _name(cls: type) -> str:
+    """To know a class by: models without transformers must not import it."""
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def is_model(target: Any) -> bool:
@@ -57,9 +56,8 @@ def is_model(target: Any) -> bool:
 
 def is_own_model(cls: type) -> bool:
     """Whether a class is a model of transformers, not one derived from it (by name, as above)."""
-    return cls.__module__.startswith("transformers.models.") and any(
-        base.__name__ == "PreTrainedModel" for base in cls.__mro__
-    )
+    is_model = any(base.__name__ == "PreTrainedModel" for base in cls.__mro__)
+    return is_model and cls.__module__.startswith("transformers.models.")
 
 
 def chooses_attention(config: Any) -> bool:

@@ -22,15 +22,15 @@ def is_alone() -> bool:
 
 def sum_over_replicas(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Sum in place over all ranks that saw different tokens."""
-    group = topology.get_replica_group()
-    if group is not None:
-        dist.all_reduce(tensor, group=group)
-    return tensor
+    return _sum(tensor, topology.get_replica_group())
 
 
 def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Sum in place over all ranks that saw different rows."""
-    group = topology.get_group("data")
+    return _sum(tensor, topology.get_group("data"))
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -65,30 +65,24 @@ def gather_rows(
 
 def gather_objects(value: T, topology: Topology) -> list[T]:
     """The values of all data-parallel ranks, in rank order, on each of them."""
-    group = topology.get_group("data")
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    return _gather(value, topology.get_group("data"))
 
 
 def gather_from_stages(value: T, topology: Topology) -> list[T]:
     """The values of all stages of this rank's pipeline; just its own without a pipeline."""
-    group = topology.get_group("pipeline")
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    return _gather(value, topology.get_group("pipeline"))
 
 
 def gather_from_all(value: T) -> list[T]:
     """The values of all processes of the run, by rank."""
-    if is_alone():
+    return _gather(value, None if is_alone() else dist.group.WORLD)
+
+
+def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    if group is None:
         return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
@@ -123,5 +117,4 @@ def scatter_from_first(values: list[T] | None) -> T:
         return values[0]
     box: list[Any] = [None]
     dist.scatter_object_list(box, values, src=0)
-    found: T = box[0]
-    return found
+    return box[0]  # type: ignore[no-any-return]

@@ -19,15 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.compat.torch_collectives import operations
-from rapidformer.dist.regions import (
-    gather_slices,
-    pad_to,
-    take_slice,
-    sum_over,
-    wait,
-    get_slice_bounds,
-)
+from rapidformer.compat.torch_distributed import operations
+from rapidformer.dist import regions
 
 Group = dist.ProcessGroup
 TOKENS = 1
@@ -45,9 +38,7 @@ class ContextRegion:
     incoming: int = 0
     """The same for the current forward pass, between two blocks."""
     is_off: bool = False
-    """True while sequences stay whole: in generation, or if hidden states of every layer are
-    requested.
-    """
+    """While sequences stay whole: in generation, or if every layer's hidden states are wanted."""
     has_attended: bool = False
     """Whether attention was called in this block; a block without it mixes tokens elsewhere."""
 
@@ -59,72 +50,44 @@ class ContextRegion:
         return dist.get_rank(self.group)
 
     def can_split(self, length: int) -> bool:
-        """Whether every rank gets at least two of this many tokens: a single token looks to a model
-        like a generation step, which is not causal.
-        """
+        """Whether every rank gets two tokens at least: one looks like a step of generation."""
         last = length - -(-length // self.size) * (self.size - 1)
         return not self.is_off and last > 1
 
     def enter(self, whole: Tensor) -> Tensor:
         """This rank's tokens."""
-        return _Slice.apply(whole, self, 1.0, 1.0 / self.size)  # type: ignore[no-any-return,no-untyped-call]
+        return regions.slice_in(_Scale.apply(whole, 1.0, 1.0 / self.size), TOKENS, self.group)
 
     def leave(self, part: Tensor, length: int) -> Tensor:
         """All tokens, joined."""
-        return _Gather.apply(part, length, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
+        return regions.gather_out(self.grow(part), TOKENS, length, self.group)
 
     def grow(self, part: Tensor) -> Tensor:
-        """The same, if the following code computes one loss jointly from slices of the tokens."""
-        return _Scale.apply(part, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
+        """Unchanged, before code that computes one loss jointly from slices of the tokens."""
+        return _Scale.apply(part, 1.0, float(self.size))  # type: ignore[no-any-return]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks of what each computed from its own tokens."""
-        return _Sum.apply(part, self, 1.0, float(self.size))  # type: ignore[no-any-return,no-untyped-call]
+        return regions.sum_out(self.grow(part), self.group)
 
     def slice(self, whole: Tensor, dim: int = TOKENS) -> Tensor:
         """This rank's slice of something that needs no gradient."""
-        return take_slice(whole, dim, self.group)
+        return regions.take_slice(whole, dim, self.group)
 
     def split_heads(self, heads: Tensor) -> Tensor:
         """[batch, heads, own tokens, size] -> [batch, own heads, tokens, size]"""
-        return _SplitHeads.apply(heads, self.length, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _SplitHeads.apply(heads, self.length, self)  # type: ignore[no-any-return]
 
     def join_heads(self, attended: Tensor) -> Tensor:
         """[batch, own heads, tokens, size] -> [batch, heads, own tokens, size]"""
-        return _JoinHeads.apply(attended, self)  # type: ignore[no-any-return,no-untyped-call]
-
-
-# Each is given the factor of its result and that of its gradient. The gradient of a gradient has
-# them the other way round: cotangents of gradients inside are true ones, not ``size`` times as large.
-
-
-class _Slice(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, whole: Tensor, region: ContextRegion, factor: float, back: float
-    ) -> Tensor:
-        ctx.length, ctx.region, ctx.factors = whole.shape[TOKENS], region, (back, factor)
-        return _scale(take_slice(whole, TOKENS, region.group), factor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _Gather.apply(gradient, ctx.length, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, length: int, region: ContextRegion, factor: float, back: float
-    ) -> Tensor:
-        ctx.region, ctx.factors = region, (back, factor)
-        return _scale(gather_slices(part, TOKENS, length, region.group), factor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _Slice.apply(gradient, ctx.region, *ctx.factors), None, None, None, None  # type: ignore[no-untyped-call]
+        return _JoinHeads.apply(attended, self)  # type: ignore[no-any-return]
 
 
 class _Scale(torch.autograd.Function):
+    """Given the factor of its result and that of its gradient. The gradient of a gradient has them
+    the other way round: cotangents of gradients inside are true ones, not ``size`` times as large.
+    """
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, factor: float, back: float) -> Tensor:
         ctx.factors = back, factor
@@ -132,81 +95,42 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _Scale.apply(gradient, *ctx.factors), None, None  # type: ignore[no-untyped-call]
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, part: Tensor, region: ContextRegion, factor: float, back: float
-    ) -> Tensor:
-        ctx.region, ctx.factors = region, (back, factor)
-        return _scale(sum_over(part, region.group), factor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _Copy.apply(gradient, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, whole: Tensor, region: ContextRegion, factor: float, back: float
-    ) -> Tensor:
-        ctx.region, ctx.factors = region, (back, factor)
-        return whole * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _Sum.apply(gradient, ctx.region, *ctx.factors), None, None, None  # type: ignore[no-untyped-call]
+        return _Scale.apply(gradient, *ctx.factors), None, None
 
 
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, length: int, region: ContextRegion) -> Tensor:
         ctx.region = region
-        return _split_heads(heads, length, region.group)
+        longest = -(-length // region.size)
+        # [ranks, batch, own heads, own tokens, size]: what goes to each rank comes first.
+        sent = regions.pad_to(heads, 2, longest).unflatten(1, (region.size, -1)).movedim(1, 0)
+        received = _exchange(sent, region.group)
+        # Now ordered by source rank, that is, by slices of tokens.
+        return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _JoinHeads.apply(gradient, ctx.region), None, None  # type: ignore[no-untyped-call]
+        return _JoinHeads.apply(gradient, ctx.region), None, None
 
 
 class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attended: Tensor, region: ContextRegion) -> Tensor:
         ctx.region, ctx.length = region, attended.shape[2]
-        return _join_heads(attended, region.group)
+        longest = -(-ctx.length // region.size)
+        padded = regions.pad_to(attended, 2, longest * region.size)
+        sent = padded.unflatten(2, (region.size, longest)).movedim(2, 0)
+        start, end = regions.get_slice_bounds(ctx.length, region.group)
+        received = _exchange(sent, region.group)
+        return received.movedim(0, 1).flatten(1, 2)[:, :, : end - start].contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return _SplitHeads.apply(gradient, ctx.length, ctx.region), None  # type: ignore[no-untyped-call]
-
-
-def _scale(tensor: Tensor, factor: float) -> Tensor:
-    return tensor if factor == 1 else tensor * factor
-
-
-def _split_heads(heads: Tensor, length: int, group: Group) -> Tensor:
-    world_size = dist.get_world_size(group)
-    longest = -(-length // world_size)
-    # [ranks, batch, own heads, own tokens, size]: what goes to each rank comes first.
-    sent = pad_to(heads, 2, longest).unflatten(1, (world_size, -1)).movedim(1, 0)
-    received = _exchange(sent, group)
-    # Now ordered by source rank, that is, by slices of tokens.
-    return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
-
-
-def _join_heads(attended: Tensor, group: Group) -> Tensor:
-    world_size, length = dist.get_world_size(group), attended.shape[2]
-    longest = -(-length // world_size)
-    padded = pad_to(attended, 2, longest * world_size)
-    received = _exchange(padded.unflatten(2, (world_size, longest)).movedim(2, 0), group)
-    start, end = get_slice_bounds(length, group)
-    return received.movedim(0, 1).flatten(1, 2)[:, :, : end - start].contiguous()
+        return _SplitHeads.apply(gradient, ctx.length, ctx.region), None
 
 
 def _exchange(sent: Tensor, group: Group) -> Tensor:
     """Send row n to rank n."""
     rows = [1] * len(sent)
-    return wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))
+    return regions.wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))

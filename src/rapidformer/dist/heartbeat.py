@@ -12,20 +12,21 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _VARIABLE = "RAPIDFORMER_HEARTBEATS"
 _SIZE = 128
 
 
+@dataclass
 class _Heartbeat:
-    def __init__(self) -> None:
-        self.page: mmap.mmap | None = None
-        self.saving: Path | None = None
-        """Exists while a signal makes this process save."""
-        self.count = 0
-        self.step = 0
-        self.phase = "start"
+    page: mmap.mmap | None = None
+    saving: Path | None = None
+    """Exists while a signal makes this process save."""
+    count: int = 0
+    step: int = 0
+    phase: str = "start"
 
 
 _own = _Heartbeat()

@@ -8,7 +8,7 @@ torch's collectives would take for all processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,96 +20,59 @@ from rapidformer.errors import RapidformerError
 _MAX_DIMS = 5
 
 
-def get_data_parallel_world_size() -> int:
-    """The number of data-parallel ranks."""
-    return get_topology().data
+Group = dist.ProcessGroup
+_alone: tuple[Group, Group] | None = None
+"""The group of all processes, and the group of this one alone that was created with it."""
 
 
-def get_data_parallel_rank() -> int:
-    """This rank's index among them."""
-    return get_topology().get_rank("data")
+def _build_getters(
+    axis: str,
+) -> tuple[Callable[[], int], Callable[[], int], Callable[[], Group | None]]:
+    def get_world_size() -> int:
+        """The number of ranks along this axis of the run."""
+        return get_topology().get_size(axis)
+
+    def get_rank() -> int:
+        """This rank's index among them."""
+        return get_topology().get_rank(axis)
+
+    def get_group() -> Group | None:
+        """Their group; None only in a single-process run."""
+        return _get_group(axis)
+
+    return get_world_size, get_rank, get_group
 
 
-def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a single-process run."""
-    return _get_group("data")
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """The number of ranks that share each layer."""
-    return get_topology().tensor
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's index among them."""
-    return get_topology().get_rank("tensor")
-
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a single-process run."""
-    return _get_group("tensor")
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """The number of pipeline stages."""
-    return get_topology().pipeline
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's stage."""
-    return get_topology().get_rank("pipeline")
-
-
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """The group of the stages; None only in a single-process run."""
-    return _get_group("pipeline")
-
-
-def get_context_parallel_world_size() -> int:
-    """The number of ranks that share each sequence."""
-    return get_topology().context
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's index among them."""
-    return get_topology().get_rank("context")
-
-
-def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a single-process run."""
-    return _get_group("context")
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """The number of ranks that share the experts of a mixture."""
-    return get_topology().expert
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's index among them."""
-    mesh = get_topology().get_expert_mesh("expert")
-    return 0 if mesh is None else mesh.get_local_rank()
-
-
-def get_expert_model_parallel_group() -> dist.ProcessGroup | None:
-    """Their group; None only in a single-process run."""
-    mesh = get_topology().get_expert_mesh("expert")
-    return _get_lone_group() if mesh is None else mesh.get_group()
-
-
-def get_model_parallel_world_size() -> int:
-    """Older name for the tensor-parallel size."""
-    return get_tensor_model_parallel_world_size()
-
-
-def get_model_parallel_rank() -> int:
-    """Older name for the tensor-parallel rank."""
-    return get_tensor_model_parallel_rank()
-
-
-def get_model_parallel_group() -> dist.ProcessGroup | None:
-    """Older name for the tensor-parallel group."""
-    return get_tensor_model_parallel_group()
+# Those that have different rows.
+get_data_parallel_world_size, get_data_parallel_rank, get_data_parallel_group = _build_getters(
+    "data"
+)
+# Those that share each layer.
+(
+    get_tensor_model_parallel_world_size,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_group,
+) = _build_getters("tensor")
+# The stages of a pipeline.
+(
+    get_pipeline_model_parallel_world_size,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_group,
+) = _build_getters("pipeline")
+# Those that share each sequence.
+get_context_parallel_world_size, get_context_parallel_rank, get_context_parallel_group = (
+    _build_getters("context")
+)
+# Those that share the experts of a mixture.
+(
+    get_expert_model_parallel_world_size,
+    get_expert_model_parallel_rank,
+    get_expert_model_parallel_group,
+) = _build_getters("expert")
+# Older names.
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank
+get_model_parallel_group = get_tensor_model_parallel_group
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -162,18 +125,10 @@ def broadcast_data(
 ) -> dict[str, torch.Tensor]:
     """The tensors under these keys, on the device, the same on all tensor-parallel ranks.
 
-    The first of them must have the data; the others may pass None.
+    The first of them must have the data; the others may pass None. One message has the shapes, one
+    all values.
     """
-    return broadcast_over_group(keys, data, datatype, get_tensor_model_parallel_group())
-
-
-def broadcast_over_group(
-    keys: Sequence[str],
-    data: Mapping[str, Any] | None,
-    datatype: torch.dtype,
-    group: dist.ProcessGroup | None,
-) -> dict[str, torch.Tensor]:
-    """``broadcast_data`` over a given group: one message for the shapes, one for all values."""
+    group = get_tensor_model_parallel_group()
     is_source = group is None or dist.get_rank(group) == 0
     problems = _find_problems(keys, data, datatype) if is_source else []
     device = _get_device()
@@ -182,7 +137,9 @@ def broadcast_over_group(
         assert data is not None
         return {key: data[key].to(device, non_blocking=True) for key in keys}
     source = dist.get_global_rank(group, 0)
-    message: list[Any] = [problems, _get_shapes(keys, data) if is_source and not problems else []]
+    is_idle = not is_source or bool(problems)
+    shapes = [] if is_idle or data is None else [tuple(data[key].shape) for key in keys]
+    message: list[Any] = [problems, shapes]
     dist.broadcast_object_list(message, src=source, group=group)
     problems, shapes = message
     _refuse(problems)
@@ -197,19 +154,11 @@ def broadcast_over_group(
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 
-_alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The group of all processes, and the group of this one alone that was created with it."""
-
-
-def _get_group(axis: str) -> dist.ProcessGroup | None:
-    group = get_topology().get_group(axis)
-    return _get_lone_group() if group is None else group
-
-
-def _get_lone_group() -> dist.ProcessGroup | None:
+def _get_group(axis: str) -> Group | None:
     global _alone
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
+    group = get_topology().get_group(axis)
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
     world = dist.group.WORLD
     assert world is not None
     if _alone is None or _alone[0] is not world:
@@ -222,11 +171,6 @@ def _get_global_rank(axis: str, index: int) -> int:
     """Global rank of a neighbour along an axis, wrapping around."""
     group = _get_group(axis)
     return 0 if group is None else dist.get_global_rank(group, index % dist.get_world_size(group))
-
-
-def _get_shapes(keys: Sequence[str], data: Mapping[str, Any] | None) -> list[tuple[int, ...]]:
-    assert data is not None
-    return [tuple(data[key].shape) for key in keys]
 
 
 def _find_problems(

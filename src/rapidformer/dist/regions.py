@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from rapidformer.compat.torch_collectives import operations
+from rapidformer.compat.torch_distributed import operations
 
 Group = dist.ProcessGroup
 
@@ -41,37 +41,37 @@ def get_slice_bounds(length: int, group: Group) -> tuple[int, int]:
 
 def copy_in(tensor: Tensor, group: Group) -> Tensor:
     """Identity; in the backward pass, gradients are summed over the ranks."""
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 def sum_out(tensor: Tensor, group: Group) -> Tensor:
     """The sum over the ranks."""
-    return _SumOut.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _SumOut.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 def gather_out(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     """All slices joined along a dimension that is ``length`` long."""
-    return _GatherOut.apply(tensor, dim, length, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gather.apply(tensor, dim, length, group, False)  # type: ignore[no-any-return]
 
 
 def slice_in(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of what all of them hold."""
-    return _SliceIn.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Slice.apply(tensor, dim, group, False)  # type: ignore[no-any-return]
 
 
 def gather_in(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     """All slices joined, as input of a product of which each rank computes its part."""
-    return _GatherIn.apply(tensor, dim, length, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gather.apply(tensor, dim, length, group, True)  # type: ignore[no-any-return]
 
 
 def scatter_out(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of the sum over the ranks."""
-    return _ScatterOut.apply(tensor, dim, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Slice.apply(tensor, dim, group, True)  # type: ignore[no-any-return]
 
 
 def get_local(tensor: DTensor) -> Tensor:
     """This rank's slice; unlike ``to_local`` in torch 2.11, its gradient can be differentiated."""
-    return _Local.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return _Local.apply(tensor)  # type: ignore[no-any-return]
 
 
 class _CopyIn(torch.autograd.Function):
@@ -97,52 +97,35 @@ class _SumOut(torch.autograd.Function):
         return copy_in(gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
-class _GatherOut(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, length: int, group: Group, is_input: bool
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.is_input = dim, group, is_input
         return gather_slices(tensor, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        cut = slice_in if torch.is_grad_enabled() else take_slice
-        return cut(gradient, ctx.dim, ctx.group), None, None, None
+        if ctx.is_input:
+            cut = scatter_out if torch.is_grad_enabled() else _sum_and_slice
+        else:
+            cut = slice_in if torch.is_grad_enabled() else take_slice
+        return cut(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
-class _SliceIn(torch.autograd.Function):
+class _Slice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, tensor.shape[dim], group
-        return take_slice(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        gather = gather_out if torch.is_grad_enabled() else gather_slices
-        return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
-
-
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_slices(tensor, dim, length, group)
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group, is_sum: bool) -> Tensor:
+        ctx.dim, ctx.length, ctx.group, ctx.is_sum = dim, tensor.shape[dim], group, is_sum
+        cut = _sum_and_slice if is_sum else take_slice
+        return cut(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        scatter = scatter_out if torch.is_grad_enabled() else _sum_and_slice
-        return scatter(gradient, ctx.dim, ctx.group), None, None, None
-
-
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.dim, ctx.length, ctx.group = dim, tensor.shape[dim], group
-        return _sum_and_slice(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        gather = gather_in if torch.is_grad_enabled() else gather_slices
-        return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        mirror = gather_in if ctx.is_sum else gather_out
+        gather = mirror if torch.is_grad_enabled() else gather_slices
+        return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
 class _Local(torch.autograd.Function):

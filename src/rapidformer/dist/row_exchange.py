@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.compat.torch_collectives import operations
+from rapidformer.compat.torch_distributed import operations
 from rapidformer.dist.regions import Group, wait
 
 
@@ -31,13 +31,13 @@ class Route:
 
     def send(self, rows: Tensor) -> Tensor:
         """Send rows sorted by expert to their owners; what arrives is sorted by local expert."""
-        arrived: Tensor = _Exchange.apply(rows, self.sent, self.received, self.group)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _Exchange.apply(rows, self.sent, self.received, self.group)
         return arrived.index_select(0, self.order)
 
     def send_back(self, rows: Tensor) -> Tensor:
         """Send the results back to where the rows came from, in their original order."""
         by_process = rows.index_select(0, self.order.argsort())
-        returned: Tensor = _Exchange.apply(by_process, self.received, self.sent, self.group)  # type: ignore[no-untyped-call]
+        returned: Tensor = _Exchange.apply(by_process, self.received, self.sent, self.group)
         return returned
 
 

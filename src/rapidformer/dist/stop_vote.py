@@ -18,7 +18,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from rapidformer.compat.torch_collectives import get_default_store
+from rapidformer.compat.torch_distributed import get_default_store
 from rapidformer.dist.collectives import is_alone
 
 _MARGIN = 2
@@ -31,36 +31,29 @@ class StopVote:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # A process may train twice; what was posted stays in the store.
-        self._prefix = f"rapidformer/stop/{next(_numbers)}"
+        self._key = f"rapidformer/stop/{next(_numbers)}"
         self._has_posted = False
         self._last_step: int | None = None
 
     def find_signal(self) -> int | None:
         """The signal that another rank has caught, if any."""
-        if is_alone() or not get_default_store().check([self._signal_key]):
+        key = f"{self._key}/signal"
+        if is_alone() or not get_default_store().check([key]):
             return None
-        return int(get_default_store().get(self._signal_key))
+        return int(get_default_store().get(key))
 
     def is_over(self, step: int, number: int) -> bool:
-        """Whether to stop after this step; ask after every step once signal ``number`` was caught.
-        """
+        """Whether to stop after this step; ask after every step once signal ``number`` was caught."""
         if is_alone():
             return True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         store = get_default_store()
         if not self._has_posted:
-            store.set(self._signal_key, str(number))
-            store.set(self._get_key(dist.get_rank()), str(step))
+            store.set(f"{self._key}/signal", str(number))
+            store.set(f"{self._key}/{dist.get_rank()}", str(step))
             self._has_posted = True
-        keys = [self._get_key(rank) for rank in range(dist.get_world_size())]
+        keys = [f"{self._key}/{rank}" for rank in range(dist.get_world_size())]
         if self._last_step is None and store.check(keys):
             self._last_step = max(int(store.get(key)) for key in keys) + _MARGIN
         return self._last_step is not None and step >= self._last_step
-
-    @property
-    def _signal_key(self) -> str:
-        return f"{self._prefix}/signal"
-
-    def _get_key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"

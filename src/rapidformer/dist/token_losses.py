@@ -16,7 +16,9 @@ def is_split_over_tokens(logits: Tensor) -> bool:
     return isinstance(logits, DTensor) and logits.dim() == 3 and logits.placements == (Shard(1),)
 
 
-def compute_losses_by_tokens(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+def compute_losses_by_tokens(
+    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
+) -> Tensor:
     """Cross entropy of every token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "none")
@@ -32,10 +34,6 @@ def sum_losses_by_tokens(logits: Tensor, labels: Tensor, ignore_index: int = _IG
 
 
 def _compute_own(logits: DTensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    mine = take_slice(labels, 1, logits.device_mesh.get_group())
-    return functional.cross_entropy(
-        get_local(logits).flatten(0, 1).float(),
-        mine.flatten(),
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
+    mine = take_slice(labels, 1, logits.device_mesh.get_group()).flatten()
+    rows = get_local(logits).flatten(0, 1).float()
+    return functional.cross_entropy(rows, mine, ignore_index=ignore_index, reduction=reduction)

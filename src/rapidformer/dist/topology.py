@@ -1,8 +1,6 @@
 """Which rank does what: the axes of a run, and the groups for reductions and gathers.
 
-Ranks are laid out so: tensor-parallel neighbours are adjacent, then context, then data,
-and pipeline stages are farthest apart.
-
+Tensor-parallel neighbours are adjacent, then context, then data; stages are farthest apart.
 A *replica* is a rank that sees its own tokens: losses and gradients are summed over data and
 context together, while rows of results are gathered over data only. The expert axis cuts across:
 neighbouring replicas share the experts of a mixture, and each of them has its own tokens.
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rapidformer.compat.torch_mesh import join_axes
+from rapidformer.compat.torch_distributed import join_axes
 
 AXES = ("pipeline", "data", "context", "tensor")
 
@@ -32,8 +30,7 @@ class Topology:
     tensor: int = 1
     expert: int = 1
     sharding: int | None = None
-    """Number of ranks that shard the state among themselves; None: all that see different tokens.
-    """
+    """Ranks that shard the state among themselves; None: all that see different tokens."""
     mesh: DeviceMesh | None = None
     joined: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Axes that the mesh itself has in two parts."""
@@ -55,18 +52,15 @@ class Topology:
 
     def get_group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of this rank's neighbours along an axis; None without neighbours."""
-        if self.mesh is None or self.get_size(axis) == 1:
-            return None
-        return self._get_mesh(axis).get_group()
+        mesh = self.get_submesh(axis)
+        return None if mesh is None else mesh.get_group()
 
     def get_submesh(self, axis: str) -> DeviceMesh | None:
         """The same as a one-dimensional mesh, for DTensors."""
         if self.mesh is None or self.get_size(axis) == 1:
             return None
-        return self._get_mesh(axis)
-
-    def _get_mesh(self, axis: str) -> DeviceMesh:
-        assert self.mesh is not None
+        if axis == "expert":
+            return self.get_expert_mesh(axis)
         return self.joined[axis] if axis in self.joined else self.mesh[axis]
 
     @property
@@ -84,7 +78,7 @@ class Topology:
         if self.mesh is None or self.num_replicas == 1:
             return None
         if self.context == 1:
-            return self._get_mesh("data")
+            return self.get_submesh("data")
         if self.data == 1:
             return self.mesh["context"]
         names = tuple(n for n in self.mesh.mesh_dim_names or () if n not in ("pipeline", "tensor"))
@@ -99,8 +93,7 @@ class Topology:
             return self.mesh["copies", "shards"]
         join_axes(self.mesh["shards", "context"], "shards_context")
         with warnings.catch_warnings():
-            # torch wants flattened axes to be created by hand, but offers no other way to combine
-            # these.
+            # torch wants flattened axes to be created by hand, but cannot combine these otherwise.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.mesh["copies", "shards_context"]
 
@@ -140,23 +133,19 @@ def build_topology(
         if has_copies:
             assert sharding is not None
             shards = sharding // context
-            axes = _replace_axis(axes, "data", {"copies": data // shards, "shards": shards})
+            parts = {"copies": data // shards, "shards": shards}
+            split = [parts if axis == "data" else {axis: axes[axis]} for axis in axes]
+            axes = {axis: size for part in split for axis, size in part.items()}
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         if has_copies:
             joined["data"] = join_axes(mesh["copies", "shards"], "data")
     expert_mesh = None
     if expert > 1:
         shape = (pipeline, data * context // expert, expert, tensor)
-        expert_mesh = init_device_mesh(
-            device_type, shape, mesh_dim_names=("outer", "expert_data", "expert", "inner")
-        )
+        names = ("outer", "expert_data", "expert", "inner")
+        expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     _current = Topology(
-        mesh=mesh,
-        joined=joined,
-        sharding=sharding,
-        expert=expert,
-        expert_mesh=expert_mesh,
-        **sizes,
+        mesh=mesh, joined=joined, sharding=sharding, expert=expert, expert_mesh=expert_mesh, **sizes
     )
     return _current
 
@@ -168,14 +157,6 @@ def build_lone_mesh(device_type: str) -> DeviceMesh:
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
-
-
-def _replace_axis(axes: dict[str, int], name: str, parts: dict[str, int]) -> dict[str, int]:
-    """The same axes in the same order, with one of them split in two."""
-    replaced: dict[str, int] = {}
-    for axis, size in axes.items():
-        replaced |= parts if axis == name else {axis: size}
-    return replaced
 
 
 def get_topology() -> Topology:

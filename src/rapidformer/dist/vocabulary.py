@@ -41,7 +41,7 @@ def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IG
     check_ids(labels, logits.shape[-1], "a label", ignore_index)
     first, _ = get_slice_bounds(logits.shape[-1], group)
     rows = logits.to_local().float().flatten(0, -2)
-    losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)  # type: ignore[no-untyped-call]
+    losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)
     return losses.view_as(labels)  # type: ignore[no-any-return]
 
 

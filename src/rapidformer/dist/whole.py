@@ -1,8 +1,6 @@
-"""Join a split tensor again.
-
-``full_tensor`` does it for most. The exception is a fused weight (query, key and value side by
-side) of which a rank holds a piece of each part: it is not one contiguous slice, and torch 2.11
-cannot join such a tensor at all. Here its parts are joined as separate matrices.
+"""Join a split tensor again: ``full_tensor``, except for a fused weight (query, key and value side
+by side) of which a rank holds a piece of each part. torch 2.11 cannot join one: its parts are
+joined as separate matrices.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from rapidformer.compat.torch_mesh import StridedShard
+from rapidformer.compat.torch_distributed import StridedShard
 
 
 def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,46 +23,36 @@ def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    split: Any = tensor
-    mesh = split.device_mesh
-    if split.device.type != mesh.device_type:
-        split = split.to(mesh.device_type)
-    summed = [Replicate() if name == "tensor" else Partial() for name in mesh.mesh_dim_names or ()]
-    axis = find_strided_axis(split)
-    if axis is not None:
-        return _join_parts(split, axis, summed)
-    return split.full_tensor(grad_placements=summed)  # type: ignore[no-any-return]
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return _join(tensor, [Replicate() if name == "tensor" else Partial() for name in names])
 
 
 def join_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every rank; every rank that holds a part must call this."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
+    return _join(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _join(tensor: DTensor, gradient: list[Any] | None = None) -> torch.Tensor:
     split: Any = tensor
-    device_type = split.device_mesh.device_type
-    if split.device.type != device_type:  # it lives in host memory, which the process group may not reach
-        split = split.to(device_type)
+    mesh = split.device_mesh
+    if split.device.type != mesh.device_type:
+        # It lives in host memory, which the process group may not reach.
+        split = split.to(mesh.device_type)
     axis = find_strided_axis(split)
-    return split.full_tensor() if axis is None else _join_parts(split, axis)  # type: ignore[no-any-return]
-
-
-def _join_parts(tensor: DTensor, axis: int, gradient: list[Any] | None = None) -> torch.Tensor:
-    placement: Any = tensor.placements[axis]
-    dim, parts = placement.dim, placement.split_factor
+    if axis is None:
+        return split.full_tensor(grad_placements=gradient)  # type: ignore[no-any-return]
+    dim, parts = split.placements[axis].dim, split.placements[axis].split_factor
     placements: list[Any] = [
-        Shard(p.dim + (p.dim > dim)) if isinstance(p, Shard) else p for p in tensor.placements
+        Shard(p.dim + (p.dim > dim)) if isinstance(p, Shard) else p for p in split.placements
     ]
     placements[axis] = Shard(dim + 1)
-    shape = _unflatten(tensor.shape, dim, parts)
+    before, length, after = split.shape[:dim], split.shape[dim], split.shape[dim + 1 :]
+    shape = torch.Size((*before, parts, length // parts, *after))
     by_parts = DTensor.from_local(
-        tensor.to_local().unflatten(dim, (parts, -1)).contiguous(),
-        tensor.device_mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+        split.to_local().unflatten(dim, (parts, -1)).contiguous(), mesh, placements,
+        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
     return by_parts.full_tensor(grad_placements=gradient).flatten(dim, dim + 1)
 
 
@@ -98,7 +86,3 @@ def can_compute_on_strided(mesh: DeviceMesh) -> bool:
     except ValueError:  # before anything is sent
         return False
     return True
-
-
-def _unflatten(shape: torch.Size, dim: int, parts: int) -> torch.Size:
-    return torch.Size((*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]))

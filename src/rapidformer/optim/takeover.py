@@ -17,8 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.compat.torch_optimizers import has_step_hooks, obeys_flags, step_divided
-from rapidformer.compat.torch_schedulers import mark_as_counted, mark_as_stepped
+from rapidformer.compat.torch_optimizers import (
+    has_step_hooks,
+    mark_as_counted,
+    mark_as_stepped,
+    obeys_flags,
+    step_divided,
+)
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
@@ -32,8 +37,8 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int
         unknown = sum(id(p) not in names for p in group["params"])
         if unknown:
             raise RapidformerError(
-                f"the optimizer holds {unknown} parameters that are not in the model given to "
-                "compose(): build it from the parameters of that model."
+                f"the optimizer holds {unknown} parameter{'s' * (unknown != 1)} not in the model "
+                "given to compose(): build it from the parameters of that model."
             )
     # Those not found moved to another pipeline stage.
     replaced = {

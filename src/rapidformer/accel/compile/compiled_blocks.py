@@ -22,16 +22,13 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_compile import (
     Backend,
     Rewrite,
-    cache_more_graphs,
     compile_for_all_sizes,
     copy_function,
     count_cached_graphs,
     count_graphs,
+    extend_backend,
     get_compile_seconds,
     get_recompile_reason,
-    recompute_cheap_activations,
-    rewrite_graphs,
-    separate_cached_code,
 )
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
@@ -60,10 +57,7 @@ class CompiledBlocks:
         self._skips_calls = False
         self._backend = backend
         self._rewrites = rewrites
-        lean = recompute_cheap_activations(backend)
-        self._lean_backend = cache_more_graphs(separate_cached_code(lean))
-        for rewrite in rewrites:
-            self._lean_backend = rewrite_graphs(self._lean_backend, rewrite)
+        self._lean_backend = extend_backend(backend, rewrites)
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from rapidformer.compat.torch_graphs import stop_allocating
+from rapidformer.compat.torch_tensors import stop_allocating
 
 T = TypeVar("T")
 _MOST_RESERVED = 0.5

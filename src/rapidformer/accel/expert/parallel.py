@@ -12,7 +12,6 @@ how many rows travel is known only at run time.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import Split, Style, extend_class, inside_a_call
+from rapidformer.compat.torch_distributed import QUIET_JOINING
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
 from rapidformer.dist.row_exchange import plan_route
@@ -43,6 +43,7 @@ def apply(assembly: Assembly) -> str:
     """Split the experts; their gradients are summed over different ranks than the rest."""
     mesh = assembly.topology.get_expert_mesh("expert")
     assert mesh is not None
+    assembly.applied.enter(QUIET_JOINING)
     assembly.experts = apply_expert_parallel(
         assembly.model, assembly.plan, mesh, is_sharded=bool(assembly.args.zero_stage)
     )
@@ -53,8 +54,6 @@ def apply_expert_parallel(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
 ) -> list[nn.Module]:
     """Split the experts over the mesh, in place; returns the modules that hold them."""
-    # torch warns about every weight that an export joins in two steps, which is intended.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found = dict(_find_experts(model, plan))
     problems = list(_find_problems(model, found, mesh.size()))
     if problems:

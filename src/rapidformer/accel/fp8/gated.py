@@ -18,7 +18,7 @@ from torch.nn import functional
 from rapidformer.accel.fp8 import operator
 from rapidformer.accel.fp8.product import lay_out, restore
 from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, get_scale, quantize
-from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.torch_dispatch import multiply_scaled
 from rapidformer.compat.transformers_models import is_silu
 
 

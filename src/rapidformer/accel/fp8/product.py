@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, quantize
-from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.torch_dispatch import multiply_scaled
 
 MULTIPLE = 16
 """The sizes of a product must be multiples of this."""

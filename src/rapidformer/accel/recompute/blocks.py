@@ -21,8 +21,7 @@ from torch.utils.checkpoint import (
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.recompute.changed_buffers import BlockBuffers, RepeatedPass
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
-from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
-from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
+from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS, SCALED_PRODUCT
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, find_fact, put_fact

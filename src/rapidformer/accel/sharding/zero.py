@@ -12,7 +12,6 @@ parameter.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.outside_calls import serve_outside_calls
 from rapidformer.accel.sharding.steady_depth import require_steady_depth
+from rapidformer.compat.torch_distributed import QUIET_VIEWS
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
@@ -44,6 +44,7 @@ def apply(assembly: Assembly) -> str | None:
     if same_experts is not None:
         shard_experts(assembly.experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
+    assembly.applied.enter(QUIET_VIEWS)
     assembly.synchronizer = apply_sharding(
         model, assembly.plan, mesh, stage, offloads=args.cpu_offload
     )
@@ -134,8 +135,6 @@ def apply_sharding(
     With ``offloads`` the shards stay in host memory and visit the device for their block.
     """
     options = get_sharding_options(mesh, stage, offloads=offloads)
-    # Any head with a bias returns one. It matters only to code that changes outputs in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         block = model.get_submodule(name)

@@ -8,7 +8,6 @@ ranks already hold equal weights and cut their own slices.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from rapidformer.accel.tensor.styles import (
     VocabularyEmbedding,
     extend_class,
 )
-from rapidformer.compat.torch_mesh import StridedShard
+from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.dist.regions import copy_in, get_slice_bounds
@@ -81,6 +80,7 @@ def apply(assembly: Assembly) -> str | None:
         return None
     mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None
+    assembly.applied.enter(QUIET_JOINING)
     assembly.tensor_plan = apply_tensor_parallel(assembly.model, assembly.plan, mesh)
     if assembly.uses_deepspeed:
         make_local(assembly.model, mesh)
@@ -89,8 +89,6 @@ def apply(assembly: Assembly) -> str | None:
 
 def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:
     """Split the model's layers over the mesh, in place; all ranks must hold equal weights."""
-    # torch warns about every weight that an export joins in two steps, which is intended.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tensor_plan = find_tensor_plan(model, plan)
     styles = _resolve_styles(model, tensor_plan)
     problems = list(_find_problems(model, tensor_plan, styles, mesh.size()))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from rapidformer.compat.torch_mesh import StridedShard
+from rapidformer.compat.torch_distributed import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import get_slice_bounds
 from rapidformer.dist.whole import join_whole

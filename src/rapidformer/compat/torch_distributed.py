@@ -1,0 +1,65 @@
+"""Between ranks: collectives that ``torch.compile`` can trace, meshes, split tensors, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from rapidformer.compat.patches import ignore_warnings, quieten
+
+__all__ = ["StridedShard"]
+
+PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+PRIVATE_NAMES = {
+    "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "groups over two axes of a run",
+    "torch.distributed.tensor.placement_types._StridedShard": "fused weights split by heads",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
+        "where a rank's slice of a fused weight is in a checkpoint"
+    ),
+    PLACE: "reading and writing a checkpoint's index",
+} | {
+    f"torch.ops._c10d_functional.{name}": "collectives inside a compiled model"
+    for name in (
+        "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+        "wait_tensor",
+    )
+}  # fmt: skip
+
+QUIET_JOINING = quieten("torch.distributed.tensor._redistribute")
+"""Inside, no warning about every weight that an export joins in two steps, which is intended."""
+QUIET_VIEWS = ignore_warnings("FSDP2-wrapped module .* returned a view tensor")
+"""Any head with a bias returns one. It matters only to code that changes outputs in place."""
+
+# The operators are the same in all versions; their Python names are not.
+operations: Any = torch.ops._c10d_functional
+
+
+def get_default_store() -> Any:
+    """The key-value store through which the ranks have found each other."""
+    return distributed_c10d._get_default_store()
+
+
+def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The same ranks as a single axis."""
+    return mesh._flatten(name)
+
+
+def find_offset(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Where this rank's slice of a split tensor begins, in each dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(start)
+
+
+def build_place(file: str, start: int, length: int) -> Any:
+    """A range of bytes in one of a checkpoint's files, as torch's own index says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path=file, offset=start, length=length)
