@@ -42,35 +42,14 @@ if TYPE_CHECKING:
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
 
 __all__ = [
-    "Accelerator",
-    "DeepSpeedPlugin",
-    "DistributedType",
-    "Finetuner",
-    "GPTModel",
-    "ModelPlan",
-    "PreTrainer",
-    "Pretrainer",
-    "RapidformerEngine",
-    "RapidformerError",
-    "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments",
-    "Trainer",
-    "TrainingArguments",
-    "build_pretrain_huggingface_bert_datasets",
-    "build_train_valid_test_datasets",
-    "build_train_valid_test_datasets_for_huggingface",
-    "evaluate",
-    "export",
-    "get_args",
-    "get_logger",
-    "get_ltor_masks_and_position_ids",
-    "get_timers",
-    "get_tokenizer",
-    "load_metric",
-    "mpu",
-    "predict",
-    "set_seed",
-]
+    "Accelerator", "DeepSpeedPlugin", "DistributedType", "Finetuner", "GPTModel", "ModelPlan",
+    "PreTrainer", "Pretrainer", "RapidformerEngine", "RapidformerError", "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
+    "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
+    "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
+    "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
+    "load_metric", "mpu", "predict", "set_seed",
+]  # fmt: skip
 
 # Module -> the public names in it; `mpu` is a module itself, and `Pretrainer` an older name.
 _NAMES = {

@@ -11,11 +11,8 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 def measure_free_memory(system: Path = _SYSTEM, container: Path = _CONTAINER) -> float:
     """Bytes that can be used without swapping; infinity if the system does not say."""
-    return min(_measure_system(system), _measure_container(container))
-
-
-def _measure_system(path: Path) -> float:
-    return _read_numbers(path).get("MemAvailable:", math.inf) * 1024
+    available = _read_numbers(system).get("MemAvailable:", math.inf) * 1024
+    return min(available, _measure_container(container))
 
 
 def _measure_container(folder: Path) -> float:

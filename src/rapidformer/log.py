@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -21,18 +20,11 @@ class ScriptLogger(logging.Logger):
     """A logger whose methods also take ``main_process_only=False``."""
 
     def _log(  # type: ignore[override]
-        self,
-        level: int,
-        msg: object,
-        args: Any,
-        *,
-        main_process_only: bool = True,
-        extra: Mapping[str, object] | None = None,
-        stacklevel: int = 1,
-        **options: Any,
+        self, level: int, msg: object, args: Any, *, main_process_only: bool = True, **options: Any
     ) -> None:
-        extra = {"every_rank": not main_process_only, **(extra or {})}
-        super()._log(level, msg, args, extra=extra, stacklevel=stacklevel + 1, **options)
+        options["extra"] = {"every_rank": not main_process_only, **(options.get("extra") or {})}
+        options["stacklevel"] = options.get("stacklevel", 1) + 1
+        super()._log(level, msg, args, **options)
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -82,11 +74,9 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         # Looked up each time: tests and progress bars replace standard error.
         self.stream = sys.stderr
-        is_local = record.levelno >= logging.WARNING and not getattr(
-            record, "is_known_to_all", False
-        )
-        is_for_all = is_local or getattr(record, "every_rank", False)
-        if _get_rank() == 0 or is_for_all:
+        is_known = getattr(record, "is_known_to_all", False)
+        is_local = record.levelno >= logging.WARNING and not is_known
+        if _get_rank() == 0 or is_local or getattr(record, "every_rank", False):
             super().emit(record)
 
 

@@ -82,7 +82,7 @@ def extend(
     """
     if layer not in ORDER:
         raise AssertionError(f"{layer!r} needs a line in ORDER, at its place among the others")
-    outer = [each for each in list_layers(target) if _RANKS[each] > _RANKS[layer]]
+    outer = [other for other in list_layers(target) if _RANKS[other] > _RANKS[layer]]
     if outer:
         raise AssertionError(f"{layer} must be added to {type(target).__name__} before {outer[0]}")
     make: Callable[..., Any] = _get_shared_class if is_shared else _build_class

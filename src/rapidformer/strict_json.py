@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 
-def format_json(
-    value: Any,
-    *,
-    indent: int | None = None,
-    sort_keys: bool = False,
-    default: Callable[[Any], Any] | None = None,
-) -> str:
-    """The value as JSON; numbers that are not finite become null."""
-    return json.dumps(
-        drop_not_finite(value),
-        indent=indent,
-        sort_keys=sort_keys,
-        default=default,
-        ensure_ascii=False,
-        allow_nan=False,
-    )
+def format_json(value: Any, **options: Any) -> str:
+    """The value as JSON, with options of ``json.dumps``; numbers that are not finite are null."""
+    return json.dumps(drop_not_finite(value), ensure_ascii=False, allow_nan=False, **options)
 
 
 def drop_not_finite(value: Any) -> Any:
