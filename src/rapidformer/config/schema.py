@@ -75,7 +75,9 @@ class Setting:
             values = [self._to_text(item) for item in items]
             return values[0] if len(values) == 1 else values
         if self.is_list:
-            return [self._convert_one(item) for item in _as_list(value)]
+            if not isinstance(value, (list, tuple)):
+                value = [part.strip() for part in str(value).split(",")]
+            return [self._convert_one(item) for item in value]
         if isinstance(value, list):
             if len(value) != 1:
                 raise ValueError(f"takes one value, got {len(value)}: {' '.join(map(str, value))}")
@@ -87,9 +89,11 @@ class Setting:
             return _to_bool(value)
         if self.choices:
             return self._to_choice(value)
-        if self.kind is int:
-            return _to_number(value) if self.takes_fraction else _to_int(value)
-        if self.kind is float:
+        # Whole numbers stay integers, also where a fraction may be: scripts say range(args.epochs).
+        is_fraction = self.takes_fraction and not _to_float(value).is_integer()
+        if self.kind is int and not is_fraction:
+            return _to_int(value)
+        if self.kind is float or is_fraction:
             return _to_float(value)
         return self._to_text(value)
 
@@ -122,12 +126,6 @@ def _expand_home(text: str) -> str:
     return os.path.expanduser(text) if text.startswith("~") and "/" in text else text  # noqa: PTH111
 
 
-def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    return [part.strip() for part in str(value).split(",")]
-
-
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -145,12 +143,6 @@ def _to_int(value: Any) -> int:
         raise ValueError(f"needs a whole number, got {value!r}") from None
     # A large seed must not pass through a float.
     return int(text) if text.lstrip("+-").isdigit() else int(float(text))
-
-
-def _to_number(value: Any) -> int | float:
-    """Whole numbers stay integers: scripts write ``range(args.epochs)``."""
-    number = _to_float(value)
-    return _to_int(value) if number.is_integer() else number
 
 
 def _to_float(value: Any) -> float:

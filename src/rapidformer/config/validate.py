@@ -55,20 +55,11 @@ _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "t
 def find_problems(args: Settings) -> list[str]:
     """Every rule that the settings break, in terms of the user's flags."""
     return [
-        *_check_ranges(args),
-        *_check_learning_rate(args),
-        *_check_length(args),
-        *_check_evaluation(args),
-        *_check_bad_loss(args),
-        *_check_generation(args),
-        *find_layout_problems(args),
-        *_check_sizes(args),
-        *_check_pretraining(args),
-        *_check_adapters(args),
-        *_check_chat(args),
-        *_check_run_folder(args),
-        *_check_files(args),
-    ]
+        *_check_ranges(args), *_check_learning_rate(args), *_check_length(args),
+        *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
+        *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
+        *_check_adapters(args), *_check_chat(args), *_check_run_folder(args), *_check_files(args),
+    ]  # fmt: skip
 
 
 def has_sound_batches(args: Settings) -> bool:

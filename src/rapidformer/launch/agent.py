@@ -42,11 +42,8 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
     ) -> None:
         super().__init__(spec, logs)
-        self._preemption = preemption
-        self._rounds = rounds
-        self._logs = logs
-        self._watch = watch
-        self._say = say
+        self._rounds, self._logs, self._watch = rounds, logs, watch
+        self._preemption, self._say = preemption, say
         self.failure: Failure | None = None
         """The first failure of this node's workers in the last round."""
 

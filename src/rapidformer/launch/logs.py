@@ -114,8 +114,7 @@ class _Shown:
     """Forwards a rank's stream to the command's own; lines stay whole: several ranks share it."""
 
     def __init__(self, stream: Any, *, holds_lines: bool) -> None:
-        self._stream = stream
-        self._holds_lines = holds_lines
+        self._stream, self._holds_lines = stream, holds_lines
         self._rest = b""
 
     def write(self, data: bytes) -> None:

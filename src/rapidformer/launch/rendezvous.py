@@ -45,10 +45,8 @@ class Rounds(RendezvousHandler):
     """This node's view of the rounds."""
 
     def __init__(self, plan: LaunchPlan, *, max_restarts: int, timeout_seconds: float) -> None:
-        self.plan = plan
-        self.max_restarts = max_restarts
+        self.plan, self.max_restarts, self._timeout = plan, max_restarts, timeout_seconds
         self.round = -1
-        self._timeout = timeout_seconds
         self._looked_at = 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._worker_store: TCPStore | None = None
