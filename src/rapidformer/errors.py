@@ -23,7 +23,7 @@ class ConfigurationError(RapidformerError):
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(_join(self.problems))
+        super().__init__(join_problems(self.problems))
 
 
 class DataError(RapidformerError):
@@ -65,7 +65,8 @@ class MissingPackageError(RapidformerError):
         super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
 
 
-def _join(problems: list[str]) -> str:
+def join_problems(problems: list[str]) -> str:
+    """One sentence, or a list of them."""
     if len(problems) == 1:
         return problems[0]
     lines = "\n".join(f"  - {problem}" for problem in problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rapidformer.data.indexed.layout import Index
+from rapidformer.data.indexed.index import Index
 
 THOROUGH_LIMIT = 1 << 20
 _BLOCK = 1 << 20
@@ -19,8 +19,8 @@ def find_problems(index: Index, data_bytes: int, *, thorough: bool = False) -> l
     """All problems found; if a quick check finds one, everything is checked."""
     problems = _find_bad_ends(index, data_bytes)
     if thorough or problems or index.sizes.size <= THOROUGH_LIMIT or _is_suspect(index):
-        found = (_find_bad_size(index), _find_bad_pointer(index), _find_bad_mark(index))
-        problems += [problem for problem in found if problem]
+        checks = (_find_bad_size, _find_bad_pointer, _find_bad_mark)
+        problems += [problem for check in checks if (problem := check(index))]
     return problems
 
 
