@@ -208,7 +208,7 @@ def test_huggingface_samples_are_megatrons_under_other_names(
 ) -> None:
     train, valid, test = build(prefix, tokenizer)
     assert (valid, test) == (None, None)
-    megatron = make_dataset(open_indexed(prefix), train._maps, tokenizer)
+    megatron = make_dataset(open_indexed(prefix), train.maps, tokenizer)
     assert len(train) == len(megatron) >= 300
     for index in range(0, len(train), 7):
         ours, theirs = train[index], megatron[index]

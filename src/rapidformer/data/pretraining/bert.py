@@ -6,15 +6,19 @@ the text, and the model predicts whether they were swapped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.data.indexed import IndexedDataset
-from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
 from rapidformer.data.pretraining.masking import Masked, Vocabulary, mask_tokens
-from rapidformer.data.pretraining.sentence_map import read_row
+from rapidformer.data.pretraining.sentence_dataset import (
+    IGNORED_LABEL,
+    Layout,
+    SentenceDataset,
+    pad_row,
+)
 
 ADDED_TOKENS = 3
 """[CLS] A [SEP] B [SEP]"""
@@ -40,58 +44,36 @@ class BertTokens(NamedTuple):
         )  # fmt: skip
 
 
-class BertDataset:
-    """Samples of a sentence map, under Megatron's or Hugging Face's names.
+@dataclass(frozen=True, eq=False)
+class BertDataset(SentenceDataset):
+    """Pairs of segments, with a label for their order if there is a ``binary_head``."""
 
-    A sample depends only on the seed and its own index, not on what was read before.
-    """
-
-    def __init__(
-        self,
-        data: IndexedDataset,
-        maps: Mapping[str, np.ndarray],
-        tokens: BertTokens,
-        *,
-        max_seq_length: int,
-        masked_lm_prob: float,
-        seed: int,
-        binary_head: bool = True,
-        layout: Layout = "megatron",
-    ) -> None:
-        self._data = data
-        self._maps = maps
-        self._tokens = tokens
-        self._max_seq_length = max_seq_length
-        self._masked_lm_prob = masked_lm_prob
-        self._seed = seed
-        self._binary_head = binary_head
-        self._layout = layout
-
-    def __len__(self) -> int:
-        return len(self._maps["rows"])
+    tokens: BertTokens
+    _: KW_ONLY
+    binary_head: bool = True
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        start, end, target_length, random = read_row(self._maps["rows"], index, self._seed)
-        first, second, is_random = self._join(self._data[start:end], random)
+        sentences, target_length, random = self.read(index)
+        first, second, is_random = self._join(sentences, random)
         first, second, truncated = truncate_pair(first, second, target_length, random)
-        tokens, num_first = self._add_special(first, second)
+        separator = np.array([self.tokens.sep])
+        parts = [np.array([self.tokens.cls]), first, separator]
+        if second.size:
+            parts += [second, separator]
         masked = mask_tokens(
-            tokens,
-            self._tokens.vocabulary,
-            special=(self._tokens.cls, self._tokens.sep),
-            mask_id=self._tokens.mask,
-            target_length=target_length,
-            mask_prob=self._masked_lm_prob,
-            random=random,
-        )
-        if self._layout == "huggingface":
-            return self._for_huggingface(masked, num_first, is_random)
-        return self._for_megatron(masked, num_first, is_random, truncated)
+            np.concatenate(parts), self.tokens.vocabulary, mask_id=self.tokens.mask,
+            special=(self.tokens.cls, self.tokens.sep), target_length=target_length,
+            mask_prob=self.masked_lm_prob, random=random,
+        )  # fmt: skip
+        if self.layout == "huggingface":
+            return self._for_huggingface(masked, first.size + 2, is_random)
+        return self._for_megatron(masked, first.size + 2, is_random, truncated)
 
     def _join(
         self, sentences: Sequence[np.ndarray], random: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
-        if not self._binary_head:
+        """The two segments, and whether they are swapped."""
+        if not self.binary_head:
             return np.concatenate(sentences).astype(np.int64), np.zeros(0, dtype=np.int64), False
         border = 1 if len(sentences) < 3 else random.randint(1, len(sentences))
         first = np.concatenate(sentences[:border]).astype(np.int64)
@@ -100,24 +82,16 @@ class BertDataset:
             return second, first, True
         return first, second, False
 
-    def _add_special(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, int]:
-        """All tokens, and how many of them belong to the first segment."""
-        separator = np.array([self._tokens.sep])
-        parts = [np.array([self._tokens.cls]), first, separator]
-        if second.size:
-            parts += [second, separator]
-        return np.concatenate(parts), first.size + 2
-
     def _for_megatron(
         self, masked: Masked, num_first: int, is_random: bool, truncated: bool
     ) -> dict[str, Any]:
-        length, count = self._max_seq_length, masked.tokens.size
-        types = np.full(length, self._tokens.pad, dtype=np.int64)  # Megatron pads these with it too
+        length, count = self.max_seq_length, masked.tokens.size
+        types = np.full(length, self.tokens.pad, dtype=np.int64)  # Megatron pads these with it too
         types[:num_first], types[num_first:count] = 0, 1
         loss_mask = np.zeros(length, dtype=np.int64)
         loss_mask[masked.positions] = 1
         return {
-            "text": pad_row(masked.tokens, length, self._tokens.pad),
+            "text": pad_row(masked.tokens, length, self.tokens.pad),
             "types": types,
             "labels": _place(masked, length, -1),
             "is_random": int(is_random),
@@ -127,16 +101,16 @@ class BertDataset:
         }
 
     def _for_huggingface(self, masked: Masked, num_first: int, is_random: bool) -> dict[str, Any]:
-        length, count = self._max_seq_length, masked.tokens.size
+        length, count = self.max_seq_length, masked.tokens.size
         types = np.zeros(length, dtype=np.int64)
         types[num_first:count] = 1
         sample: dict[str, Any] = {
-            "input_ids": pad_row(masked.tokens, length, self._tokens.pad),
+            "input_ids": pad_row(masked.tokens, length, self.tokens.pad),
             "attention_mask": pad_row(np.ones(count), length, 0),
             "token_type_ids": types,
             "labels": _place(masked, length, IGNORED_LABEL),
         }
-        if self._binary_head:
+        if self.binary_head:
             sample["next_sentence_label"] = int(is_random)
         return sample
 

@@ -45,13 +45,13 @@ def build_sentence_map(
     doc_idx: np.ndarray,
     sizes: np.ndarray,
     *,
-    max_num_samples: int | None,
+    num_samples: int | None,
     max_length: int,
     short_seq_prob: float,
     min_sentences: int,
     seed: int,
 ) -> np.ndarray:
-    """The rows, shuffled; whole epochs until there are ``max_num_samples`` (None: one epoch)."""
+    """The rows, shuffled; whole epochs until there are ``num_samples`` (None: one epoch)."""
     if max_length < 2:
         raise DataError(
             f"a sample can hold {max_length} tokens of text besides the special ones, at least 2 "
@@ -67,7 +67,7 @@ def build_sentence_map(
     cutter = _EpochCutter(running, cuts, targets, max_length, min_sentences)
     epochs = [cutter.cut()]
     num_rows = len(epochs[0])
-    while max_num_samples is not None and num_rows < max_num_samples:
+    while num_samples is not None and num_rows < num_samples:
         epochs.append(cutter.cut())
         num_rows += len(epochs[-1])
     rows = np.concatenate(epochs)
@@ -88,24 +88,17 @@ def _choose_documents(
     has_long[np.searchsorted(doc_idx, long_ones, side="right") - 1] = True
     has_long &= counts > 1
     chosen = is_enough & ~has_long
-    if not chosen.any():
-        raise DataError(_describe_unusable(counts, has_long, min_sentences))
-    return firsts[chosen], lasts[chosen]
-
-
-def _describe_unusable(counts: np.ndarray, has_long: np.ndarray, min_sentences: int) -> str:
-    too_few = int((counts < min_sentences).sum())
-    text = (
+    if chosen.any():
+        return firsts[chosen], lasts[chosen]
+    too_few = int((~is_enough).sum())
+    way_out = "take a larger fraction in --split"
+    if too_few == counts.size and min_sentences > 1:
+        way_out = "train without the sentence-order head (binary_head=False)"
+    raise DataError(
         f"none of the {counts.size} documents can be used: {too_few} have fewer than "
         f"{min_sentences} sentences and {int(has_long.sum())} have a sentence of more than "
-        f"{LONG_SENTENCE} tokens. "
+        f"{LONG_SENTENCE} tokens. Make the data with --split-sentences, or {way_out}."
     )
-    if too_few == counts.size and min_sentences > 1:
-        return text + (
-            "Make the data with --split-sentences, or train without the sentence-order head "
-            "(binary_head=False)."
-        )
-    return text + "Make the data with --split-sentences, or take a larger fraction in --split."
 
 
 def _cut_for_full_length(
@@ -280,14 +273,3 @@ def _count_independent(places: np.ndarray, others: np.ndarray, first_use: np.nda
     repeated = int(is_repeated.argmax()) if is_repeated.any() else places.size
     ahead = int(places[0] - others[is_ahead].max()) if is_ahead.any() else places.size
     return min(repeated, ahead)
-
-
-def read_row(
-    rows: np.ndarray, index: int, seed: int
-) -> tuple[int, int, int, np.random.RandomState]:
-    """First sentence, one past the last, length, and the sample's own random numbers."""
-    if not -len(rows) <= index < len(rows):
-        raise IndexError(f"sample {index} of {len(rows)}")
-    index %= len(rows)
-    start, end, target_length = rows[index].tolist()
-    return start, end, target_length, np.random.RandomState((seed + index) % 2**32)

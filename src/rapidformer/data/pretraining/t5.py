@@ -13,15 +13,18 @@ end at one unlucky sample. All other samples are identical.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.data.indexed import IndexedDataset
-from rapidformer.data.pretraining.layout import IGNORED_LABEL, Layout, pad_row
 from rapidformer.data.pretraining.masking import Vocabulary, draw_t5_spans
-from rapidformer.data.pretraining.sentence_map import read_row
+from rapidformer.data.pretraining.sentence_dataset import (
+    IGNORED_LABEL,
+    Layout,
+    SentenceDataset,
+    pad_row,
+)
 from rapidformer.errors import ConfigurationError, DataError
 
 ADDED_TOKENS = 2
@@ -49,64 +52,40 @@ class T5Tokens(NamedTuple):
                 f"the tokenizer {tokenizer.name} has no sentinels for T5's spans: give "
                 "--vocab-extra-ids 100."
             )
+        special = [_find(tokenizer, name) for name in ("cls", "sep")]
         return cls(
-            pad=int(tokenizer.pad),
-            eos=int(tokenizer.eos),
+            pad=int(tokenizer.pad), eos=int(tokenizer.eos),
             start=int(tokenizer.bos if layout == "megatron" else tokenizer.pad),
-            sentinels=sentinels,
-            special=[
-                i for i in (_find(tokenizer, "cls"), _find(tokenizer, "sep")) if i is not None
-            ],
+            sentinels=sentinels, special=[token for token in special if token is not None],
             vocabulary=Vocabulary.of(tokenizer),
-        )
+        )  # fmt: skip
 
 
-class T5Dataset:
-    """Samples of a sentence map, under Megatron's or Hugging Face's names."""
+@dataclass(frozen=True, eq=False)
+class T5Dataset(SentenceDataset):
+    """Texts without some of their spans, and the spans."""
 
-    def __init__(
-        self,
-        data: IndexedDataset,
-        maps: Mapping[str, np.ndarray],
-        tokens: T5Tokens,
-        *,
-        max_seq_length: int,
-        max_seq_length_dec: int,
-        masked_lm_prob: float,
-        seed: int,
-        layout: Layout = "megatron",
-    ) -> None:
-        if max_seq_length_dec < _SHORTEST_ANSWER:
+    tokens: T5Tokens
+    _: KW_ONLY
+    max_seq_length_dec: int
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length_dec < _SHORTEST_ANSWER:
             raise ConfigurationError(
-                f"the decoder's length {max_seq_length_dec} cannot hold an answer: at least "
+                f"the decoder's length {self.max_seq_length_dec} cannot hold an answer: at least "
                 f"{_SHORTEST_ANSWER} tokens are needed."
             )
-        self._data = data
-        self._maps = maps
-        self._tokens = tokens
-        self._max_seq_length = max_seq_length
-        self._max_seq_length_dec = max_seq_length_dec
-        self._masked_lm_prob = masked_lm_prob
-        self._seed = seed
-        self._layout = layout
-
-    def __len__(self) -> int:
-        return len(self._maps["rows"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        start, end, target_length, random = read_row(self._maps["rows"], index, self._seed)
-        whole = np.concatenate(self._data[start:end]).astype(np.int64)
+        sentences, target_length, random = self.read(index)
+        whole = np.concatenate(sentences).astype(np.int64)
         tokens = whole[:target_length]
         spans = draw_t5_spans(
-            tokens,
-            self._tokens.vocabulary,
-            special=self._tokens.special,
-            target_length=target_length,
-            mask_prob=self._masked_lm_prob,
-            random=random,
-        )
+            tokens, self.tokens.vocabulary, special=self.tokens.special,
+            target_length=target_length, mask_prob=self.masked_lm_prob, random=random,
+        )  # fmt: skip
         text, answer = self._take_out(tokens, spans)
-        if self._layout == "huggingface":
+        if self.layout == "huggingface":
             return self._for_huggingface(text, answer)
         return self._for_megatron(text, answer, whole.size > tokens.size)
 
@@ -116,8 +95,8 @@ class T5Dataset:
         """The text with sentinels, and the spans after theirs; what does not fit stays in place."""
         text: list[np.ndarray] = []
         answer: list[np.ndarray] = []
-        position, room = 0, self._max_seq_length_dec - 1  # the start or end of the target
-        for sentinel, span in zip(self._tokens.sentinels, spans, strict=False):
+        position, room = 0, self.max_seq_length_dec - 1  # the start or end of the target
+        for sentinel, span in zip(self.tokens.sentinels, spans, strict=False):
             room -= span.size + 1
             if room < 0:
                 break
@@ -129,28 +108,26 @@ class T5Dataset:
         return np.concatenate([*text, tokens[position:]]), np.concatenate([nothing, *answer])
 
     def _for_huggingface(self, text: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
-        end = np.array([self._tokens.eos])
+        end = np.array([self.tokens.eos])
         text, answer = np.concatenate([text, end]), np.concatenate([answer, end])
         return {
-            "input_ids": pad_row(text, self._max_seq_length, self._tokens.pad),
-            "attention_mask": pad_row(np.ones_like(text), self._max_seq_length, 0),
-            "labels": pad_row(answer, self._max_seq_length_dec, IGNORED_LABEL),
+            "input_ids": pad_row(text, self.max_seq_length, self.tokens.pad),
+            "attention_mask": pad_row(np.ones_like(text), self.max_seq_length, 0),
+            "labels": pad_row(answer, self.max_seq_length_dec, IGNORED_LABEL),
         }
 
     def _for_megatron(
         self, text: np.ndarray, answer: np.ndarray, truncated: bool
     ) -> dict[str, Any]:
-        length, length_dec = self._max_seq_length, self._max_seq_length_dec
+        length, length_dec = self.max_seq_length, self.max_seq_length_dec
         count_dec = answer.size + 1
         is_text = np.arange(length) < text.size
         is_answer = np.arange(length_dec) < count_dec
         is_past = np.tri(length_dec, dtype=bool)
         return {
-            "text_enc": pad_row(text, length, self._tokens.pad),
-            "text_dec": pad_row(
-                np.append(self._tokens.start, answer), length_dec, self._tokens.pad
-            ),
-            "labels": pad_row(np.append(answer, self._tokens.eos), length_dec, -1),
+            "text_enc": pad_row(text, length, self.tokens.pad),
+            "text_dec": pad_row(np.append(self.tokens.start, answer), length_dec, self.tokens.pad),
+            "labels": pad_row(np.append(answer, self.tokens.eos), length_dec, -1),
             "loss_mask": is_answer.astype(np.int64),
             "truncated": int(truncated),
             "enc_mask": _outer(is_text, is_text),
