@@ -37,22 +37,17 @@ def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
 
 @contextlib.contextmanager
 def explain_damage(path: Path) -> Iterator[None]:
-    """Report a damaged archive; errors of the system pass unchanged."""
+    """Report a damaged archive; our own errors and those of the system pass unchanged."""
     try:
         yield
-    except RapidformerError:
-        raise
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise DataError(_describe_damage(path, error)) from error
     except Exception as error:  # zlib's, zstd's and gzip's errors share no base class
-        raise DataError(_describe_damage(path, error)) from error
-
-
-def _describe_damage(path: Path, error: Exception) -> str:
-    reason = " ".join(str(error).split()).rstrip(".")
-    return f"{path} is damaged and cannot be unpacked to its end: {reason}. Fetch it again."
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_of_system or isinstance(error, RapidformerError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"{path} is damaged and cannot be unpacked to its end: {reason}. Fetch it again."
+        ) from error
 
 
 def _open_zstd(raw: IO[bytes]) -> IO[bytes]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 from rapidformer.data.preprocess.compressed import explain_damage, open_decompressed
@@ -21,50 +19,12 @@ _BLANK_LINES = re.compile(rb"\n[ \t\r]*\n\s*")
 _ROW_BYTES = 64  # added per row, so that rows without text fill a part too
 _ROWS_AT_ONCE = 1024
 _SKIPPED_AT_ONCE = 1 << 20
+Read = tuple[bytes | list[Any], int, int]
+"""A payload, its number of documents (none at the end of the file) and bytes of text."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """The result of a read; no documents at the end of the file."""
-
-    payload: bytes | list[Any] = b""
-    documents: int = 0
-    text_bytes: int = 0
-
-
-class Cursor(ABC):
-    """A place in a file. ``form`` says how to parse the payloads."""
-
-    form: str
-    offset: int
-    line: int
-
-    @abstractmethod
-    def read(self, budget: int, max_documents: int | None) -> Read:
-        """Whole documents of about ``budget`` bytes; at least one unless the file ends here."""
-
-    @abstractmethod
-    def get_disk_position(self) -> int:
-        """Bytes of the file on disk before this place."""
-
-    def close(self) -> None:  # noqa: B027 - what is in memory already needs no closing
-        """Close the file."""
-
-
-def open_cursor(
-    source: Source, *, offset: int, line: int, keys: tuple[str, ...], text_documents: str
-) -> Cursor:
-    """The reader for this kind of file, moved to where an earlier part ended."""
-    if source.kind in ("parquet", "json-array"):
-        return ObjectCursor(source, offset, keys)
-    form = "json" if source.kind == "json" else text_documents
-    return {"file": FileCursor, "blank-line": ParagraphCursor}.get(form, LineCursor)(
-        source, form, offset, line
-    )
-
-
-class LineCursor(Cursor):
-    """One document per line; only a newline ends a line."""
+class LineCursor:
+    """One document per line; only a newline ends a line. ``form`` says how to parse a payload."""
 
     def __init__(self, source: Source, form: str, offset: int, line: int) -> None:
         self.form, self.offset, self.line = form, offset, line
@@ -75,9 +35,11 @@ class LineCursor(Cursor):
             self._file.seek(offset)
         else:
             with explain_damage(self._path):
-                self._skip(offset)
+                while offset > 0:
+                    offset -= len(self._file.read(min(offset, _SKIPPED_AT_ONCE))) or offset
 
     def read(self, budget: int, max_documents: int | None) -> Read:
+        """Whole documents of about ``budget`` bytes; at least one unless the file ends here."""
         with explain_damage(self._path):
             payload = self._read_whole(budget)
         documents = self._count(payload)
@@ -86,17 +48,14 @@ class LineCursor(Cursor):
             documents = max_documents
         self.offset += len(payload)
         self.line += payload.count(b"\n")
-        return Read(payload, documents, len(payload))
+        return payload, documents, len(payload)
 
     def get_disk_position(self) -> int:
+        """Bytes of the file on disk before this place."""
         return self._raw.tell()
 
     def close(self) -> None:
         self._raw.close()
-
-    def _skip(self, count: int) -> None:
-        while count > 0:
-            count -= len(self._file.read(min(count, _SKIPPED_AT_ONCE))) or count
 
     def _read_whole(self, budget: int) -> bytes:
         payload = self._file.read(budget)
@@ -115,8 +74,7 @@ class ParagraphCursor(LineCursor):
     """Documents separated by blank lines."""
 
     def _read_whole(self, budget: int) -> bytes:
-        # Past the budget, continue to the next blank line; text between documents goes to the
-        # first.
+        # Past the budget, on to the next blank line; text between documents goes to the first.
         pieces = [super()._read_whole(budget)]
         while line := self._file.readline():
             pieces.append(line)
@@ -141,7 +99,7 @@ class FileCursor(LineCursor):
         return int(bool(payload))
 
 
-class ObjectCursor(Cursor):
+class ObjectCursor:
     """Rows of a table or items of a JSON list: already objects, numbered from 1 like lines."""
 
     form = "objects"
@@ -166,24 +124,41 @@ class ObjectCursor(Cursor):
                 if size >= budget or len(objects) == max_documents:
                     break
         self.offset = self.line = self.offset + len(objects)
-        return Read(objects, len(objects), size)
+        return objects, len(objects), size
 
     def get_disk_position(self) -> int:
         return self._source.size * self.offset // max(self._total, 1)
 
+    def close(self) -> None:
+        """What is in memory needs no closing."""
+
+
+Cursor = LineCursor | ObjectCursor
+
+
+def open_cursor(
+    source: Source, offset: int, line: int, keys: tuple[str, ...], text_documents: str
+) -> Cursor:
+    """The reader for this kind of file, moved to where an earlier part ended."""
+    if source.kind in ("parquet", "json-array"):
+        return ObjectCursor(source, offset, keys)
+    form = "json" if source.kind == "json" else text_documents
+    kind = {"file": FileCursor, "blank-line": ParagraphCursor}.get(form, LineCursor)
+    return kind(source, form, offset, line)
+
 
 def split_paragraphs(payload: bytes) -> list[tuple[int, bytes]]:
     """The documents between blank lines, each with the number of lines before it."""
-    found: list[tuple[int, bytes]] = []
+    documents: list[tuple[int, bytes]] = []
     line = at = 0
     for gap in [*_BLANK_LINES.finditer(payload), None]:
         text = payload[at : gap.start() if gap else len(payload)]
         if text.strip():
-            found.append((line, text))
+            documents.append((line, text))
         if gap:
             line += payload.count(b"\n", at, gap.end())
             at = gap.end()
-    return found
+    return documents
 
 
 def _measure(item: Any) -> int:

@@ -18,11 +18,11 @@ from rapidformer.data.indexed import IndexedWriter
 from rapidformer.data.preprocess.parts import (
     KeyCounts,
     PartReport,
+    ProblemLog,
     compute_checksum,
     get_part_prefix,
     get_report_path,
 )
-from rapidformer.data.preprocess.problems import ProblemLog
 from rapidformer.data.preprocess.reading import Part
 from rapidformer.data.preprocess.records import Record, iterate_records
 from rapidformer.data.preprocess.sentences import build_splitter

@@ -24,13 +24,9 @@ from rapidformer.hub import suggest_path
 from rapidformer.log import get_logger
 
 _KINDS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".text": "text",
-}
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet",
+    ".txt": "text", ".text": "text",
+}  # fmt: skip
 _COMPRESSED = (".gz", ".zst")
 _SNIFFED_BYTES = 1 << 16
 
@@ -49,7 +45,7 @@ class Source:
 def find_sources(inputs: tuple[str, ...]) -> list[Source]:
     """Every file that the inputs name: files, patterns and folders."""
     problems: list[str] = []
-    paths = [path for given in inputs for path in _expand(given, problems)]
+    paths = [path for text in inputs for path in _expand(text, problems)]
     sources: list[Source] = []
     for path in paths:
         try:
@@ -68,27 +64,27 @@ def find_sources(inputs: tuple[str, ...]) -> list[Source]:
     return sources
 
 
-def _expand(given: str, problems: list[str]) -> Iterator[Path]:
-    path = Path(given).expanduser()
+def _expand(text: str, problems: list[str]) -> Iterator[Path]:
+    path = Path(text).expanduser()
     if path.is_dir():
-        found = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
-        if not found:
+        files = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
+        if not files:
             problems.append(
-                f"--input {given}: the folder holds no file with a name such as *.jsonl, *.txt or "
+                f"--input {text}: the folder holds no file with a name such as *.jsonl, *.txt or "
                 "*.parquet (also with .gz or .zst behind it)."
             )
-        yield from found
+        yield from files
     elif path.exists():
         yield path
-    elif glob.has_magic(given):
+    elif glob.has_magic(text):
         # `Path.glob` needs a folder to start from; a user's pattern may be absolute or not.
         matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = [match for match in matches if match.is_file()]
         if not files:
-            problems.append(f"--input {given}: no file matches this pattern.")
+            problems.append(f"--input {text}: no file matches this pattern.")
         yield from files
     else:
-        problems.append(f"--input {given}: no such file or folder.{suggest_path(path)}")
+        problems.append(f"--input {text}: no such file or folder.{suggest_path(path)}")
 
 
 def _has_known_name(path: Path, folder: Path) -> bool:
@@ -106,23 +102,22 @@ def _get_kind_by_name(path: Path) -> str | None:
 def _describe_source(path: Path) -> Source:
     status = path.stat()
     compression = get_compression(path)
-    start = _read_start(path, compression)
+    with path.open("rb") as raw, explain_damage(path):
+        start = open_decompressed(raw, compression).read(_SNIFFED_BYTES)
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     kind = "parquet" if start.startswith(b"PAR1") else _get_kind_by_name(path)
     if kind == "parquet" and start and not start.startswith(b"PAR1"):
         raise DataError(f"--input {path} is not a Parquet file: its first bytes are {start[:4]!r}.")
     if kind == "parquet" and compression is not None:
         raise DataError(f"--input {path}: unpack it first; Parquet is compressed inside.")
     if kind is None:
-        kind = _guess_kind(path, start)
-    if kind == "json" and start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        kind = "json" if text.startswith(b"{") else _check_is_text(path, start)
+    if kind == "json" and text.startswith(b"["):
         kind = "json-array"
     return Source(path, kind, compression, status.st_size, status.st_mtime_ns)
 
 
-def _guess_kind(path: Path, start: bytes) -> str:
-    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
-    if text.startswith(b"{"):
-        return "json"
+def _check_is_text(path: Path, start: bytes) -> str:
     with contextlib.suppress(UnicodeDecodeError):
         # The last character may be cut in the middle.
         start[: max(len(start) - 3, 0) if len(start) == _SNIFFED_BYTES else len(start)].decode()
@@ -132,8 +127,3 @@ def _guess_kind(path: Path, start: bytes) -> str:
         f"--input {path} is neither JSON lines nor UTF-8 text nor Parquet, packed or not: it "
         f"begins with {start[:8]!r}."
     )
-
-
-def _read_start(path: Path, compression: str | None) -> bytes:
-    with path.open("rb") as raw, explain_damage(path):
-        return open_decompressed(raw, compression).read(_SNIFFED_BYTES)

@@ -1,16 +1,56 @@
-"""The finished parts of a run: their names in the work folder, and what each part holds."""
+"""The finished parts of a run: names in the work folder, what each holds and what it skipped."""
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rapidformer.data.preprocess.problems import ProblemLog
 from rapidformer.data.preprocess.reading import Position
 
+FIRST_SHOWN = 10
 _READ_AT_ONCE = 1 << 22
+
+
+@dataclass
+class Problem:
+    """One reason: its number of lines, and the first of them as (file number, line, detail)."""
+
+    count: int = 0
+    first: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+class ProblemLog(dict[str, Problem]):
+    """Lines that could not be used, by reason; a log keeps only the first lines of each."""
+
+    def add(self, reason: str, source: int, line: int, detail: str = "") -> None:
+        self._merge(reason, Problem(1, [(source, line, detail)]))
+
+    def merge(self, others: Iterable[ProblemLog]) -> None:
+        """Add what parts have found, in part order."""
+        for other in others:
+            for reason, problem in other.items():
+                self._merge(reason, problem)
+
+    def _merge(self, reason: str, problem: Problem) -> None:
+        total = self.setdefault(reason, Problem())
+        total.count += problem.count
+        total.first += problem.first[: FIRST_SHOWN - len(total.first)]
+
+    @property
+    def count(self) -> int:
+        return sum(problem.count for problem in self.values())
+
+    def get_first(self) -> tuple[int, int, str, str] | None:
+        """The very first bad line: file number, line, reason, detail."""
+        lines = [
+            (source, line, reason, detail)
+            for reason, problem in self.items()
+            for source, line, detail in problem.first
+        ]
+        return min(lines, default=None)
 
 
 @dataclass
@@ -42,27 +82,20 @@ class PartReport:
     is_stopped: bool = False
 
     def to_json(self) -> str:
-        content = {
-            "number": self.number,
-            "end": asdict(self.end),
-            "text_bytes": self.text_bytes,
-            "counts": [asdict(counts) for counts in self.counts],
-            "problems": self.problems.to_json(),
-            "files": self.files,
-        }
-        return json.dumps(content)
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> PartReport:
         content = json.loads(text)
-        return cls(
-            number=content["number"],
-            end=Position(**content["end"]),
-            text_bytes=content["text_bytes"],
-            counts=[KeyCounts(**counts) for counts in content["counts"]],
-            problems=ProblemLog.from_json(content["problems"]),
-            files=content["files"],
-        )
+        problems = {
+            reason: Problem(
+                entry["count"], [(file, line, text) for file, line, text in entry["first"]]
+            )
+            for reason, entry in content.pop("problems").items()
+        }
+        end = Position(**content.pop("end"))
+        counts = [KeyCounts(**counts) for counts in content.pop("counts")]
+        return cls(end=end, counts=counts, problems=ProblemLog(problems), **content)
 
 
 def get_part_prefix(folder: Path, number: int, key_index: int) -> Path:
@@ -72,11 +105,6 @@ def get_part_prefix(folder: Path, number: int, key_index: int) -> Path:
 
 def get_report_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.json"
-
-
-def count_reports(folder: Path) -> int:
-    """How many parts are finished."""
-    return sum(1 for path in folder.glob("*.json") if path.stem.isdigit())
 
 
 def compute_checksum(path: Path) -> list[int]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rapidformer.data.preprocess.parts import PartReport
 from rapidformer.log import get_logger
+
+if TYPE_CHECKING:
+    import rich.progress
 
 
 class Progress:
@@ -23,7 +26,7 @@ class Progress:
         self._start = time.monotonic()
         self._documents = self._tokens = self._text_bytes = 0
         wants_bar = sys.stderr.isatty() if show_bar is None else show_bar
-        self._bar = _Bar(total, done) if wants_bar else None
+        self._bar = _start_bar(total, done) if wants_bar else None
 
     def announce(self, number: int, end: int) -> None:
         """A part was cut: the input has been read up to here."""
@@ -43,14 +46,15 @@ class Progress:
         self._tokens += sum(counts.tokens for counts in report.counts)
         self._text_bytes += report.text_bytes
         if self._bar is not None:
-            self._bar.show(self._position, self._format())
+            [task] = self._bar.task_ids
+            self._bar.update(task, completed=self._position, note=self._format())
         elif self._documents >= self._next_line:
             self._next_line = (self._documents // self._log_interval + 1) * self._log_interval
             get_logger().info("%s | left %s", self._format(), self._format_time_left())
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def _format(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
@@ -65,30 +69,19 @@ class Progress:
         return str(timedelta(seconds=round(left)))
 
 
-class _Bar:
+def _start_bar(total: int, done: int) -> rich.progress.Progress:
     """The terminal's last line; log messages scroll above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns: list[Any] = [
-            TextColumn("preprocess"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[note]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        ]
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("", total=max(total, 1), completed=done, note="")
-        self._progress.start()
-
-    def show(self, position: int, note: str) -> None:
-        self._progress.update(self._task, completed=position, note=note)
-
-    def close(self) -> None:
-        self._progress.stop()
+    bar = Progress(
+        TextColumn("preprocess"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[note]}"), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )  # fmt: skip
+    bar.add_task("", total=max(total, 1), completed=done, note="")
+    bar.start()
+    return bar
 
 
 def shorten(number: float) -> str:

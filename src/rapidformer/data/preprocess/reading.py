@@ -51,80 +51,44 @@ class Part:
     text_bytes: int
 
 
-class PartReader:
-    """Cuts part after part, starting where an earlier part ended."""
-
-    def __init__(
-        self,
-        sources: list[Source],
-        *,
-        keys: tuple[str, ...],
-        text_documents: str,
-        part_bytes: int,
-        max_documents: int | None,
-        start: Position | None = None,
-        first_number: int = 0,
-    ) -> None:
-        self._sources = sources
-        self._sizes_before = list(accumulate((source.size for source in sources), initial=0))
-        self._options: dict[str, Any] = {"keys": keys, "text_documents": text_documents}
-        self._part_bytes = part_bytes
-        self._max_documents = max_documents
-        self._position = start or Position()
-        self._number = first_number
-        self._cursor: Cursor | None = None
-
-    def __iter__(self) -> Iterator[Part]:
-        try:
-            while (part := self._cut()) is not None:
-                yield part
-        finally:
-            if self._cursor is not None:
-                self._cursor.close()
-
-    def _cut(self) -> Part | None:
-        pieces: list[Piece] = []
-        begin = self._position
-        while (filled := self._position.text_bytes - begin.text_bytes) < self._part_bytes:
-            if self._position.source == len(self._sources) or self._count_left() == 0:
-                break
-            piece = self._read_piece(self._part_bytes - filled)
-            if piece is not None:
-                pieces.append(piece)
-        if not pieces:
-            return None
-        part = Part(
-            self._number, pieces, self._position, self._position.text_bytes - begin.text_bytes
-        )
-        self._number += 1
-        return part
-
-    def _count_left(self) -> int | None:
-        if self._max_documents is None:
-            return None
-        return self._max_documents - self._position.documents
-
-    def _read_piece(self, budget: int) -> Piece | None:
-        """The next documents of the current file; None if it has no more."""
-        at = self._position
-        source = self._sources[at.source]
-        if self._cursor is None:
-            self._cursor = open_cursor(source, offset=at.offset, line=at.line, **self._options)
-        read = self._cursor.read(budget, self._count_left())
-        before = self._sizes_before[at.source]
-        if not read.documents:
-            self._cursor.close()
-            self._cursor = None
-            self._position = Position(
-                at.source + 1, 0, 0, at.documents, at.text_bytes, before + source.size
+def read_parts(
+    sources: list[Source],
+    *,
+    keys: tuple[str, ...],
+    text_documents: str,
+    part_bytes: int,
+    max_documents: int | None,
+    start: Position | None = None,
+    number: int = 0,
+) -> Iterator[Part]:
+    """Part after part, from where an earlier part ended; ``number`` is the first one's."""
+    sizes_before = list(accumulate((source.size for source in sources), initial=0))
+    pieces: list[Piece] = []
+    begin = at = start or Position()
+    cursor: Cursor | None = None
+    try:
+        while at.source < len(sources) and at.documents != max_documents:
+            cursor = cursor or open_cursor(
+                sources[at.source], at.offset, at.line, keys, text_documents
             )
-            return None
-        self._position = Position(
-            at.source,
-            self._cursor.offset,
-            self._cursor.line,
-            at.documents + read.documents,
-            at.text_bytes + read.text_bytes,
-            before + self._cursor.get_disk_position(),
-        )
-        return Piece(at.source, self._cursor.form, at.line + 1, read.payload)
+            budget = part_bytes - (at.text_bytes - begin.text_bytes)
+            left = None if max_documents is None else max_documents - at.documents
+            payload, documents, text_bytes = cursor.read(budget, left)
+            documents, text_bytes = at.documents + documents, at.text_bytes + text_bytes
+            if documents == at.documents:
+                cursor.close()
+                cursor = None
+                disk_bytes = sizes_before[at.source + 1]
+                at = Position(at.source + 1, 0, 0, documents, text_bytes, disk_bytes)
+                continue
+            pieces.append(Piece(at.source, cursor.form, at.line + 1, payload))
+            disk_bytes = sizes_before[at.source] + cursor.get_disk_position()
+            at = Position(at.source, cursor.offset, cursor.line, documents, text_bytes, disk_bytes)
+            if text_bytes - begin.text_bytes >= part_bytes:
+                yield Part(number, pieces, at, text_bytes - begin.text_bytes)
+                pieces, begin, number = [], at, number + 1
+        if pieces:
+            yield Part(number, pieces, at, at.text_bytes - begin.text_bytes)
+    finally:
+        if cursor is not None:
+            cursor.close()

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rapidformer.data.preprocess.inputs import Source
-from rapidformer.data.preprocess.parts import KeyCounts
-from rapidformer.data.preprocess.problems import FIRST_SHOWN, Problem, ProblemLog
+from rapidformer.data.preprocess.parts import FIRST_SHOWN, KeyCounts, Problem, ProblemLog
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def format_summary(summary: Summary) -> str:
 
 
 def _format_time(summary: Summary) -> str:
-    workers = "1 worker" if summary.workers == 1 else f"{summary.workers} workers"
-    files = "1 file" if len(summary.sources) == 1 else f"{len(summary.sources):,} files"
+    workers, files = count(summary.workers, "worker"), count(len(summary.sources), "file")
     rate = f"{summary.made_bytes / max(summary.seconds, 1e-9) / 1e6:.1f} MB/s, "
     text = (
         f"{files}, {summary.text_bytes / 1e6:,.1f} MB of input in {summary.seconds:.1f} s "
@@ -68,8 +66,8 @@ def format_problems(problems: ProblemLog, sources: list[Source]) -> list[str]:
     """How many lines were skipped, why, and where the first of each kind are."""
     if not problems.count:
         return ["no line was skipped"]
-    lines = [f"skipped {problems.count:,} {'line' if problems.count == 1 else 'lines'}:"]
-    for reason, problem in sorted(problems.by_reason.items(), key=lambda item: -item[1].count):
+    lines = [f"skipped {count(problems.count, 'line')}:"]
+    for reason, problem in sorted(problems.items(), key=lambda item: -item[1].count):
         lines.append(f"  {reason}: {problem.count:,} ({_format_places(problem, sources)})")
         detail = problem.first[0][2]
         if detail:
@@ -86,6 +84,11 @@ def _format_places(problem: Problem, sources: list[Source]) -> str:
         for source, lines in by_file.items()
     )
     return text + (", ..." if problem.count > FIRST_SHOWN else "")
+
+
+def count(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def name_place(source: Source) -> str:

@@ -6,6 +6,7 @@ otherwise it is emptied, and the run says why. A lock keeps two runs from writin
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -104,10 +105,6 @@ class WorkFolder:
 
     def _take_lock(self) -> None:
         self._lock = (self.path / _LOCK).open("wb")
-        try:
-            import fcntl
-        except ImportError:  # no such locks on Windows
-            return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
