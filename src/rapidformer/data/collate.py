@@ -17,14 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.errors import DataError
 
-IGNORED_LABEL = -100
 _LABEL_NAMES = {"label": "labels", "label_ids": "labels"}
-_DEFAULT_PADS: Mapping[str, int | float] = {
-    "labels": IGNORED_LABEL,
-    "special_tokens_mask": 1,
-}
+_DEFAULT_PADS: Mapping[str, int | float] = {"labels": IGNORED_LABEL, "special_tokens_mask": 1}
 
 
 class PadCollator:
@@ -109,30 +106,26 @@ class PadCollator:
         if (lengths == width).all():
             return flat.reshape(len(rows), width)
         padded = np.full((len(rows), width), self.pad_values.get(name, 0), dtype=flat.dtype)
-        positions = np.arange(width)
-        if self.side == "right":
-            taken = positions < lengths[:, None]
-        else:
-            taken = positions >= width - lengths[:, None]
-        padded[taken] = flat
+        padded[self._find_taken(lengths, width)] = flat
         return padded
+
+    def _find_taken(self, lengths: np.ndarray, width: int) -> np.ndarray:
+        """Where rows of these lengths are, in a batch of this width."""
+        positions, counts = np.arange(width), lengths[:, None]
+        taken: np.ndarray = (
+            positions < counts if self.side == "right" else positions >= width - counts
+        )
+        return taken
 
     def _add_attention_mask(self, batch: dict[str, torch.Tensor], rows: list[Any]) -> None:
         ids = batch["input_ids"]
-        lengths = [len(row["input_ids"]) for row in rows]
+        lengths = np.array([len(row["input_ids"]) for row in rows])
         # Lists may have any length, so their batches always have a mask: one that appears only for
         # some batches would be another signature, and another compilation.
-        is_ragged = isinstance(rows[0]["input_ids"], (list, tuple)) or set(lengths) != {
-            ids.shape[1]
-        }
-        if ids.dim() == 2 and is_ragged:
-            positions = torch.arange(ids.shape[1])
-            counts = torch.tensor(lengths)[:, None]
-            if self.side == "right":
-                mask = positions < counts
-            else:
-                mask = positions >= ids.shape[1] - counts
-            batch["attention_mask"] = mask.long()
+        is_list = isinstance(rows[0]["input_ids"], (list, tuple))
+        if ids.dim() == 2 and (is_list or (lengths != ids.shape[1]).any()):
+            taken = self._find_taken(lengths, ids.shape[1])
+            batch["attention_mask"] = torch.from_numpy(taken.astype(np.int64))
 
 
 def _is_stackable(values: list[Any]) -> bool:

@@ -7,7 +7,6 @@ them on disk. Row numbers start at 1.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import json
@@ -24,15 +23,9 @@ LARGE_FILE_BYTES = 256 * 1024 * 1024
 
 # How a file is read, by its suffix without `.gz`.
 _FORMATS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
 
 
 def get_format(path: Path) -> str | None:
@@ -133,32 +126,24 @@ def _get_table_options(kind: str) -> dict[str, Any]:
 def _read_json(path: Path) -> Dataset:
     with open_text(path) as file:
         text = file.read()
-    start = text.lstrip()[:1]
-    rows = _parse_json_document(text, path) if start == "[" else None
-    if rows is None and start == "{":
-        # A whole document ({"data": [...]}) and the first of many lines both start like this.
-        with contextlib.suppress(json.JSONDecodeError):
-            rows = _rows_of_document(json.loads(text), path)
-    return _from_rows(rows if rows is not None else _parse_json_lines(text, path), path)
-
-
-def _parse_json_document(text: str, path: Path) -> list[Any]:
+    if text.lstrip().startswith("["):
+        try:
+            return _from_rows(json.loads(text), path)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
-    return list(rows)
-
-
-def _rows_of_document(document: Any, path: Path) -> list[Any]:
-    if not isinstance(document, dict):
-        return [document]
+        # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
+        document = json.loads(text) if text.lstrip().startswith("{") else None
+    except json.JSONDecodeError:
+        document = None
+    if document is None:
+        return _from_rows(_parse_json_lines(text, path), path)
     rows = document.get("data")
     if not isinstance(rows, list):
-        return [document]
-    if rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
-        return list(_flatten_squad(rows))
-    return rows
+        rows = [document]
+    elif rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
+        rows = list(_flatten_squad(rows))
+    return _from_rows(rows, path)
 
 
 def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -213,21 +198,18 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
 
 
 def _describe_mixed_column(columns: Mapping[str, list[Any]], path: Path, error: Exception) -> str:
+    numbers = (int, float)
     for name, values in columns.items():
         first = next((value for value in values if value is not None), None)
         for number, value in enumerate(values, start=1):
-            if value is not None and not _is_same_kind(first, value):
+            are_numbers = isinstance(first, numbers) and isinstance(value, numbers)
+            if value is not None and type(first) is not type(value) and not are_numbers:
                 return (
                     f"{path}, row {number}: the column {name} holds {value!r} "
                     f"({type(value).__name__}), but {first!r} ({type(first).__name__}) before: "
                     "a column must hold one type."
                 )
     return f"{path}: the rows do not form a table: {get_first_line(error)}"
-
-
-def _is_same_kind(first: Any, value: Any) -> bool:
-    numbers = (int, float)
-    return type(first) is type(value) or (isinstance(first, numbers) and isinstance(value, numbers))
 
 
 # --- columnar and large files --------------------------------------------------------------------
