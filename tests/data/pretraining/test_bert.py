@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining import build_train_valid_test_datasets_for_huggingface
-from rapidformer.data.pretraining.bert import BertDataset, BertTokens, truncate_pair
+from rapidformer.data.pretraining.sentence_samples import BertDataset, BertTokens, truncate_pair
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError
 

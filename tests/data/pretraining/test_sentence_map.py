@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer.data.pretraining import sentence_map
-from rapidformer.data.pretraining.mersenne import draw_uint32, draw_uint64
-from rapidformer.data.pretraining.sentence_map import build_sentence_map
+from rapidformer.data.pretraining.sentence_map import (
+    build_sentence_map,
+    draw_uint32,
+    draw_uint64,
+)
 from rapidformer.errors import DataError
 
 from .references import SlowTwister64, map_sentences_slowly

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from rapidformer.data.indexed import open_indexed
-from rapidformer.data.pretraining import bert, t5
 from rapidformer.data.pretraining.blend import (
     BlendedDataset,
     Prefix,
@@ -27,8 +26,16 @@ from rapidformer.data.pretraining.blend import (
 )
 from rapidformer.data.pretraining.cache import IndexCache, hash_file
 from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
-from rapidformer.data.pretraining.sentence_dataset import Layout
 from rapidformer.data.pretraining.sentence_map import build_sentence_map
+from rapidformer.data.pretraining.sentence_samples import (
+    ADDED_BY_BERT,
+    ADDED_BY_T5,
+    BertDataset,
+    BertTokens,
+    Layout,
+    T5Dataset,
+    T5Tokens,
+)
 from rapidformer.data.pretraining.split import SPLIT_NAMES, SplitRange, parse_split, split_ranges
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
@@ -76,11 +83,11 @@ def build_datasets(
             objective, tokenizer, short_seq_prob, binary_head, seq_length_dec,
             max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed, layout=layout,
         )  # fmt: skip
-    open_source = cache(
-        partial(
-            _Source, data_impl=data_impl, skip_warmup=skip_warmup, data_cache_path=data_cache_path
-        )
-    )
+
+    @cache
+    def open_source(prefix: str) -> _Source:
+        return _Source(prefix, data_impl, skip_warmup, data_cache_path)
+
     separate = (train_data_prefix, valid_data_prefix, test_data_prefix)
     if data_prefix is not None and any(separate):
         raise ConfigurationError(
@@ -128,9 +135,6 @@ def _check_settings(
         raise ConfigurationError(problems)
 
 
-# --- objectives ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Recipe:
     """How the samples of an objective are made."""
@@ -156,15 +160,15 @@ def _build_sentence_recipe(
     tokenizer = _find_tokenizer(tokenizer)
     make: Callable[..., Any]
     if objective == "bert":
-        tokens = bert.BertTokens.of(tokenizer, options["layout"])
-        make = partial(bert.BertDataset, tokens=tokens, binary_head=binary_head, **options)
-        added, min_sentences = bert.ADDED_TOKENS, 2 if binary_head else 1
+        tokens = BertTokens.of(tokenizer, options["layout"])
+        make = partial(BertDataset, tokens=tokens, binary_head=binary_head, **options)
+        added, min_sentences = ADDED_BY_BERT, 2 if binary_head else 1
     elif seq_length_dec is None:
         raise ConfigurationError("T5's samples need a decoder length: give --decoder-seq-length.")
     else:
-        options["tokens"] = t5.T5Tokens.of(tokenizer, options["layout"])
-        make = partial(t5.T5Dataset, max_seq_length_dec=seq_length_dec, **options)
-        added, min_sentences = t5.ADDED_TOKENS, 1
+        options["tokens"] = T5Tokens.of(tokenizer, options["layout"])
+        make = partial(T5Dataset, max_seq_length_dec=seq_length_dec, **options)
+        added, min_sentences = ADDED_BY_T5, 1
     settings = {
         "max_length": options["max_seq_length"] - added, "short_seq_prob": short_seq_prob,
         "min_sentences": min_sentences, "seed": options["seed"],
@@ -185,14 +189,11 @@ def _find_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-# --- data ----------------------------------------------------------------------------------------
-
-
 class _Source:
     """An opened pair of files. Only their content decides the name of a map."""
 
     def __init__(
-        self, prefix: str, *, data_impl: str, skip_warmup: bool, data_cache_path: str | Path | None
+        self, prefix: str, data_impl: str, skip_warmup: bool, data_cache_path: str | Path | None
     ) -> None:
         self.data = open_indexed(prefix, data_impl, warmup=not skip_warmup)
         self.cache = IndexCache(Path(self.data.prefix).parent, data_cache_path)

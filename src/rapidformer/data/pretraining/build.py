@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 from rapidformer.config import Settings
 from rapidformer.data.pretraining.assemble import Counts, Datasets, build_datasets
 from rapidformer.data.pretraining.blend import Prefix
-from rapidformer.data.pretraining.sentence_dataset import Layout
+from rapidformer.data.pretraining.sentence_samples import Layout
 from rapidformer.errors import ConfigurationError
 
 _DECODER_LENGTH = 128
@@ -45,26 +45,15 @@ def build_pretraining_datasets(
     if args.seq_length is None:
         raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
     return build_datasets(
-        objective,
-        data_prefix=args.data_path,
-        train_data_prefix=args.train_data_path,
-        valid_data_prefix=args.valid_data_path,
-        test_data_prefix=args.test_data_path,
-        data_impl=args.data_impl,
-        splits_string=args.split,
-        train_valid_test_num_samples=train_valid_test_num_samples,
-        seq_length=args.seq_length,
-        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH,
-        masked_lm_prob=args.mask_prob,
-        short_seq_prob=args.short_seq_prob,
-        seed=args.seed,
-        skip_warmup=not args.mmap_warmup,
-        data_cache_path=args.data_cache_path,
-        binary_head=binary_head,
-        tokenizer=tokenizer,
-        layout=layout,
-        vocab_size=vocab_size,
-    )
+        objective, data_prefix=args.data_path, train_data_prefix=args.train_data_path,
+        valid_data_prefix=args.valid_data_path, test_data_prefix=args.test_data_path,
+        data_impl=args.data_impl, splits_string=args.split,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=args.seq_length,
+        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH, masked_lm_prob=args.mask_prob,
+        short_seq_prob=args.short_seq_prob, seed=args.seed, skip_warmup=not args.mmap_warmup,
+        data_cache_path=args.data_cache_path, binary_head=binary_head, tokenizer=tokenizer,
+        layout=layout, vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def build_train_valid_test_datasets(

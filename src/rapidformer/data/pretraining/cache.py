@@ -117,9 +117,6 @@ def _name_of_process() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-# --- reading -------------------------------------------------------------------------------------
-
-
 def _load(folder: Path, stem: str) -> IndexMaps | None:
     """The maps of that name, if they are there and complete."""
     try:
@@ -151,9 +148,6 @@ def _find_damage(folder: Path, record: Any) -> str | None:
     except OSError as error:
         return f"it cannot be read ({error})"
     return None
-
-
-# --- building ------------------------------------------------------------------------------------
 
 
 def _build_or_wait(

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rapidformer.data.indexed import IndexedDataset
 from rapidformer.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 # The last epoch is shuffled separately if less than this fraction of it is needed; otherwise
 # samples of a partly used epoch would be spread over the whole run.
@@ -125,7 +128,7 @@ def _order_samples(epochs: _Epochs, random: np.random.RandomState) -> np.ndarray
     return order
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GPTDataset:
     """Samples of a GPT index, under Megatron's name ``text``.
 
@@ -173,3 +176,40 @@ class GPTDataset:
             filled += piece.size
             offset = 0
         row[filled:] = get(documents.item(last_place), 0, last_offset + 1)
+
+
+def get_ltor_masks_and_position_ids(
+    data: torch.Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention mask (True is hidden), loss mask and positions of tokens ``[batch, sequence]``.
+
+    The attention mask is ``[1, 1, sequence, sequence]``, one for all rows, unless it is reset at
+    document boundaries. An end-of-document token belongs to the document it ends. A plain causal
+    mask has the attribute ``is_plain_causal``: a model that knows it, like GPTModel, can take the
+    fast path without looking at the mask.
+    """
+    import torch
+
+    rows, length = data.shape
+    is_end = data == eod_token
+    place = torch.arange(length, device=data.device)
+    hidden = (place > place[:, None])[None, None]
+    if reset_attention_mask:
+        # The document index of each token: the number of document ends before it.
+        document = is_end.cumsum(dim=1) - is_end.long()
+        hidden = hidden | (document[:, None, None, :] != document[:, None, :, None])
+    else:
+        hidden.is_plain_causal = True  # type: ignore[attr-defined]
+    position_ids = place.expand(rows, length).contiguous()
+    if reset_position_ids:
+        starts = torch.zeros_like(position_ids)
+        starts[:, 1:] = torch.where(is_end[:, :-1], place[1:], 0)
+        position_ids = position_ids - starts.cummax(dim=1).values
+    loss_mask = torch.ones(data.shape, dtype=torch.float, device=data.device)
+    if eod_mask_loss:
+        loss_mask[is_end] = 0.0
+    return hidden, loss_mask, position_ids
