@@ -2,24 +2,22 @@
 
 Compression is detected from a file's first bytes, not from its name, and so is the kind if the name
 says nothing. A folder contributes its files with known names, sorted by path; files named one by
-one keep their order.
+one keep their order. gzip is read by Python itself, zstd by Python 3.14 or `zstandard`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
+import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from rapidformer.data.preprocess.compressed import (
-    explain_damage,
-    get_compression,
-    open_decompressed,
-)
-from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.errors import ConfigurationError, DataError, MissingPackageError, RapidformerError
 from rapidformer.hub import suggest_path
 from rapidformer.log import get_logger
 
@@ -28,6 +26,8 @@ _KINDS = {
     ".txt": "text", ".text": "text",
 }  # fmt: skip
 _COMPRESSED = (".gz", ".zst")
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_PACKED_BYTES = 1 << 17
 _SNIFFED_BYTES = 1 << 16
 
 
@@ -101,7 +101,7 @@ def _get_kind_by_name(path: Path) -> str | None:
 
 def _describe_source(path: Path) -> Source:
     status = path.stat()
-    compression = get_compression(path)
+    compression = _get_compression(path)
     with path.open("rb") as raw, explain_damage(path):
         start = open_decompressed(raw, compression).read(_SNIFFED_BYTES)
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -127,3 +127,87 @@ def _check_is_text(path: Path, start: bytes) -> str:
         f"--input {path} is neither JSON lines nor UTF-8 text nor Parquet, packed or not: it "
         f"begins with {start[:8]!r}."
     )
+
+
+# --- compressed files ----------------------------------------------------------------------------
+
+
+def _get_compression(path: Path) -> str | None:
+    """gzip, zstd or None, from the file's first bytes."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
+    """The bytes of an open file, decompressed while reading; ``raw`` stays the caller's."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+    if compression == "zstd":
+        return _open_zstd(raw)
+    return raw
+
+
+@contextlib.contextmanager
+def explain_damage(path: Path) -> Iterator[None]:
+    """Report a damaged archive; our own errors and those of the system pass unchanged."""
+    try:
+        yield
+    except Exception as error:  # zlib's, zstd's and gzip's errors share no base class
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_of_system or isinstance(error, RapidformerError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"{path} is damaged and cannot be unpacked to its end: {reason}. Fetch it again."
+        ) from error
+
+
+def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
+    with contextlib.suppress(ImportError):
+        from compression import zstd
+
+        opened: IO[bytes] = zstd.open(raw, "rb")
+        return opened
+    try:
+        import zstandard
+    except ImportError:
+        name = getattr(raw, "name", "a .zst file")
+        raise MissingPackageError("zstandard", f"Reading {name}", extra="zstd") from None
+    return io.BufferedReader(_ZstdFile(raw, zstandard.ZstdDecompressor()), _PACKED_BYTES)
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frame after frame, each to its own end.
+
+    A truncated archive must fail: the package's own reader takes the end of the file for the end of
+    the data.
+    """
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw = raw
+        self._decompressor = decompressor
+        self._frame: Any = decompressor.decompressobj()
+        self._has_begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = b""
+            if self._frame.eof:
+                packed = self._frame.unused_data
+                self._frame, self._has_begun = self._decompressor.decompressobj(), False
+            packed = packed or self._raw.read(_PACKED_BYTES)
+            if not packed:
+                if self._has_begun:
+                    raise EOFError("the file ends in the middle of its data")
+                return 0
+            self._has_begun = True
+            self._ready = memoryview(self._frame.decompress(packed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

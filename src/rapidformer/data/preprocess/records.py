@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rapidformer.data.preprocess.cursors import split_paragraphs
 from rapidformer.data.preprocess.parts import ProblemLog
-from rapidformer.data.preprocess.reading import Piece
+from rapidformer.data.preprocess.reading import Piece, split_paragraphs
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN = 60

@@ -12,24 +12,33 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rapidformer.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
 from rapidformer.data.preprocess.crew import encode_parts
 from rapidformer.data.preprocess.inputs import Source
-from rapidformer.data.preprocess.parts import KeyCounts, PartReport, ProblemLog, get_part_prefix
-from rapidformer.data.preprocess.progress import Progress
-from rapidformer.data.preprocess.reading import Part, read_parts
-from rapidformer.data.preprocess.settings import (
-    PreprocessSettings,
-    check_output_is_free,
-    check_run,
+from rapidformer.data.preprocess.parts import (
+    KeyCounts,
+    PartReport,
+    ProblemLog,
+    WorkFolder,
+    find_start,
+    get_part_prefix,
 )
-from rapidformer.data.preprocess.summary import Summary, count, format_problems, name_place
-from rapidformer.data.preprocess.work_folder import WorkFolder, build_manifest, find_start
+from rapidformer.data.preprocess.progress import (
+    Progress,
+    Summary,
+    count,
+    format_problems,
+    name_place,
+)
+from rapidformer.data.preprocess.reading import Part, read_parts
+from rapidformer.data.preprocess.settings import PreprocessSettings, check_output_is_free, check_run
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError, RapidformerError
 from rapidformer.log import get_logger
 
+_VERSION = 1
 _PACKED_GROWS = 4  # about how much text a compressed byte holds, to estimate the number of parts
 
 
@@ -81,9 +90,18 @@ class _Run:
 
     def open_folder(self) -> None:
         """Lock the work folder and find what is finished in it."""
-        manifest = build_manifest(
-            self._settings, self._sources, self._tokenizer, self._dtype, self._part_bytes
-        )
+        import tokenizers
+
+        # Everything that decides what the parts hold.
+        manifest: dict[str, Any] = {
+            "version": _VERSION,
+            "inputs": [[str(s.path.absolute()), s.size, s.modified] for s in self._sources],
+            "settings": self._settings.describe_result(),
+            "tokenizer": self._tokenizer.fingerprint,
+            "tokenizers version": tokenizers.__version__,
+            "token type": self._dtype,
+            "part size": self._part_bytes,
+        }
         if not self._settings.overwrite and not self.folder.is_publishing(manifest):
             check_output_is_free(self._settings)
         try:
@@ -98,8 +116,6 @@ class _Run:
                 self._reused, self._reused_bytes / 1e6, self.folder.path,
             )  # fmt: skip
 
-    # --- tokens ----------------------------------------------------------------------------------
-
     def encode(self, show_bar: bool | None) -> None:
         """Make the missing parts."""
         get_logger().info(
@@ -109,10 +125,7 @@ class _Run:
         )  # fmt: skip
         settings = self._settings
         start, number = find_start(self._reports)
-        progress = Progress(
-            self._total_bytes, start.disk_bytes, log_interval=settings.log_interval,
-            show_bar=show_bar,
-        )  # fmt: skip
+        progress = Progress(self._total_bytes, start.disk_bytes, settings.log_interval, show_bar)
         parts = read_parts(
             self._sources, keys=settings.json_keys, text_documents=settings.text_documents,
             part_bytes=self._part_bytes, max_documents=settings.max_documents, start=start,
@@ -155,11 +168,15 @@ class _Run:
                 f"written.\n{listed}"
             )
 
-    # --- the output ------------------------------------------------------------------------------
-
     def join(self) -> None:
         """Write the parts one after another under the output's names."""
-        self._check_space()
+        needed = sum(size for report in self._reports.values() for size, _ in report.files.values())
+        free = shutil.disk_usage(self.folder.path).free
+        if free < needed:
+            raise DataError(
+                f"The output needs {needed:,} bytes, but only {free:,} are free on the disk of "
+                f"{self._settings.output_prefix}: free some space."
+            )
         self.folder.start_publishing()
         for index, target in enumerate(self._settings.get_targets().values()):
             with IndexedWriter(target, self._dtype) as writer:
@@ -168,15 +185,6 @@ class _Run:
                     prefix = get_part_prefix(self.folder.path, number, index)
                     part = IndexedDataset(prefix)
                     writer.append_file(Path(f"{prefix}.bin"), part.sizes, part.doc_idx, None)
-
-    def _check_space(self) -> None:
-        needed = sum(size for report in self._reports.values() for size, _ in report.files.values())
-        free = shutil.disk_usage(self.folder.path).free
-        if free < needed:
-            raise DataError(
-                f"The output needs {needed:,} bytes, but only {free:,} are free on the disk of "
-                f"{self._settings.output_prefix}: free some space."
-            )
 
     def summarize(self, seconds: float) -> Summary:
         """What was made."""

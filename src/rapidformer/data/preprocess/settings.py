@@ -47,20 +47,17 @@ class PreprocessSettings:
     overwrite: bool = False
     part_bytes: int | None = None
 
-    @property
-    def level(self) -> str:
-        return "sentence" if self.split_sentences else "document"
-
-    def get_target(self, key: str) -> Path:
-        """The prefix of the files that hold one key's tokens."""
-        return Path(f"{Path(self.output_prefix).expanduser()}_{key}_{self.level}")
-
     def get_targets(self) -> dict[str, Path]:
-        return {key: self.get_target(key) for key in self.json_keys}
+        """The prefixes of the files that hold the tokens of each key."""
+        return {key: self._name_file(key) for key in self.json_keys}
 
     def get_work_folder(self) -> Path:
         """Where finished parts wait for the others."""
-        return Path(f"{self.get_target('-'.join(self.json_keys))}.parts")
+        return self._name_file("-".join(self.json_keys), ".parts")
+
+    def _name_file(self, key: str, ending: str = "") -> Path:
+        level = "sentence" if self.split_sentences else "document"
+        return Path(f"{Path(self.output_prefix).expanduser()}_{key}_{level}{ending}")
 
     def get_part_bytes(self, total_bytes: int) -> int:
         """How much text a part holds: enough parts for many cores, few enough for a folder."""
