@@ -135,13 +135,12 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same without waiting; None if the values are on the device only."""
     if tensor.device.type == "cpu":
         return tensor
-    copy: torch.Tensor | None
-    copy, version, memory = getattr(tensor, _HOST_COPY, (None, None, None))
+    host: tuple[torch.Tensor, int, int] | None = getattr(tensor, _HOST_COPY, None)
     # ``tensor.data = other`` does not count as a change, but has other memory. What is written
     # through ``tensor.data`` goes unnoticed: finding out would take a read from the device.
-    if copy is None or version != count_changes(tensor) or memory != get_storage_key(tensor):
+    if host is None or host[1] != count_changes(tensor) or host[2] != get_storage_key(tensor):
         return None
-    return copy
+    return host[0]
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:

@@ -65,7 +65,8 @@ class PadCollator:
             first = values[0]
         if isinstance(first, (np.ndarray, list, tuple)):
             return torch.from_numpy(self._join_arrays(name, values))
-        return torch.tensor(values, dtype=_scalar_dtype(values))
+        is_float = any(isinstance(value, (float, np.floating)) for value in values)
+        return torch.tensor(values, dtype=torch.float32 if is_float else torch.int64)
 
     def _join_arrays(self, name: str, values: list[Any]) -> np.ndarray:
         if _depth(values) == 1:
@@ -76,26 +77,20 @@ class PadCollator:
         height = max(len(value) for value in nested)
         if _depth(nested) == 2:
             # Choices x tokens: all inner rows are padded to one width, then regrouped.
-            flat = [inner for value in nested for inner in value]
-            joined = self._pad_rows(name, flat)
-            if any(len(value) != height for value in nested):
-                return self._regroup(name, joined, [len(value) for value in nested], height)
-            return joined.reshape(len(nested), height, -1)
+            joined = self._pad_rows(name, [inner for value in nested for inner in value])
+            counts = np.array([len(value) for value in nested])
+            if (counts == height).all():
+                return joined.reshape(len(nested), height, -1)
+            shape = (len(nested), height, joined.shape[1])
+            padded = np.full(shape, self.pad_values.get(name, 0), dtype=joined.dtype)
+            padded[np.arange(height) < counts[:, None]] = joined
+            return padded
         try:
             return _narrow(np.asarray(values))
         except ValueError:
             raise DataError(
                 f"The column {name} holds nested lists of unequal shape, which cannot be padded."
             ) from None
-
-    def _regroup(self, name: str, joined: np.ndarray, counts: list[int], height: int) -> np.ndarray:
-        shape = (len(counts), height, joined.shape[1])
-        padded = np.full(shape, self.pad_values.get(name, 0), dtype=joined.dtype)
-        start = 0
-        for index, count in enumerate(counts):
-            padded[index, :count] = joined[start : start + count]
-            start += count
-        return padded
 
     def _pad_rows(self, name: str, rows: Sequence[Any]) -> np.ndarray:
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
@@ -137,11 +132,6 @@ def _is_stackable(values: list[Any]) -> bool:
     # An empty list says nothing about its kind: it is a row without tokens.
     numbers = (int, float, np.number, np.bool_, np.ndarray, torch.Tensor, list, tuple)
     return isinstance(first, numbers) and getattr(first, "dtype", None) != np.object_
-
-
-def _scalar_dtype(values: list[Any]) -> torch.dtype:
-    is_float = any(isinstance(value, (float, np.floating)) for value in values)
-    return torch.float32 if is_float else torch.int64
 
 
 def _depth(values: Sequence[Any]) -> int:

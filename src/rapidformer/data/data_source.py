@@ -52,10 +52,7 @@ class Rows:
         self._dataset = dataset
         self.name = type(dataset).__name__
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
-
-    @property
-    def size(self) -> int | None:
-        return len(self._dataset)
+        self.size: int | None = len(dataset)
 
     def get_rows(self, numbers: Sequence[int]) -> list[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)

@@ -8,6 +8,7 @@ megabyte, sending the values is much faster.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _LARGE = 2**20
 """Bytes of a batch from which shared memory is faster."""
 
 
+@dataclass(frozen=True, eq=False)
 class Fetcher:
     """Turns a round's key into a collated batch, under random numbers of its own.
 
@@ -35,20 +37,19 @@ class Fetcher:
     reading ahead, or on where a run resumed.
     """
 
-    def __init__(self, source: DataSource, collate: Collate, seed: tuple[int, int, int]) -> None:
-        self._source = source
-        self._collate = collate
-        self._seed = seed
+    source: DataSource
+    collate: Collate
+    seed: tuple[int, int, int]
 
     def __getitem__(self, key: Dealt) -> Fetched:
         number, indices, is_filler, is_last = key
         try:
-            with random_numbers_from((*self._seed, number)):
-                rows = self._source.get_rows(indices)
-                run_seed, epoch, _ = self._seed
+            with random_numbers_from((*self.seed, number)):
+                rows = self.source.get_rows(indices)
+                run_seed, epoch, _ = self.seed
                 token = sample_seeds.set([(run_seed, epoch, 1, index) for index in indices])
                 try:
-                    batch = self._collate(rows)
+                    batch = self.collate(rows)
                 finally:
                     sample_seeds.reset(token)
         except RapidformerError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +75,6 @@ def get_first_line(error: BaseException) -> str:
     return text if text.endswith(".") else text + "."
 
 
-# --- small files ---------------------------------------------------------------------------------
-
-
 def _read_small(path: Path, kind: str) -> Dataset:
     readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
     try:
@@ -137,7 +134,7 @@ def _read_json(path: Path) -> Dataset:
     except json.JSONDecodeError:
         document = None
     if document is None:
-        return _from_rows(_parse_json_lines(text, path), path)
+        return _from_rows(list(_parse_json_lines(text.split("\n"), path)), path)
     rows = document.get("data")
     if not isinstance(rows, list):
         rows = [document]
@@ -164,19 +161,17 @@ def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _parse_json_lines(text: str, path: Path) -> list[Any]:
-    rows: list[Any] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            yield json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): "
                 f"{line.strip()[:60]}"
             ) from None
-    return rows
 
 
 def _from_rows(rows: list[Any], path: Path) -> Dataset:
@@ -212,9 +207,6 @@ def _describe_mixed_column(columns: Mapping[str, list[Any]], path: Path, error: 
     return f"{path}: the rows do not form a table: {get_first_line(error)}"
 
 
-# --- columnar and large files --------------------------------------------------------------------
-
-
 def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
     datasets = import_datasets()
     try:
@@ -242,18 +234,9 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
         )
     except Exception as error:
         if kind == "json":
-            _raise_first_bad_line(path)
+            with open_text(path) as file:
+                for _ in _parse_json_lines(file, path):
+                    pass  # up to the first bad line, which is an error
         raise DataError(
             f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _raise_first_bad_line(path: Path) -> None:
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                json.loads(line.strip() or "null")
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}): {line.strip()[:60]}"
-                ) from None

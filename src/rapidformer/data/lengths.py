@@ -39,15 +39,15 @@ def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") 
 def measure_sample(sample: Any) -> int:
     """The tokens of a stream's sample."""
     try:
-        return _measure(sample)
+        return len(sample["input_ids"])
     except (TypeError, KeyError, IndexError):
         raise DataError(
             "--tokens-per-micro-batch: the samples of the stream have no input_ids to count."
         ) from None
 
 
-def _measure(sample: Any, column: str | None = None) -> int:
-    if column is not None and isinstance(sample, Mapping) and column in sample:
+def _measure(sample: Any, column: str) -> int:
+    if isinstance(sample, Mapping) and column in sample:
         return _to_length(sample[column], column)
     return len(sample["input_ids"])
 

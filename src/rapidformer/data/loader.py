@@ -22,10 +22,9 @@ from torch.utils.data.distributed import DistributedSampler
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
 from rapidformer.data.data_source import is_stream, open_source
 from rapidformer.data.fetching import Collate, Fetched, Fetcher, Parcel
-from rapidformer.data.prefetch import read_ahead
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import EpochOrder, Rounds
-from rapidformer.data.update import MicroBatch, Update
+from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import DataError, RapidformerError
 
@@ -126,10 +125,9 @@ class DistributedLoader:
         if self.device.type == "cuda":
             return self.is_stream
         # A step's micro-batches are collected before it runs.
-        has_one = self._cut.per_update == 1 and not (
-            self._cut.token_budget or self._cut.get_batch_size
-        )
-        return not has_one and (self.is_stream or self._num_workers == 0)
+        may_have_several = self._cut.per_update > 1 or self._cut.get_batch_size is not None
+        has_own_memory = self._num_workers > 0 and not self.is_stream
+        return (may_have_several or self.has_token_budget) and not has_own_memory
 
     def __iter__(self) -> Iterator[Any]:
         """The bare batches, for a loop of the user's own."""

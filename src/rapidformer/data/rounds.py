@@ -124,8 +124,6 @@ class Rounds:
                 "--global-batch-size, or --keep-last."
             )
 
-    # ---- dealing ---------------------------------------------------------------------------------
-
     def deal(
         self, order: Numbers, lengths: Sequence[int] | None, epoch: int, consumed: int
     ) -> Iterator[Dealt]:

@@ -11,10 +11,11 @@ import contextlib
 import difflib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.config import Settings
 from rapidformer.data.files import get_first_line, get_format, import_datasets
 from rapidformer.data.folders import (
@@ -64,9 +65,6 @@ def hold_out(splits: dict[str, Dataset], fraction: float, seed: int) -> dict[str
     chosen = set(held)
     rest = [number for number in range(len(rows)) if number not in chosen]
     return {**splits, "train": rows.select(rest), "validation": rows.select(held)}
-
-
-# --- where the data is ---------------------------------------------------------------------------
 
 
 def as_list(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
@@ -125,15 +123,12 @@ def find_sub_folder(folder: Path, name: str | None) -> Path:
     )
 
 
-# --- the Hub --------------------------------------------------------------------------------------
-
-
 def _load_from_hub(name: str, args: Settings) -> dict[str, Dataset]:
     datasets = import_datasets()
     full_name = f"{name} ({args.data_name})" if args.data_name else name
     online = is_hub_reachable("HF_DATASETS_OFFLINE")
     try:
-        with contextlib.nullcontext() if online else _offline():
+        with contextlib.nullcontext() if online else _OFFLINE:
             data = datasets.load_dataset(name, args.data_name, cache_dir=args.cache_dir)
     except Exception as error:
         text = _describe_hub_failure(full_name, name, args.data_name, error, online)
@@ -166,18 +161,13 @@ def _describe_hub_failure(
     return f"The data set {full_name} cannot be loaded: {get_first_line(error)}"
 
 
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Make `datasets` use only its cache instead of retrying an unreachable Hub."""
+def _list_switches() -> list[Entry]:
     import datasets.config
     import huggingface_hub.constants
 
-    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
-        for module in modules:
-            module.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
+    modules = (datasets.config, huggingface_hub.constants)
+    return [Entry(module, "HF_HUB_OFFLINE", lambda _: True) for module in modules]
+
+
+_OFFLINE = Patch(_list_switches)
+"""Makes `datasets` use only its cache instead of retrying an unreachable Hub."""

@@ -39,9 +39,6 @@ class IndexedDataError(DataError):
         super().__init__(text)
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
 def get_data_path(prefix: str | Path) -> Path:
     """The file that holds the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
@@ -114,15 +111,15 @@ def _describe_near(prefix: str) -> str:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"there is no folder {folder}."
-    found = [name for name in list_prefixes(folder) if has_indexed(folder / name)]
-    if not found:
+    names = [name for name in list_prefixes(folder) if has_indexed(folder / name)]
+    if not names:
         where = "the current folder" if folder == Path() else folder
         return f"{where} holds no .bin/.idx pair; `rapidformer preprocess` writes them."
     if path.is_dir():
-        near = found
+        near = names
     else:
-        near = [name for name in found if name.startswith(path.name)]
-        near = near or difflib.get_close_matches(path.name, found, n=3, cutoff=0.5)
+        near = [name for name in names if name.startswith(path.name)]
+        near = near or difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     if near:
         return f"did you mean {', '.join(str(folder / name) for name in near[:3])}?"
-    return f"{folder} holds {', '.join(found[:5])}{', ...' if len(found) > 5 else ''}."
+    return f"{folder} holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."

@@ -13,8 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rapidformer.data.indexed.check import find_problems
-from rapidformer.data.indexed.index import load_index, map_file
+from rapidformer.data.indexed.index import find_problems, load_index, map_file
 from rapidformer.data.indexed.layout import (
     IndexedDataError,
     check_files_exist,

@@ -63,8 +63,6 @@ class IndexedWriter:
             self._data_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_staging(self._data_path)
 
-    # --- adding ----------------------------------------------------------------------------------
-
     @property
     def num_sequences(self) -> int:
         """Number of sequences so far."""
@@ -77,8 +75,7 @@ class IndexedWriter:
 
     def add_item(self, tokens: Tokens) -> None:
         """Write one sequence of the current document."""
-        if len(tokens) > MAX_SEQUENCE:
-            raise _describe_overlong(len(tokens))
+        _check_length(len(tokens))
         flat = _convert_tokens(tokens, self.dtype)
         self._write(flat)
         self._sizes.append(flat.size)
@@ -103,8 +100,7 @@ class IndexedWriter:
         """
         lengths = _convert_counts(sizes, "sizes")
         counts = _convert_counts(sequences_per_document, "sequences_per_document")
-        if lengths.size and (longest := int(lengths.max())) > MAX_SEQUENCE:
-            raise _describe_overlong(longest)
+        _check_length(int(lengths.max(initial=0)))
         flat = _convert_tokens(tokens_flat, self.dtype)
         if (total := int(lengths.sum())) != flat.size:
             raise IndexedDataError(f"{flat.size} tokens were given, but the sizes add to {total}.")
@@ -142,8 +138,6 @@ class IndexedWriter:
             self._marks.frombytes(marks.astype(np.int64).tobytes())
         if modes is not None:
             self._modes += modes.tobytes()
-
-    # --- finishing -------------------------------------------------------------------------------
 
     def finalize(self) -> None:
         """Write the index and give both files their names."""
@@ -298,8 +292,9 @@ def _convert_counts(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray
     return counts.astype(np.int64)
 
 
-def _describe_overlong(size: int) -> IndexedDataError:
-    return IndexedDataError(
-        f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
-        f"{MAX_SEQUENCE}: split the document."
-    )
+def _check_length(size: int) -> None:
+    if size > MAX_SEQUENCE:
+        raise IndexedDataError(
+            f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
+            f"{MAX_SEQUENCE}: split the document."
+        )

@@ -85,10 +85,6 @@ class Tokenizer(ABC):
             starts[token_id] = not token.startswith("##")
         return starts
 
-    def is_word_start(self, token_id: int) -> bool:
-        """Whether a word may start with this token."""
-        return bool(self.word_starts[token_id])
-
     @property
     def additional_special_tokens_ids(self) -> list[int]:
         """The ids of T5's sentinels, starting with ``<extra_id_0>``."""

@@ -150,9 +150,6 @@ def _check_has(vocab: Mapping[str, int], tokens: list[str], file: Path) -> None:
         )
 
 
-# --- vocabulary files ---------------------------------------------------------------------------
-
-
 def _load_wordpieces(path: Path) -> dict[str, int]:
     """One piece per line; the id is the line number, from 0."""
     # Only newlines end a line: U+2028 and similar characters are pieces of some vocabularies.
