@@ -45,7 +45,7 @@ def get_peak_gib() -> float:
 
 def run_arithmetic(prefix: Path, seq_length: int) -> None:
     from rapidformer.data.indexed import open_indexed
-    from rapidformer.data.pretraining.gpt_index import build_gpt_index
+    from rapidformer.data.pretraining.gpt import build_gpt_index
 
     sizes = open_indexed(prefix).sizes
     start = time.perf_counter()
@@ -78,7 +78,7 @@ def run_bert(prefix: Path, short_percent: int) -> None:
     rows = build_sentence_map(
         doc_idx,
         sizes,
-        max_num_samples=None,
+        num_samples=None,
         max_length=509,
         short_seq_prob=short_percent / 100,
         min_sentences=2,

@@ -23,7 +23,7 @@ class ConfigurationError(RapidformerError):
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(_join(self.problems))
+        super().__init__(join_problems(self.problems))
 
 
 class DataError(RapidformerError):

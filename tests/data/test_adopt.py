@@ -19,8 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from rapidformer.data.adopt import adopt_loader
-from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.loader import DistributedLoader, adopt_loader
 from rapidformer.errors import DataError
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, IterableDataset
 
-from rapidformer.data import parcel
+from rapidformer.data import fetching
 from rapidformer.data.lengths import GroupedOrder
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatch
@@ -605,9 +605,9 @@ def test_stream_drops_the_last_smaller_batch_when_asked() -> None:
 
 def test_small_batches_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"ids": torch.arange(6).view(2, 3), "mask": torch.ones(2, 3).bool(), "name": "a"}
-    assert parcel.pack(small) is small, "nothing to send in the main process"
-    monkeypatch.setattr(parcel, "get_worker_info", object)
-    sent = pickle.loads(pickle.dumps(parcel.pack(small))).unpack()
+    assert fetching.pack(small) is small, "nothing to send in the main process"
+    monkeypatch.setattr(fetching, "get_worker_info", object)
+    sent = pickle.loads(pickle.dumps(fetching.pack(small))).unpack()
     assert list(sent) == list(small)
     assert torch.equal(sent["ids"], small["ids"])
     assert torch.equal(sent["mask"], small["mask"])
@@ -621,7 +621,7 @@ def test_small_batches_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.ones(2),),
     ]
     for batch in others:
-        assert parcel.pack(batch) is batch
+        assert fetching.pack(batch) is batch
 
 
 def test_batches_stay_on_the_host_while_asked() -> None:

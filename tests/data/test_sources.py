@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rapidformer.data.folders import get_split_name, name_splits
 from rapidformer.data.sources import load_splits
-from rapidformer.data.splits import get_split_name, name_splits
 from rapidformer.errors import DataError
 
 from .rig import ROWS, as_lines, load, make_args, write

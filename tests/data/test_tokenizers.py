@@ -213,8 +213,8 @@ def test_word_starts_are_all_but_continuing_pieces(bert: Tokenizer) -> None:
     assert continuing
     assert not bert.word_starts[continuing].any()
     assert bert.word_starts.sum() == bert.vocab_size - len(continuing)
-    assert bert.is_word_start(bert.cls)
-    assert not bert.is_word_start(continuing[0])
+    assert bert.word_starts[bert.cls]
+    assert not bert.word_starts[continuing[0]]
 
 
 def test_wordpieces_are_joined_again(bert: Tokenizer) -> None:

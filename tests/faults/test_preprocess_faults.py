@@ -242,12 +242,12 @@ def test_an_input_that_vanishes_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", [{"text": "1"}])
-    opened = run_module.PartReader
+    opened = run_module.read_parts
 
     def vanish(*args: Any, **options: Any) -> Any:
         path.unlink()
         return opened(*args, **options)
 
-    monkeypatch.setattr(run_module, "PartReader", vanish)
+    monkeypatch.setattr(run_module, "read_parts", vanish)
     with pytest.raises(DataError, match=r"in.jsonl: No such file"):
         run(tmp_path, path)

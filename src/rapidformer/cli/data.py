@@ -100,7 +100,7 @@ def _add_head(head: argparse.ArgumentParser) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from rapidformer.data.indexed.describe import describe_indexed
+    from rapidformer.data.indexed.commands import describe_indexed
 
     damaged = []
     for prefix in options.prefixes:
@@ -217,7 +217,7 @@ def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
 
 def _merge(options: argparse.Namespace) -> None:
     from rapidformer.data.indexed import has_indexed, list_prefixes, merge_indexed
-    from rapidformer.data.indexed.describe import describe_indexed
+    from rapidformer.data.indexed.commands import describe_indexed
     from rapidformer.data.indexed.layout import get_data_path, get_index_path, is_file, name_target
 
     prefixes: list[str] = []

@@ -225,7 +225,7 @@ def _flag(name: str) -> str:
 def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSettings, Tokenizer]:
     """The settings and the tokenizer; reports all problems together."""
     from rapidformer.data.preprocess import PreprocessSettings
-    from rapidformer.data.preprocess.checks import find_problems
+    from rapidformer.data.preprocess.settings import find_problems
     from rapidformer.data.tokenizers import build_tokenizer
 
     rest = {name: value for name, value in values.items() if name not in _NOT_FIELDS}

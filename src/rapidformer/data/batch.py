@@ -108,7 +108,13 @@ def _change(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = tensor.to(device, non_blocking=True)
-    _keep_host_copy(moved, tensor)
+    is_kept = tensor.dim() == 2 and tensor.device.type == "cpu" and not tensor.is_floating_point()
+    # Tensors made in inference mode do not count their changes.
+    if is_kept and not moved.is_inference() and has_storage(moved):
+        # A clone: a loader may fill the same memory with its next batch. If it does so through
+        # NumPy, no version tells.
+        state = tensor.clone(), count_changes(moved), get_storage_key(moved)
+        setattr(moved, _HOST_COPY, state)
     return moved
 
 
@@ -129,24 +135,12 @@ def find_host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """The same without waiting; None if the values are on the device only."""
     if tensor.device.type == "cpu":
         return tensor
-    copy, version, memory = getattr(tensor, _HOST_COPY, (None, None, None))
+    host: tuple[torch.Tensor, int, int] | None = getattr(tensor, _HOST_COPY, None)
     # ``tensor.data = other`` does not count as a change, but has other memory. What is written
     # through ``tensor.data`` goes unnoticed: finding out would take a read from the device.
-    if copy is None or version != count_changes(tensor) or memory != get_storage_key(tensor):
+    if host is None or host[1] != count_changes(tensor) or host[2] != get_storage_key(tensor):
         return None
-    found: torch.Tensor = copy
-    return found
-
-
-def _keep_host_copy(moved: torch.Tensor, value: torch.Tensor) -> None:
-    # Tensors made in inference mode do not count their changes.
-    if value.dim() != 2 or moved.is_inference() or not has_storage(moved):
-        return
-    if value.device.type == "cpu" and not value.is_floating_point():
-        # A clone: a loader may fill the same memory with its next batch. If it does so through
-        # NumPy, no version tells.
-        state = value.clone(), count_changes(moved), get_storage_key(moved)
-        setattr(moved, _HOST_COPY, state)
+    return host[0]
 
 
 def _count_labels(labels: Any, rows: int) -> tuple[int, int]:

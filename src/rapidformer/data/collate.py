@@ -17,14 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.errors import DataError
 
-IGNORED_LABEL = -100
 _LABEL_NAMES = {"label": "labels", "label_ids": "labels"}
-_DEFAULT_PADS: Mapping[str, int | float] = {
-    "labels": IGNORED_LABEL,
-    "special_tokens_mask": 1,
-}
+_DEFAULT_PADS: Mapping[str, int | float] = {"labels": IGNORED_LABEL, "special_tokens_mask": 1}
 
 
 class PadCollator:
@@ -68,7 +65,8 @@ class PadCollator:
             first = values[0]
         if isinstance(first, (np.ndarray, list, tuple)):
             return torch.from_numpy(self._join_arrays(name, values))
-        return torch.tensor(values, dtype=_scalar_dtype(values))
+        is_float = any(isinstance(value, (float, np.floating)) for value in values)
+        return torch.tensor(values, dtype=torch.float32 if is_float else torch.int64)
 
     def _join_arrays(self, name: str, values: list[Any]) -> np.ndarray:
         if _depth(values) == 1:
@@ -79,26 +77,20 @@ class PadCollator:
         height = max(len(value) for value in nested)
         if _depth(nested) == 2:
             # Choices x tokens: all inner rows are padded to one width, then regrouped.
-            flat = [inner for value in nested for inner in value]
-            joined = self._pad_rows(name, flat)
-            if any(len(value) != height for value in nested):
-                return self._regroup(name, joined, [len(value) for value in nested], height)
-            return joined.reshape(len(nested), height, -1)
+            joined = self._pad_rows(name, [inner for value in nested for inner in value])
+            counts = np.array([len(value) for value in nested])
+            if (counts == height).all():
+                return joined.reshape(len(nested), height, -1)
+            shape = (len(nested), height, joined.shape[1])
+            padded = np.full(shape, self.pad_values.get(name, 0), dtype=joined.dtype)
+            padded[np.arange(height) < counts[:, None]] = joined
+            return padded
         try:
             return _narrow(np.asarray(values))
         except ValueError:
             raise DataError(
                 f"The column {name} holds nested lists of unequal shape, which cannot be padded."
             ) from None
-
-    def _regroup(self, name: str, joined: np.ndarray, counts: list[int], height: int) -> np.ndarray:
-        shape = (len(counts), height, joined.shape[1])
-        padded = np.full(shape, self.pad_values.get(name, 0), dtype=joined.dtype)
-        start = 0
-        for index, count in enumerate(counts):
-            padded[index, :count] = joined[start : start + count]
-            start += count
-        return padded
 
     def _pad_rows(self, name: str, rows: Sequence[Any]) -> np.ndarray:
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
@@ -109,30 +101,26 @@ class PadCollator:
         if (lengths == width).all():
             return flat.reshape(len(rows), width)
         padded = np.full((len(rows), width), self.pad_values.get(name, 0), dtype=flat.dtype)
-        positions = np.arange(width)
-        if self.side == "right":
-            taken = positions < lengths[:, None]
-        else:
-            taken = positions >= width - lengths[:, None]
-        padded[taken] = flat
+        padded[self._find_taken(lengths, width)] = flat
         return padded
+
+    def _find_taken(self, lengths: np.ndarray, width: int) -> np.ndarray:
+        """Where rows of these lengths are, in a batch of this width."""
+        positions, counts = np.arange(width), lengths[:, None]
+        taken: np.ndarray = (
+            positions < counts if self.side == "right" else positions >= width - counts
+        )
+        return taken
 
     def _add_attention_mask(self, batch: dict[str, torch.Tensor], rows: list[Any]) -> None:
         ids = batch["input_ids"]
-        lengths = [len(row["input_ids"]) for row in rows]
+        lengths = np.array([len(row["input_ids"]) for row in rows])
         # Lists may have any length, so their batches always have a mask: one that appears only for
         # some batches would be another signature, and another compilation.
-        is_ragged = isinstance(rows[0]["input_ids"], (list, tuple)) or set(lengths) != {
-            ids.shape[1]
-        }
-        if ids.dim() == 2 and is_ragged:
-            positions = torch.arange(ids.shape[1])
-            counts = torch.tensor(lengths)[:, None]
-            if self.side == "right":
-                mask = positions < counts
-            else:
-                mask = positions >= ids.shape[1] - counts
-            batch["attention_mask"] = mask.long()
+        is_list = isinstance(rows[0]["input_ids"], (list, tuple))
+        if ids.dim() == 2 and (is_list or (lengths != ids.shape[1]).any()):
+            taken = self._find_taken(lengths, ids.shape[1])
+            batch["attention_mask"] = torch.from_numpy(taken.astype(np.int64))
 
 
 def _is_stackable(values: list[Any]) -> bool:
@@ -144,11 +132,6 @@ def _is_stackable(values: list[Any]) -> bool:
     # An empty list says nothing about its kind: it is a row without tokens.
     numbers = (int, float, np.number, np.bool_, np.ndarray, torch.Tensor, list, tuple)
     return isinstance(first, numbers) and getattr(first, "dtype", None) != np.object_
-
-
-def _scalar_dtype(values: list[Any]) -> torch.dtype:
-    is_float = any(isinstance(value, (float, np.floating)) for value in values)
-    return torch.float32 if is_float else torch.int64
 
 
 def _depth(values: Sequence[Any]) -> int:

@@ -8,13 +8,14 @@ round: all ranks must draw the same random numbers for it and get the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.utils.data import IterableDataset
 
-from rapidformer.data.digest import compute_digest
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.errors import DataError
 
@@ -51,10 +52,7 @@ class Rows:
         self._dataset = dataset
         self.name = type(dataset).__name__
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
-
-    @property
-    def size(self) -> int | None:
-        return len(self._dataset)
+        self.size: int | None = len(dataset)
 
     def get_rows(self, numbers: Sequence[int]) -> list[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -117,7 +115,9 @@ class Stream:
         """Refuse a stream if the ranks read different rows of it; compares one round only."""
         if self._gather_digests is None:
             return
-        digests = self._gather_digests(compute_digest(samples))
+        digest = hashlib.sha256()
+        _add(digest, samples)
+        digests = self._gather_digests(digest.hexdigest())
         self._gather_digests = None
         if len(set(digests)) > 1:
             raise DataError(
@@ -142,3 +142,24 @@ def open_source(
 def is_stream(dataset: Any) -> bool:
     """Whether the data has no length, or must be read in order."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add rows to a digest: equal for equal rows, in whatever process."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)}:".encode())
+        for item in value:
+            _add(digest, item)
+    elif hasattr(value, "tobytes"):  # arrays and images
+        digest.update(value.tobytes())
+    elif isinstance(value, (str, bytes, int, float, bool, type(None))):
+        digest.update(repr(value).encode())
+    else:
+        # Its repr may hold an address, which differs between processes.
+        digest.update(type(value).__name__.encode())

@@ -7,11 +7,10 @@ them on disk. Row numbers start at 1.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +23,9 @@ LARGE_FILE_BYTES = 256 * 1024 * 1024
 
 # How a file is read, by its suffix without `.gz`.
 _FORMATS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
 
 
 def get_format(path: Path) -> str | None:
@@ -80,9 +73,6 @@ def get_first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].strip()
     return text if text.endswith(".") else text + "."
-
-
-# --- small files ---------------------------------------------------------------------------------
 
 
 def _read_small(path: Path, kind: str) -> Dataset:
@@ -133,32 +123,24 @@ def _get_table_options(kind: str) -> dict[str, Any]:
 def _read_json(path: Path) -> Dataset:
     with open_text(path) as file:
         text = file.read()
-    start = text.lstrip()[:1]
-    rows = _parse_json_document(text, path) if start == "[" else None
-    if rows is None and start == "{":
-        # A whole document ({"data": [...]}) and the first of many lines both start like this.
-        with contextlib.suppress(json.JSONDecodeError):
-            rows = _rows_of_document(json.loads(text), path)
-    return _from_rows(rows if rows is not None else _parse_json_lines(text, path), path)
-
-
-def _parse_json_document(text: str, path: Path) -> list[Any]:
+    if text.lstrip().startswith("["):
+        try:
+            return _from_rows(json.loads(text), path)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
-    return list(rows)
-
-
-def _rows_of_document(document: Any, path: Path) -> list[Any]:
-    if not isinstance(document, dict):
-        return [document]
+        # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
+        document = json.loads(text) if text.lstrip().startswith("{") else None
+    except json.JSONDecodeError:
+        document = None
+    if document is None:
+        return _from_rows(list(_parse_json_lines(text.split("\n"), path)), path)
     rows = document.get("data")
     if not isinstance(rows, list):
-        return [document]
-    if rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
-        return list(_flatten_squad(rows))
-    return rows
+        rows = [document]
+    elif rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
+        rows = list(_flatten_squad(rows))
+    return _from_rows(rows, path)
 
 
 def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -179,19 +161,17 @@ def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _parse_json_lines(text: str, path: Path) -> list[Any]:
-    rows: list[Any] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            yield json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): "
                 f"{line.strip()[:60]}"
             ) from None
-    return rows
 
 
 def _from_rows(rows: list[Any], path: Path) -> Dataset:
@@ -213,24 +193,18 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
 
 
 def _describe_mixed_column(columns: Mapping[str, list[Any]], path: Path, error: Exception) -> str:
+    numbers = (int, float)
     for name, values in columns.items():
         first = next((value for value in values if value is not None), None)
         for number, value in enumerate(values, start=1):
-            if value is not None and not _is_same_kind(first, value):
+            are_numbers = isinstance(first, numbers) and isinstance(value, numbers)
+            if value is not None and type(first) is not type(value) and not are_numbers:
                 return (
                     f"{path}, row {number}: the column {name} holds {value!r} "
                     f"({type(value).__name__}), but {first!r} ({type(first).__name__}) before: "
                     "a column must hold one type."
                 )
     return f"{path}: the rows do not form a table: {get_first_line(error)}"
-
-
-def _is_same_kind(first: Any, value: Any) -> bool:
-    numbers = (int, float)
-    return type(first) is type(value) or (isinstance(first, numbers) and isinstance(value, numbers))
-
-
-# --- columnar and large files --------------------------------------------------------------------
 
 
 def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
@@ -260,18 +234,9 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
         )
     except Exception as error:
         if kind == "json":
-            _raise_first_bad_line(path)
+            with open_text(path) as file:
+                for _ in _parse_json_lines(file, path):
+                    pass  # up to the first bad line, which is an error
         raise DataError(
             f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _raise_first_bad_line(path: Path) -> None:
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                json.loads(line.strip() or "null")
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}): {line.strip()[:60]}"
-                ) from None

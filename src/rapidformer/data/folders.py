@@ -1,10 +1,14 @@
-"""From a folder of data to named splits: files by name, sub-folders, images, `save_to_disk`."""
+"""From a folder of data to named splits: files by name, sub-folders, images, `save_to_disk`.
+
+Files, folders and Hub data sets all use different names for their splits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.data.files import (
     check_not_empty,
@@ -13,10 +17,9 @@ from rapidformer.data.files import (
     import_datasets,
     load_file,
 )
-from rapidformer.data.splits import get_split_name, name_splits
 from rapidformer.errors import DataError
 from rapidformer.hub import list_names
-from rapidformer.log import warn
+from rapidformer.log import get_logger, warn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,6 +27,44 @@ if TYPE_CHECKING:
 _IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 # Data folders often contain these side files, which are JSON but hold no rows.
 _SIDE_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
+_SPLIT_WORDS = {
+    "train": "train", "training": "train", "valid": "validation", "validation": "validation",
+    "val": "validation", "dev": "validation", "eval": "validation", "test": "test",
+    "predict": "test", "prediction": "test",
+}  # fmt: skip
+
+
+def get_split_name(name: str) -> str | None:
+    """Train, validation or test for the name of a split or file; None if it says nothing.
+
+    Of GLUE's two validation sets, the matched one is the validation set.
+    """
+    words = re.split(r"[^a-z]+", name.lower())
+    if "mismatched" in words:
+        return None
+    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+
+
+def name_splits(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Any mapping of splits under our three names; if several match, the first is kept."""
+    splits: dict[str, Any] = {}
+    left_out: list[str] = []
+    for name, rows in data.items():
+        split = get_split_name(name)
+        if split is None or split in splits:
+            left_out.append(name)
+        else:
+            splits[split] = check_not_empty(rows, f"{source} ({name})")
+    if not splits and len(data) == 1:
+        splits["train"] = next(iter(data.values()))
+    elif left_out:
+        get_logger().info("%s: the splits %s are not used.", source, ", ".join(left_out))
+    if not splits:
+        raise DataError(
+            f"{source} has the splits {', '.join(data)}: none of them is named train, "
+            "validation or test. Give files with --train-data and --valid-data."
+        )
+    return splits
 
 
 def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
@@ -33,20 +74,17 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
     files = list_data_files(folder)
     if files:
         return load_named_files(files, cache_dir)
-    by_split = {
-        get_split_name(p.name): p
-        for p in sorted(folder.iterdir())
-        if p.is_dir() and get_split_name(p.name)
-    }
+    folders = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    by_split = {split: path for path in folders if (split := get_split_name(path.name))}
     if by_split:
-        return {str(split): _load_split_folder(path, cache_dir) for split, path in by_split.items()}
+        return {split: _load_split_folder(path, cache_dir) for split, path in by_split.items()}
     if _is_image_folder(folder):
         return {"train": _load_image_folder(folder, None)}
-    found = ", ".join(list_names(folder)[:8]) or "nothing"
+    names = ", ".join(list_names(folder)[:8]) or "nothing"
     raise DataError(
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
         "files named train..., valid... or test..., image folders, or a folder written by "
-        f"save_to_disk; it holds {found}."
+        f"save_to_disk; it holds {names}."
     )
 
 

@@ -6,6 +6,7 @@ What it cannot read (parquet, the Hub, a nested document) gives no rows and is c
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import itertools
@@ -16,22 +17,25 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.data.files import get_format, open_text
-from rapidformer.data.folders import list_data_files
-from rapidformer.data.sources import as_list, check_exists, find_sub_folder, is_hub_name
-from rapidformer.data.splits import get_split_name
+from rapidformer.data.folders import get_split_name, list_data_files
+from rapidformer.data.sources import (
+    SPLITS_BY_FLAG,
+    as_list,
+    check_exists,
+    find_sub_folder,
+    is_hub_name,
+)
 from rapidformer.errors import DataError
 
 Rows = list[dict[str, Any]]
 _ROWS = 5
 _CHARACTERS = 1 << 20
-_SPLITS = ("train", "validation", "test")
-_FLAGS = {"train_data": "train", "valid_data": "validation", "test_data": "test"}
 
 
 def read_head(args: Settings, problems: list[str]) -> Rows:
     """The first rows of the first split; paths that are not there go to ``problems``."""
     files = list(_find_files(args, problems))
-    for split in (*_SPLITS, None):
+    for split in (*SPLITS_BY_FLAG.values(), None):
         path = next((path for name, path in files if name == split), None)
         if path is not None:
             return _read_rows(path)
@@ -54,38 +58,29 @@ def take_head(data: Any, split: str) -> list[Any]:
 
 def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
     location = as_list(args.data_path or args.data_dir)
-    if not (len(location) == 1 and is_hub_name(location[0])):
-        for text in location:
-            yield from _list_files(_check(text, "data_path", problems), args.data_name, problems)
-    for name, split in _FLAGS.items():
+    if len(location) == 1 and is_hub_name(location[0]):
+        location = []
+    for text in location:
+        with _collect(problems):
+            path = check_exists(text, "data_path")
+            is_folder = path.is_dir()
+            files = list_data_files(find_sub_folder(path, args.data_name)) if is_folder else [path]
+            for file in files:
+                yield get_split_name(file.name.split(".")[0]), file
+    for name, split in SPLITS_BY_FLAG.items():
         for text in as_list(getattr(args, name)):
-            path = _check(text, name, problems)
-            if path is not None and path.is_file():
-                yield split, path
+            with _collect(problems):
+                path = check_exists(text, name)
+                if path.is_file():
+                    yield split, path
 
 
-def _check(text: str, setting: str, problems: list[str]) -> Path | None:
+@contextlib.contextmanager
+def _collect(problems: list[str]) -> Iterator[None]:
     try:
-        return check_exists(text, setting)
+        yield
     except DataError as error:
         problems.append(str(error))
-        return None
-
-
-def _list_files(
-    path: Path | None, data_name: str | None, problems: list[str]
-) -> Iterator[tuple[str | None, Path]]:
-    if path is None:
-        return
-    paths = [path]
-    if path.is_dir():
-        try:
-            paths = list_data_files(find_sub_folder(path, data_name))
-        except DataError as error:
-            problems.append(str(error))
-            return
-    for file in paths:
-        yield get_split_name(file.name.split(".")[0]), file
 
 
 def _read_rows(path: Path) -> Rows:

@@ -1,6 +1,6 @@
-"""Batches of similar length: the order of a training epoch that pads least (--group-by-length).
+"""Batches of similar length, which pad least: --group-by-length and --tokens-per-micro-batch.
 
-Samples are shuffled, cut into groups of many batches, and sorted by length inside each group, so
+Grouping shuffles the samples, cuts them into groups of many batches and sorts each by length, so
 that the order stays random between groups. The longest sample of all comes first: what does not fit
 into memory fails at once.
 """
@@ -39,15 +39,15 @@ def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") 
 def measure_sample(sample: Any) -> int:
     """The tokens of a stream's sample."""
     try:
-        return _measure(sample)
+        return len(sample["input_ids"])
     except (TypeError, KeyError, IndexError):
         raise DataError(
             "--tokens-per-micro-batch: the samples of the stream have no input_ids to count."
         ) from None
 
 
-def _measure(sample: Any, column: str | None = None) -> int:
-    if column is not None and isinstance(sample, Mapping) and column in sample:
+def _measure(sample: Any, column: str) -> int:
+    if isinstance(sample, Mapping) and column in sample:
         return _to_length(sample[column], column)
     return len(sample["input_ids"])
 
@@ -104,3 +104,44 @@ def sort_in_groups(
         group = range(start + len(order), start + len(order) + size)
         order += group if lengths is None else sorted(group, key=lambda i: -lengths[i])
     return order
+
+
+def split_by_tokens(lengths: Sequence[int], budget: int, num_ranks: int) -> list[list[int]]:
+    """The micro-batches of an update, as indices of its samples; a multiple of ``num_ranks``.
+
+    For --tokens-per-micro-batch: an update takes the samples it always takes, but cuts them into
+    micro-batches of similar length, of at most ``budget`` tokens with padding, as many and about as
+    large on every rank. Micro-batch i is for rank i modulo ``num_ranks``; it is empty if there are
+    too few samples. A sample longer than the budget gets a micro-batch of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    sizes = [max(lengths[index], 1) for index in order]
+    budget = max(budget, sizes[0])
+    count = -(-len(_cut(sizes, budget)) // num_ranks) * num_ranks
+    # The smallest limit that needs no more micro-batches than the budget: it balances them.
+    low, high = sizes[0], budget
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(sizes, middle)) <= count else (middle + 1, high)
+    pieces = _cut(sizes, high)
+
+    def measure(piece: range) -> int:
+        return len(piece) * sizes[piece.start] if piece else 0
+
+    while len(pieces) < count:
+        # Halve the largest, so that every rank has work; a single sample leaves one half empty.
+        largest = max(pieces, key=lambda piece: (len(piece) > 1, measure(piece)))
+        pieces.remove(largest)
+        pieces += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    # Ranks work on neighbours at the same time: these should be of equal size.
+    pieces.sort(key=measure, reverse=True)
+    return [sorted(order[place] for place in piece) for piece in pieces]
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[range]:
+    """Neighbours of a descending list, as many together as their padded size allows."""
+    starts = [0]
+    for place in range(1, len(sizes)):
+        if (place - starts[-1] + 1) * sizes[starts[-1]] > limit:
+            starts.append(place)
+    return [range(*ends) for ends in zip(starts, [*starts[1:], len(sizes)], strict=True)]

@@ -12,23 +12,21 @@ lengths need. The position then moves on with each whole update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
-from rapidformer.data.data_source import open_source
-from rapidformer.data.fetching import Collate, Fetched, Fetcher
-from rapidformer.data.order import EpochOrder
-from rapidformer.data.parcel import Parcel
-from rapidformer.data.prefetch import read_ahead
+from rapidformer.data.data_source import is_stream, open_source
+from rapidformer.data.fetching import Collate, Fetched, Fetcher, Parcel
 from rapidformer.data.random_numbers import random_numbers_from
-from rapidformer.data.rounds import Rounds
-from rapidformer.data.update import MicroBatch, Update
+from rapidformer.data.rounds import EpochOrder, Rounds
+from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import DataError, RapidformerError
 
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
@@ -62,9 +60,10 @@ class DistributedLoader:
         self.collate_fn = collate
         self.batch_size = micro_batch_size
         # NumPy takes no negative seeds; torch and Python do.
-        self._seed = seed % 2**63
+        self.seed = seed % 2**63
         size = self.source.size
-        self._order = EpochOrder(size or 0, self._seed, shuffle=shuffle, draw=order)
+        self._order = EpochOrder(size or 0, self.seed, shuffle=shuffle, draw=order)
+        self.is_shuffled = shuffle
         self._num_workers = num_workers
         self.device = device or torch.device("cpu")
         self._lengths = lengths
@@ -73,17 +72,17 @@ class DistributedLoader:
         self.num_samples = 0 if size is None else size if num_samples is None else num_samples
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
         self._cut = Rounds(
-            micro_batch_size=micro_batch_size,
-            num_replicas=num_replicas,
-            replica=replica,
-            per_update=rounds_per_update,
-            num_samples=self.num_samples,
-            drops_last=drop_last,
-            get_batch_size=get_batch_size,
-            token_budget=token_budget,
-        )
+            micro_batch_size=micro_batch_size, num_replicas=num_replicas, replica=replica,
+            per_update=rounds_per_update, num_samples=self.num_samples, drops_last=drop_last,
+            get_batch_size=get_batch_size, token_budget=token_budget,
+        )  # fmt: skip
+        self.samples_per_round = self._cut.samples
+        self.samples_per_update = self._cut.samples_per_update
+        self.updates_per_epoch = -(-self._cut.count_after(0) // rounds_per_update)
+        self.has_token_budget = token_budget is not None
+        """Whether updates differ in their number of micro-batches."""
         self.epoch = 0
-        self._consumed = 0
+        self.consumed_samples = 0
         """Samples of the current epoch that have been handed out, over all ranks."""
         self._rounds = 0
         """Rounds of the current pass so far, counted from the start of an update."""
@@ -95,40 +94,14 @@ class DistributedLoader:
         if not self.is_stream:
             self._cut.check_size()
 
-    @property
-    def has_token_budget(self) -> bool:
-        """Whether updates differ in their number of micro-batches."""
-        return self._cut.token_budget is not None
-
-    @property
-    def samples_per_round(self) -> int:
-        return self._cut.samples
-
-    @property
-    def is_shuffled(self) -> bool:
-        return self._order.is_shuffled
-
-    @property
-    def seed(self) -> int:
-        return self._seed
-
     def describe_order(self) -> str:
         """How the samples of an epoch are ordered."""
         return self._order.describe()
 
     def count_updates_done(self) -> int:
         """Updates until here, if all had been as large as they are now."""
-        left = -(-self._cut.count_after(self._consumed) // self._cut.per_update)
+        left = -(-self._cut.count_after(self.consumed_samples) // self._cut.per_update)
         return (self.epoch + 1) * self.updates_per_epoch - left
-
-    @property
-    def updates_per_epoch(self) -> int:
-        return -(-self._cut.count_after(0) // self._cut.per_update)
-
-    @property
-    def consumed_samples(self) -> int:
-        """Samples of the current epoch handed out so far, over all processes."""
-        return self._consumed
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
@@ -136,16 +109,12 @@ class DistributedLoader:
             raise TypeError(
                 "a stream of data has no length: say how long to train in --train-iters"
             )
-        if self._cut.token_budget is not None:
+        if self.has_token_budget:
             raise TypeError(
                 "with --tokens-per-micro-batch, the number of micro-batches depends on their "
                 "lengths: count optimizer steps (loader.updates_per_epoch)"
             )
         return self._cut.count_after(0)
-
-    @property
-    def samples_per_update(self) -> int:
-        return self._cut.samples_per_update
 
     @property
     def _may_reuse_memory(self) -> bool:
@@ -156,10 +125,9 @@ class DistributedLoader:
         if self.device.type == "cuda":
             return self.is_stream
         # A step's micro-batches are collected before it runs.
-        has_one = self._cut.per_update == 1 and not (
-            self._cut.token_budget or self._cut.get_batch_size
-        )
-        return not has_one and (self.is_stream or self._num_workers == 0)
+        may_have_several = self._cut.per_update > 1 or self._cut.get_batch_size is not None
+        has_own_memory = self._num_workers > 0 and not self.is_stream
+        return (may_have_several or self.has_token_budget) and not has_own_memory
 
     def __iter__(self) -> Iterator[Any]:
         """The bare batches, for a loop of the user's own."""
@@ -183,7 +151,7 @@ class DistributedLoader:
     @property
     def positions(self) -> range:
         """The places of the current update's samples in the epoch's order, over all ranks."""
-        return range(self._update_start, self._consumed)
+        return range(self._update_start, self.consumed_samples)
 
     def list_samples(self, epoch: int, positions: range) -> list[int]:
         """The numbers that samples have in the data set, by their places in the epoch's order.
@@ -200,43 +168,45 @@ class DistributedLoader:
 
     def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
-        was_resumed = self._is_resuming and self._consumed > 0
-        if not self._is_resuming and self._consumed:
+        was_resumed = self._is_resuming and self.consumed_samples > 0
+        if not self._is_resuming and self.consumed_samples:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
-            self.epoch, self._consumed = self.epoch + 1, 0
+            self.epoch, self.consumed_samples = self.epoch + 1, 0
         if not self._is_resuming:
             self._rounds = 0
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self.is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
             pins = self.device.type == "cuda"
-            rounds = (each._replace(batch=copy_batch(each.batch, pins=pins)) for each in rounds)
+            rounds = (r._replace(batch=copy_batch(r.batch, pins=pins)) for r in rounds)
         rounds = read_ahead(rounds, self.device, stays_on_host)
         rounds_left, starts_update = 0, True
         beat("data")
         for micro_batch in rounds:
             if starts_update:
-                self._update_start = self._consumed
-            if self._cut.token_budget is None:
+                self._update_start = self.consumed_samples
+            if not self.has_token_budget:
                 rounds_left = (rounds_left or self._count_rounds()) - 1
-                self._consumed += self.samples_per_round
+                self.consumed_samples += self.samples_per_round
                 micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
             elif micro_batch.is_last:
-                self._consumed += self._cut.get_update_size(self.epoch, self._consumed)
+                self.consumed_samples += self._cut.get_update_size(
+                    self.epoch, self.consumed_samples
+                )
             self._rounds += 1
             if not self.is_stream:
-                self._consumed = min(self._consumed, self.num_samples)
+                self.consumed_samples = min(self.consumed_samples, self.num_samples)
             starts_update = micro_batch.is_last
             yield micro_batch
             beat("data")
         was_over = was_resumed and self._rounds == first_round
-        self.epoch, self._consumed = self.epoch + 1, 0
+        self.epoch, self.consumed_samples = self.epoch + 1, 0
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from self._hand_out(stays_on_host)
 
     def rewind(self) -> None:
         """Start from the first sample again."""
-        self.epoch, self._consumed, self._is_resuming = 0, 0, False
+        self.epoch, self.consumed_samples, self._is_resuming = 0, 0, False
 
     def state_dict(self) -> dict[str, int]:
         """The global position, valid for any number of processes."""
@@ -252,33 +222,33 @@ class DistributedLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume after the samples that an earlier run has consumed."""
         self.epoch = int(state["epoch"])
-        self._consumed = int(state["consumed_samples"])
+        self.consumed_samples = int(state["consumed_samples"])
         self._order.grouped_for = state.get("grouped_for")
         # In the middle of an update, if its size is still the same; otherwise a new one begins.
-        is_same = (
-            state.get("samples_per_update", self.samples_per_update) == self.samples_per_update
-        )
-        self._rounds = self._consumed // self.samples_per_round if is_same else 0
-        if not self.is_stream and self._cut.count_after(self._consumed) == 0:
-            self.epoch, self._consumed, self._rounds = self.epoch + 1, 0, 0
+        is_same = state.get("samples_per_update") in (None, self.samples_per_update)
+        self._rounds = self.consumed_samples // self.samples_per_round if is_same else 0
+        if not self.is_stream and self._cut.count_after(self.consumed_samples) == 0:
+            self.epoch, self.consumed_samples, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
 
     def _count_rounds(self) -> int:
         """Rounds until the end of the current update."""
         if self._cut.get_batch_size is None:
             return self._cut.per_update - self._rounds % self._cut.per_update
-        return self._cut.get_update_size(self.epoch, self._consumed) // self.samples_per_round
+        return (
+            self._cut.get_update_size(self.epoch, self.consumed_samples) // self.samples_per_round
+        )
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it is in its update.
 
         With a token budget, the last one of every update is.
         """
-        rounds_left = self._cut.count_after(self._consumed)
+        rounds_left = self._cut.count_after(self.consumed_samples)
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)
-        dealt = self._cut.deal(order, self._lengths, self.epoch, self._consumed)
-        fetcher = Fetcher(self.source, self.collate_fn, (self._seed, self.epoch, 0))
+        dealt = self._cut.deal(order, self._lengths, self.epoch, self.consumed_samples)
+        fetcher = Fetcher(self.source, self.collate_fn, (self.seed, self.epoch, 0))
         loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
@@ -289,7 +259,7 @@ class DistributedLoader:
             prefetch_factor=max(2, self._cut.per_update // num_workers) if num_workers else None,
             pin_memory=self.device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
-            generator=torch.Generator().manual_seed(self._seed),
+            generator=torch.Generator().manual_seed(self.seed),
         )
         for batch, info, number, is_filler, is_last in loader:
             if isinstance(batch, RapidformerError):
@@ -300,10 +270,10 @@ class DistributedLoader:
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
-        take = self.source.read(self._seed, self.epoch, self._consumed)
-        dealt = self._cut.deal_stream(take, self.epoch, self._consumed)
+        take = self.source.read(self.seed, self.epoch, self.consumed_samples)
+        dealt = self._cut.deal_stream(take, self.epoch, self.consumed_samples)
         for number, mine, is_filler, is_last in dealt:
-            with random_numbers_from((self._seed, self.epoch, 0, number)):
+            with random_numbers_from((self.seed, self.epoch, 0, number)):
                 batch = self.collate_fn(mine)
             info = describe_batch(batch)
             info = info.as_filler() if is_filler else info
@@ -312,3 +282,51 @@ class DistributedLoader:
 
 def _pass_on(batch: Any) -> Any:
     return batch
+
+
+def adopt_loader(
+    loader: DataLoader[object],
+    *,
+    num_replicas: int,
+    replica: int,
+    rounds_per_update: int,
+    seed: int,
+    device: torch.device,
+    gather_digests: Callable[[str], Sequence[str]] | None = None,
+    batch_size: int | None = None,
+) -> DistributedLoader:
+    """A user's DataLoader: the same data in the same batches, or others, divided over the ranks.
+
+    Data set, collate function, batch size, workers and order carry over. A sampler of the user's
+    own decides the order (it must give the same one on every process); a batch sampler cannot be
+    cut.
+    """
+    streams = is_stream(loader.dataset)
+    if loader.batch_size is None or (
+        not streams and type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise DataError(
+            "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
+            "spread over processes: give it batch_size= (and sampler=, if you have an order)."
+        )
+    sampler = None if streams else loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
+            "leave the sampler out (shuffle=True for a shuffled order)."
+        )
+    is_random = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if is_random or isinstance(sampler, SequentialSampler):
+        sampler = None
+    return DistributedLoader(
+        loader.dataset, collate=loader.collate_fn, micro_batch_size=batch_size or loader.batch_size,
+        num_replicas=num_replicas, replica=replica, rounds_per_update=rounds_per_update,
+        shuffle=is_random, seed=seed, drop_last=loader.drop_last, num_workers=loader.num_workers,
+        device=device, gather_digests=gather_digests,
+        order=None if sampler is None else lambda: list(sampler),
+        num_samples=len(sampler) if isinstance(sampler, Sized) else None,
+    )  # fmt: skip

@@ -29,11 +29,11 @@ def map_tensors(nested: Any, change: Callable[[str, Tensor], Any], path: str = "
     if isinstance(nested, Tensor):
         return change(path, nested)
     if isinstance(nested, Mapping):
-        made = {key: map_tensors(each, change, join(path, key)) for key, each in nested.items()}
+        made = {key: map_tensors(value, change, join(path, key)) for key, value in nested.items()}
         # Hugging Face's BatchEncoding and similar allow batch.input_ids.
         return type(nested)(made) if isinstance(nested, UserDict) else made
     if isinstance(nested, (list, tuple)):
-        items = [map_tensors(each, change, join(path, i)) for i, each in enumerate(nested)]
+        items = [map_tensors(value, change, join(path, i)) for i, value in enumerate(nested)]
         return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
     return nested
 

@@ -82,8 +82,8 @@ class PackedRows:
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[int]]]:
         groups = [self.get_members(index) for index in indices]
         # All at once: a data set on disk answers one long query faster than many short ones.
-        found = iter(_fetch(self._examples, list(chain.from_iterable(groups))))
-        return [_join([next(found) for _ in group]) for group in groups]
+        fetched = iter(_fetch(self._examples, list(chain.from_iterable(groups))))
+        return [_join([next(fetched) for _ in group]) for group in groups]
 
 
 def _fetch(examples: Any, numbers: list[int]) -> list[Any]:
@@ -96,8 +96,8 @@ def _join(examples: list[Any]) -> dict[str, list[int]]:
     labels: list[int] = []
     positions: list[int] = []
     for example in examples:
-        own = list(example["input_ids"])
-        ids += own
-        labels += [IGNORED_LABEL, *example.get("labels", own)[1:]]
-        positions += range(len(own))
+        tokens = list(example["input_ids"])
+        ids += tokens
+        labels += [IGNORED_LABEL, *example.get("labels", tokens)[1:]]
+        positions += range(len(tokens))
     return {"input_ids": ids, "labels": labels, "position_ids": positions}

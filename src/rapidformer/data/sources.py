@@ -2,7 +2,7 @@
 
 A Hub name, files, a folder, an image folder or a `save_to_disk` folder becomes a dictionary with
 the keys train, validation and test. This file decides which of these was meant; `folders.py` and
-`files.py` read local data, and `splits.py` recognises a split by its name.
+`files.py` read local data.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import contextlib
 import difflib
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.config import Settings
 from rapidformer.data.files import get_first_line, get_format, import_datasets
-from rapidformer.data.folders import load_folder, load_named_files, load_split
-from rapidformer.data.splits import get_split_name, name_splits
+from rapidformer.data.folders import (
+    get_split_name,
+    load_folder,
+    load_named_files,
+    load_split,
+    name_splits,
+)
 from rapidformer.errors import DataError
 from rapidformer.hub import is_hub_reachable, looks_like_path, suggest_path
 from rapidformer.log import warn_once
@@ -26,19 +32,16 @@ from rapidformer.log import warn_once
 if TYPE_CHECKING:
     from datasets import Dataset
 
+SPLITS_BY_FLAG = {"train_data": "train", "valid_data": "validation", "test_data": "test"}
+
 
 def load_splits(args: Settings) -> dict[str, Dataset]:
     """The splits that the data flags name, with keys among train, validation and test."""
     location = as_list(args.data_path or args.data_dir)
     splits = _load_location(location, args) if location else {}
-    for name, split in (
-        ("train_data", "train"),
-        ("valid_data", "validation"),
-        ("test_data", "test"),
-    ):
-        files = as_list(getattr(args, name))
-        if files:
-            paths = [check_exists(path, name) for path in files]
+    for name, split in SPLITS_BY_FLAG.items():
+        paths = [check_exists(path, name) for path in as_list(getattr(args, name))]
+        if paths:
             splits[split] = load_split(paths, args.cache_dir)
     if not splits:
         raise DataError(
@@ -64,14 +67,11 @@ def hold_out(splits: dict[str, Dataset], fraction: float, seed: int) -> dict[str
     return {**splits, "train": rows.select(rest), "validation": rows.select(held)}
 
 
-# --- where the data is ---------------------------------------------------------------------------
-
-
-def as_list(given: str | Path | Sequence[str | Path] | None) -> list[str]:
+def as_list(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
     """One path or several: flags and users' own code may give either."""
-    if not given:
+    if not paths:
         return []
-    return [str(given)] if isinstance(given, (str, Path)) else [str(item) for item in given]
+    return [str(paths)] if isinstance(paths, (str, Path)) else [str(path) for path in paths]
 
 
 def _load_location(location: list[str], args: Settings) -> dict[str, Dataset]:
@@ -123,23 +123,17 @@ def find_sub_folder(folder: Path, name: str | None) -> Path:
     )
 
 
-# --- the Hub --------------------------------------------------------------------------------------
-
-
 def _load_from_hub(name: str, args: Settings) -> dict[str, Dataset]:
     datasets = import_datasets()
     full_name = f"{name} ({args.data_name})" if args.data_name else name
     online = is_hub_reachable("HF_DATASETS_OFFLINE")
     try:
-        with contextlib.nullcontext() if online else _offline():
-            found = datasets.load_dataset(name, args.data_name, cache_dir=args.cache_dir)
+        with contextlib.nullcontext() if online else _OFFLINE:
+            data = datasets.load_dataset(name, args.data_name, cache_dir=args.cache_dir)
     except Exception as error:
-        raise DataError(
-            _describe_hub_failure(full_name, name, args.data_name, error, online)
-        ) from error
-    if isinstance(found, datasets.Dataset):
-        return {"train": found}
-    return name_splits(found, full_name)
+        text = _describe_hub_failure(full_name, name, args.data_name, error, online)
+        raise DataError(text) from error
+    return {"train": data} if isinstance(data, datasets.Dataset) else name_splits(data, full_name)
 
 
 def _describe_hub_failure(
@@ -147,14 +141,12 @@ def _describe_hub_failure(
 ) -> str:
     configurations = re.findall(r"'([^']+)'", str(error).partition("[")[2])
     if isinstance(error, ValueError) and configurations:
+        parts = ", ".join(configurations)
         if data_name is None:
-            return (
-                f"The data set {name} has several parts: choose one with --data-name: "
-                + ", ".join(configurations)
-            )
+            return f"The data set {name} has several parts: choose one with --data-name: {parts}"
         near = difflib.get_close_matches(data_name, configurations, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        return f"The data set {name} has no part {data_name}: {', '.join(configurations)}.{hint}"
+        return f"The data set {name} has no part {data_name}: {parts}.{hint}"
     if not online:
         return (
             f"The data set {full_name} is neither a local file or folder nor in the local cache, "
@@ -169,18 +161,13 @@ def _describe_hub_failure(
     return f"The data set {full_name} cannot be loaded: {get_first_line(error)}"
 
 
-@contextlib.contextmanager
-def _offline() -> Iterator[None]:
-    """Make `datasets` use only its cache instead of retrying an unreachable Hub."""
+def _list_switches() -> list[Entry]:
     import datasets.config
     import huggingface_hub.constants
 
-    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
-        for module in modules:
-            module.HF_HUB_OFFLINE = True
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
+    modules = (datasets.config, huggingface_hub.constants)
+    return [Entry(module, "HF_HUB_OFFLINE", lambda _: True) for module in modules]
+
+
+_OFFLINE = Patch(_list_switches)
+"""Makes `datasets` use only its cache instead of retrying an unreachable Hub."""

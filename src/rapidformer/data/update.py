@@ -6,13 +6,14 @@ it, without asking the loader where it stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from rapidformer.data.batch import BatchInfo
+from rapidformer.data.batch import BatchInfo, move_to_device
+from rapidformer.data.nested import iterate_tensors
 from rapidformer.dist.topology import Topology
 
 Mean = tuple[torch.Tensor, float | torch.Tensor]
@@ -83,3 +84,47 @@ class MicroBatchResult:
     @property
     def means(self) -> dict[str, Mean]:
         return {**self.parts, "loss": (self.loss, self.weight)}
+
+
+def read_ahead(
+    rounds: Iterator[MicroBatch],
+    device: torch.device,
+    stays_on_host: Callable[[], bool] | None = None,
+) -> Iterator[MicroBatch]:
+    """The same rounds with their batches on the device, one copied ahead of need.
+
+    The copy runs from pinned memory on a stream of its own while the current batch is processed.
+    While ``stays_on_host()`` is true, batches stay in pinned host memory for the caller to move.
+    """
+    if device.type != "cuda":
+        for micro_batch in rounds:
+            if stays_on_host is not None and stays_on_host():
+                yield micro_batch._replace(is_on_host=True)
+            else:
+                yield move_micro_batch(micro_batch, device)
+        return
+    copying = torch.cuda.Stream(device)
+    coming: MicroBatch | None = None
+    while True:
+        current, coming = coming, next(rounds, None)
+        if coming is not None and stays_on_host is not None and stays_on_host():
+            coming = coming._replace(is_on_host=True)
+        elif coming is not None:
+            with torch.cuda.stream(copying):
+                coming = move_micro_batch(coming, device)
+        if current is not None:
+            yield current
+        if coming is None:
+            return
+        if not coming.is_on_host:
+            using = torch.cuda.current_stream(device)
+            using.wait_stream(copying)
+            for tensor in iterate_tensors(coming.batch):
+                # Or its memory could be reused while the model still reads it.
+                tensor.record_stream(using)
+
+
+def move_micro_batch(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same micro-batch on the device; pinned memory is copied without waiting."""
+    batch = move_to_device(micro_batch.batch, device)
+    return micro_batch._replace(batch=batch, is_on_host=False)

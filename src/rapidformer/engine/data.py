@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.config import Settings
 from rapidformer.config.batches import get_batch_schedule
-from rapidformer.data.adopt import adopt_loader
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
-from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.loader import DistributedLoader, adopt_loader
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import (
     gather_from_all,

@@ -17,7 +17,7 @@ from rapidformer.checkpoint.restart import continue_after_restart
 from rapidformer.config import Settings, resolve
 from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.context import set_context
-from rapidformer.data.run_tokenizer import load_tokenizer
+from rapidformer.data.tokenizers.build import load_tokenizer
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import Topology, build_topology

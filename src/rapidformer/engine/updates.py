@@ -29,8 +29,7 @@ from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
-from rapidformer.data.prefetch import move_micro_batch
-from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation
+from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.backward import BackwardPasses, StartedMicroBatch
 from rapidformer.engine.current_batch import CurrentBatch

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rapidformer.data.indexed import IndexedDataError, check, open_indexed
+from rapidformer.data.indexed import IndexedDataError, index, open_indexed
 from rapidformer.errors import DataError
 
 from .rig import (
@@ -153,8 +153,8 @@ class TestLongIndexes:
 
     @pytest.fixture(autouse=True)
     def _make_all_indexes_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(check, "THOROUGH_LIMIT", 0)
-        monkeypatch.setattr(check, "_BLOCK", 2)
+        monkeypatch.setattr(index, "THOROUGH_LIMIT", 0)
+        monkeypatch.setattr(index, "_BLOCK", 2)
 
     @pytest.mark.parametrize("name", ["pointer", "negative pointer", "negative size"])
     def test_a_stray_sequence_is_refused_when_it_is_read(self, tmp_path: Path, name: str) -> None:

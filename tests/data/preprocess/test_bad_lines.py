@@ -29,7 +29,7 @@ def test_a_bad_line_is_counted_with_its_number(reason: str, tmp_path: Path) -> N
     path = write_json_lines(tmp_path / "in.jsonl", rows)
     summary = run(tmp_path, path)
     assert read(tmp_path) == [[[1]], [[2]]]
-    problem = summary.problems.by_reason[reason]
+    problem = summary.problems[reason]
     assert (problem.count, [place[:2] for place in problem.first]) == (2, [(0, 2), (0, 5)])
     assert detail in problem.first[0][2]
     assert summary.counts["text"].empty == 1, "a blank line is an empty document"
@@ -68,7 +68,7 @@ def test_half_a_surrogate_pair_is_not_text(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "in.jsonl", rows)
     summary = run(tmp_path, path, tokenizer=tokenizer)
     assert summary.counts["text"].documents == 2
-    assert summary.problems.by_reason["not valid Unicode"].first == [
+    assert summary.problems["not valid Unicode"].first == [
         (0, 2, "character 2 is half a surrogate pair")
     ]
 

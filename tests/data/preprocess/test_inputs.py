@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rapidformer.data.preprocess.inputs import find_sources
-from rapidformer.data.preprocess.reading import PartReader
+from rapidformer.data.preprocess.reading import read_parts
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from tests.data.preprocess.rig import read, run, write_json_lines
 
@@ -162,7 +162,7 @@ def test_rows_that_are_not_text_are_counted(tmp_path: Path) -> None:
     write_parquet(tmp_path / "in.parquet", {"text": ["1", None, "2"]})
     summary = run(tmp_path, tmp_path / "in.parquet")
     assert read(tmp_path) == [[[1]], [[2]]]
-    assert summary.problems.by_reason["'text' is not a string"].first[0][:2] == (0, 2)
+    assert summary.problems["'text' is not a string"].first[0][:2] == (0, 2)
 
 
 def test_a_list_that_is_no_json_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_reader_that_starts_in_the_middle_cuts_the_same_parts(kind: str, tmp_p
     options: dict[str, Any] = {
         "keys": ("text",), "text_documents": "blank-line", "part_bytes": 30, "max_documents": 45,
     }  # fmt: skip
-    parts = list(PartReader(sources, **options))
+    parts = list(read_parts(sources, **options))
     assert len(parts) > 8
     assert parts[-1].end.documents == 45
     for number in range(1, len(parts)):
-        rest = PartReader(sources, start=parts[number - 1].end, first_number=number, **options)
+        rest = read_parts(sources, start=parts[number - 1].end, number=number, **options)
         assert list(rest) == parts[number:]

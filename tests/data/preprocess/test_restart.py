@@ -11,8 +11,8 @@ import pytest
 from rapidformer.data.preprocess import PreprocessSettings
 from rapidformer.data.preprocess import run as run_module
 from rapidformer.data.preprocess.encoding import PartEncoder
+from rapidformer.data.preprocess.parts import WorkFolder
 from rapidformer.data.preprocess.reading import Part
-from rapidformer.data.preprocess.work_folder import WorkFolder
 from rapidformer.errors import DataError
 from tests.data.preprocess.rig import build_numbers, read, read_bytes, run, write_json_lines
 

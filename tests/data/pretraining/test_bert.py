@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining import build_train_valid_test_datasets_for_huggingface
-from rapidformer.data.pretraining.bert import BertDataset, BertTokens, truncate_pair
+from rapidformer.data.pretraining.sentence_samples import BertDataset, BertTokens, truncate_pair
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError
 
@@ -208,7 +208,7 @@ def test_huggingface_samples_are_megatrons_under_other_names(
 ) -> None:
     train, valid, test = build(prefix, tokenizer)
     assert (valid, test) == (None, None)
-    megatron = make_dataset(open_indexed(prefix), train._maps, tokenizer)
+    megatron = make_dataset(open_indexed(prefix), train.maps, tokenizer)
     assert len(train) == len(megatron) >= 300
     for index in range(0, len(train), 7):
         ours, theirs = train[index], megatron[index]

@@ -78,7 +78,7 @@ def test_bert_splits_documents(prefixes: list[str], tokenizer: Tokenizer) -> Non
     data = open_indexed(prefixes[0])
     datasets = build("bert", data_prefix=prefixes[0], tokenizer=tokenizer, splits_string="8,1,1")
     for dataset, (start, stop) in zip(datasets, [(0, 24), (24, 27), (27, 30)], strict=True):
-        rows = dataset._maps["rows"]
+        rows = dataset.maps["rows"]
         assert rows[:, 0].min() >= data.doc_idx[start]
         assert rows[:, 1].max() <= data.doc_idx[stop]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rapidformer.data.pretraining import gpt_index
-from rapidformer.data.pretraining.gpt_index import GPTIndex, build_gpt_index
+from rapidformer.data.pretraining import gpt
+from rapidformer.data.pretraining.gpt import GPTIndex, build_gpt_index
 from rapidformer.errors import DataError
 
 from .references import index_gpt_slowly
@@ -54,11 +54,11 @@ def test_index_is_that_of_a_walk_over_the_tokens(
 ) -> None:
     if sum(sizes) <= seq_length:
         sizes = [*sizes, seq_length + 1]
-    chunk_before, gpt_index._CHUNK = gpt_index._CHUNK, chunk
+    chunk_before, gpt._CHUNK = gpt._CHUNK, chunk
     try:
         index = build(sizes, num_samples=num_samples, seq_length=seq_length, seed=seed)
     finally:
-        gpt_index._CHUNK = chunk_before
+        gpt._CHUNK = chunk_before
     documents, samples, order = index_gpt_slowly(sizes, num_samples, seq_length, seed)
     assert index.documents.tolist() == documents
     assert list(map(tuple, index.samples.tolist())) == samples

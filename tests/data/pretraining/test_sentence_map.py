@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer.data.pretraining import sentence_map
-from rapidformer.data.pretraining.mersenne import draw_uint32, draw_uint64
-from rapidformer.data.pretraining.sentence_map import build_sentence_map
+from rapidformer.data.pretraining.sentence_map import (
+    build_sentence_map,
+    draw_uint32,
+    draw_uint64,
+)
 from rapidformer.errors import DataError
 
 from .references import SlowTwister64, map_sentences_slowly
@@ -23,7 +26,7 @@ SIZES = [5, 7, 4, 9, 3, 8, 6, 5, 2, 10, 600, 3]
 
 def build(doc_idx: list[int] = DOC_IDX, sizes: list[int] = SIZES, **changed: Any) -> np.ndarray:
     values = {
-        "max_num_samples": 6, "max_length": 13, "short_seq_prob": 0.1, "min_sentences": 2,
+        "num_samples": 6, "max_length": 13, "short_seq_prob": 0.1, "min_sentences": 2,
         "seed": 1234,
     }  # fmt: skip
     return build_sentence_map(
@@ -72,7 +75,7 @@ def test_blocks_of_the_32_bit_twister_are_single_draws() -> None:
     documents=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 5, 9, 20, 40, 600]), max_size=9), min_size=1, max_size=12
     ),
-    max_num_samples=st.integers(1, 60),
+    num_samples=st.integers(1, 60),
     max_length=st.integers(2, 60),
     short_seq_prob=st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.4, 0.5, 1.0]),
     min_sentences=st.sampled_from([1, 2]),
@@ -81,7 +84,7 @@ def test_blocks_of_the_32_bit_twister_are_single_draws() -> None:
 )
 def test_map_is_that_of_a_walk_over_the_sentences(
     documents: list[list[int]],
-    max_num_samples: int,
+    num_samples: int,
     max_length: int,
     short_seq_prob: float,
     min_sentences: int,
@@ -92,14 +95,14 @@ def test_map_is_that_of_a_walk_over_the_sentences(
     doc_idx = np.cumsum([0, *map(len, documents)]).tolist()
     sizes = [size for document in documents for size in document]
     expected = map_sentences_slowly(
-        doc_idx, sizes, max_num_samples, max_length, short_seq_prob, min_sentences, seed
+        doc_idx, sizes, num_samples, max_length, short_seq_prob, min_sentences, seed
     )
     block_before, sentence_map._BLOCK = sentence_map._BLOCK, block
     try:
         built = build(
             doc_idx,
             sizes,
-            max_num_samples=max_num_samples,
+            num_samples=num_samples,
             max_length=max_length,
             short_seq_prob=short_seq_prob,
             min_sentences=min_sentences,
@@ -126,7 +129,7 @@ def test_a_part_of_the_documents_keeps_the_numbers_of_its_sentences() -> None:
 
 
 def test_no_number_of_samples_goes_through_once() -> None:
-    assert len(build(max_num_samples=None, short_seq_prob=0.0)) == 3
+    assert len(build(num_samples=None, short_seq_prob=0.0)) == 3
 
 
 def test_documents_of_one_sentence_are_refused_for_sentence_order() -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining import build_train_valid_test_datasets_for_t5
-from rapidformer.data.pretraining.t5 import T5Dataset, T5Tokens
+from rapidformer.data.pretraining.sentence_samples import T5Dataset, T5Tokens
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import ConfigurationError, DataError
 

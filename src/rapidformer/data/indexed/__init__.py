@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from rapidformer.data.indexed.convert import choose_dtype
+from rapidformer.data.indexed.commands import merge_indexed
 from rapidformer.data.indexed.layout import (
     IndexedDataError,
     has_indexed,
     list_prefixes,
     strip_ending,
 )
-from rapidformer.data.indexed.merge import merge_indexed
-from rapidformer.data.indexed.reader import IMPLEMENTATIONS, IndexedDataset, open_indexed
-from rapidformer.data.indexed.writer import IndexedWriter
+from rapidformer.data.indexed.reader import IndexedDataset, open_indexed
+from rapidformer.data.indexed.writer import IndexedWriter, choose_dtype
 
 __all__ = [
-    "IMPLEMENTATIONS",
     "IndexedDataError",
     "IndexedDataset",
     "IndexedWriter",

@@ -6,37 +6,29 @@ Results are read-only views of the mapped file, valid as long as you hold them. 
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from rapidformer.data.indexed.check import find_problems
+from rapidformer.data.indexed.index import find_problems, load_index, map_file
 from rapidformer.data.indexed.layout import (
-    LEGACY_MAGIC,
-    MMAP_MAGIC,
-    Index,
     IndexedDataError,
     check_files_exist,
     get_data_path,
     get_index_path,
-    load_mmap_index,
-    map_file,
     strip_ending,
 )
-from rapidformer.data.indexed.legacy import load_legacy_index
 
-IMPLEMENTATIONS = ("infer", "mmap", "lazy", "cached")
 _BLOCK = 8 * 1024 * 1024
 # Asking for a file's size costs more than reading a sample, so it is not done for each.
 _LOOK_SECONDS = 0.01
 
 
 class IndexedDataset:
-    """The sequences of a pair of files. Pickling stores only the name; unpickling reopens the
-    files.
-    """
+    """The sequences of a pair of files. Pickling stores only its name; unpickling reopens it."""
 
     def __init__(self, prefix: str | Path, impl: str = "infer") -> None:
         self._open(strip_ending(prefix), impl)
@@ -47,15 +39,20 @@ class IndexedDataset:
         self._location = str(Path(prefix).absolute())
         check_files_exist(prefix)
         data = map_file(get_data_path(prefix))
-        self._index = _load_index(prefix, impl, len(data))
+        self._index = load_index(prefix, impl, len(data))
         self._refuse(find_problems(self._index, len(data)))
+        self.format = self._index.format
+        """``mmap``, or ``cached`` for the older format written as lazy or cached."""
         self.dtype: np.dtype[Any] = self._index.dtype
         self.sizes = self._index.sizes
         self.doc_idx = self._index.doc_idx
+        self.modes = self._index.modes
+        """One int8 per sequence in multimodal files; None elsewhere."""
         # One array over the whole file: slicing it takes a third of the time of a new array per
         # sequence, and a tenth of slicing numpy's memmap.
         self._tokens = np.frombuffer(data, self.dtype) if data else np.empty(0, self.dtype)
-        self._count = int(self._tokens.size)
+        self.num_tokens = int(self._tokens.size)
+        """The number of tokens in all sequences."""
         self._pointers = self._index.pointers
         self._steps = self.dtype.itemsize // self._index.pointer_bytes
         paths = (get_data_path(self._location), get_index_path(self._location))
@@ -63,25 +60,10 @@ class IndexedDataset:
         self._look_again_at = 0.0
 
     @property
-    def format(self) -> str:
-        """``mmap``, or ``cached`` for the older format written as lazy or cached."""
-        return self._index.format
-
-    @property
     def pointers(self) -> np.ndarray:
         """Where each sequence starts in the ``.bin``, in bytes."""
         step = self._index.pointer_bytes
         return self._pointers if step == 1 else self._pointers * step
-
-    @property
-    def modes(self) -> np.ndarray | None:
-        """One int8 per sequence in multimodal files; None elsewhere."""
-        return self._index.modes
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens in all sequences."""
-        return self._count
 
     @property
     def num_documents(self) -> int:
@@ -100,7 +82,13 @@ class IndexedDataset:
         stop = start + length
         # The middle of a long index was not checked on opening, and a slice beyond the end of the
         # file would silently be shorter.
-        if offset < 0 or length < 0 or offset + length > size or start < 0 or stop > self._count:
+        if (
+            offset < 0
+            or length < 0
+            or offset + length > size
+            or start < 0
+            or stop > self.num_tokens
+        ):
             raise self._describe_range(index, offset, length)
         self._notice_shrinking()
         return self._tokens[start:stop]
@@ -126,9 +114,9 @@ class IndexedDataset:
         Sequences are stored back to back, so this is the cheapest way to read neighbouring ones;
         sequence ``i`` starts at ``pointers[i] // dtype.itemsize``.
         """
-        if start < 0 or length < 0 or start + length > self._count:
+        if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(
-                f"{length} tokens from {start} on of {self.prefix}, which has {self._count}"
+                f"{length} tokens from {start} on of {self.prefix}, which has {self.num_tokens}"
             )
         self._notice_shrinking()
         return self._tokens[start : start + length]
@@ -141,20 +129,20 @@ class IndexedDataset:
         self._look_again_at = now + _LOOK_SECONDS
         for path, before in self._files:
             try:
-                found = path.stat()
+                now_there = path.stat()
             except OSError:
                 continue  # a deleted file keeps its content for those who have it open
-            is_same = (found.st_dev, found.st_ino) == (before.st_dev, before.st_ino)
-            if is_same and found.st_size < before.st_size:
+            if os.path.samestat(now_there, before) and now_there.st_size < before.st_size:
                 raise IndexedDataError(
-                    f"{path.name} has shrunk from {before.st_size} to {found.st_size} bytes since "
-                    "it was opened: something writes to it. Write it again, and resume the run.",
+                    f"{path.name} has shrunk from {before.st_size} to {now_there.st_size} bytes "
+                    "since it was opened: something writes to it. Write it again, and resume the "
+                    "run.",
                     self.prefix,
                 )
 
     def check(self) -> None:
         """Check every entry of the index; raise if anything is wrong."""
-        data_bytes = self._count * self.dtype.itemsize
+        data_bytes = self.num_tokens * self.dtype.itemsize
         self._refuse(find_problems(self._index, data_bytes, thorough=True))
 
     def _refuse(self, problems: list[str]) -> None:
@@ -164,14 +152,15 @@ class IndexedDataset:
     def _describe_range(self, index: int, offset: int, length: int) -> Exception:
         size = self.sizes.item(index)
         start = self._pointers.item(index) // self._steps
-        if size >= 0 and 0 <= start <= self._count - size:
+        if size >= 0 and 0 <= start <= self.num_tokens - size:
             return IndexError(
                 f"{length} tokens from {offset} on were asked of sequence {index} of "
                 f"{self.prefix}, which has {size}"
             )
         return IndexedDataError(
             f"its index is damaged: sequence {index} is said to have {size} tokens from {start} "
-            f"on, of {self._count} in the .bin; `rapidformer data info {self.prefix}` shows more.",
+            f"on, of {self.num_tokens} in the .bin; `rapidformer data info {self.prefix}` shows "
+            "more.",
             self.prefix,
         )
 
@@ -196,35 +185,9 @@ def open_indexed(
     """Open a pair by its prefix; ``warmup`` reads both files once to bring them into memory."""
     dataset = IndexedDataset(prefix, impl)
     if warmup:
-        for path in (get_index_path(dataset.prefix), get_data_path(dataset.prefix)):
-            _read_through(path)
+        _read_through(get_index_path(dataset.prefix))
+        _read_through(get_data_path(dataset.prefix))
     return dataset
-
-
-def _load_index(prefix: str, impl: str, data_bytes: int) -> Index:
-    if impl not in IMPLEMENTATIONS:
-        raise IndexedDataError(
-            f"--data-impl {impl} is unknown: use one of {', '.join(IMPLEMENTATIONS)}."
-        )
-    path = get_index_path(prefix)
-    mapped = map_file(path)
-    if mapped[: len(LEGACY_MAGIC)] == LEGACY_MAGIC:
-        found, load = "cached", load_legacy_index
-    elif mapped[: len(MMAP_MAGIC)] == MMAP_MAGIC:
-        found, load = "mmap", load_mmap_index
-    elif not mapped:
-        raise IndexedDataError(f"{path.name} is empty (0 bytes).", prefix)
-    else:
-        raise IndexedDataError(
-            f"{path.name} starts with {bytes(mapped[:9])!r}, which is neither {MMAP_MAGIC!r} "
-            f"(mmap) nor {LEGACY_MAGIC!r} (lazy, cached): it is not a Megatron index.",
-            prefix,
-        )
-    if impl not in ("infer", found) and (impl, found) != ("lazy", "cached"):
-        raise IndexedDataError(
-            f"it is of the {found} format, but --data-impl is {impl}: use {found} or infer.", prefix
-        )
-    return load(prefix, mapped, data_bytes)
 
 
 def _read_through(path: Path) -> None:

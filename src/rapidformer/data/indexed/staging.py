@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -72,10 +73,6 @@ def _get_key(path: Path) -> tuple[int, int, int]:
 
 
 def _lock(file: BinaryIO, target: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        return
     try:
         # A record lock ends with this process, whatever its forked workers still hold open.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,13 +14,12 @@ import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from rapidformer.data.indexed.convert import convert_counts, convert_tokens, get_dtype_code
 from rapidformer.data.indexed.layout import (
+    DTYPES,
     HEADER,
     MAX_SEQUENCE,
     MMAP_MAGIC,
@@ -50,21 +49,19 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: Any = np.int32, *, fsync: bool = True) -> None:
         self.prefix = name_target(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = get_dtype_code(self.dtype)
+        self._code = _get_dtype_code(self.dtype)
         self._fsync = fsync
         # Arrays of machine integers: a list of ten million Python integers would take 400 MB.
         self._sizes = array("i")
         self._marks = array("q", [0])
         self._modes = bytearray()
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._file: BinaryIO | None = None
         self._data_path = get_data_path(self.prefix)
         self._index_path = get_index_path(self.prefix)
         with self._watch_disk(self._data_path):
             self._data_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_staging(self._data_path)
-
-    # --- adding ----------------------------------------------------------------------------------
 
     @property
     def num_sequences(self) -> int:
@@ -76,16 +73,10 @@ class IndexedWriter:
         """Number of finished documents so far."""
         return len(self._marks) - 1
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens so far."""
-        return self._num_tokens
-
     def add_item(self, tokens: Tokens) -> None:
         """Write one sequence of the current document."""
-        if len(tokens) > MAX_SEQUENCE:
-            raise _describe_overlong(len(tokens))
-        flat = convert_tokens(tokens, self.dtype)
+        _check_length(len(tokens))
+        flat = _convert_tokens(tokens, self.dtype)
         self._write(flat)
         self._sizes.append(flat.size)
 
@@ -107,11 +98,10 @@ class IndexedWriter:
 
         If the three arguments are inconsistent, nothing is written.
         """
-        lengths = convert_counts(sizes, "sizes")
-        counts = convert_counts(sequences_per_document, "sequences_per_document")
-        if lengths.size and (longest := int(lengths.max())) > MAX_SEQUENCE:
-            raise _describe_overlong(longest)
-        flat = convert_tokens(tokens_flat, self.dtype)
+        lengths = _convert_counts(sizes, "sizes")
+        counts = _convert_counts(sequences_per_document, "sequences_per_document")
+        _check_length(int(lengths.max(initial=0)))
+        flat = _convert_tokens(tokens_flat, self.dtype)
         if (total := int(lengths.sum())) != flat.size:
             raise IndexedDataError(f"{flat.size} tokens were given, but the sizes add to {total}.")
         if (total := int(counts.sum())) != lengths.size:
@@ -131,7 +121,7 @@ class IndexedWriter:
             file.write(flat.data)
         except OSError as error:
             raise self._fail(self._data_path, error) from error
-        self._num_tokens += flat.size
+        self.num_tokens += flat.size
 
     def append_file(
         self, data: Path, sizes: np.ndarray, doc_idx: np.ndarray, modes: np.ndarray | None
@@ -139,7 +129,7 @@ class IndexedWriter:
         """Append another pair as it is; the caller checks its type and index."""
         with data.open("rb") as source, self._watch_disk(self._data_path):
             shutil.copyfileobj(source, self._get_file(), 16 * _BLOCK)
-            self._num_tokens += source.tell() // self.dtype.itemsize
+            self.num_tokens += source.tell() // self.dtype.itemsize
         first = len(self._sizes)
         for start in range(0, sizes.size, _BLOCK):
             self._sizes.frombytes(sizes[start : start + _BLOCK].astype(np.intc).tobytes())
@@ -148,8 +138,6 @@ class IndexedWriter:
             self._marks.frombytes(marks.astype(np.int64).tobytes())
         if modes is not None:
             self._modes += modes.tobytes()
-
-    # --- finishing -------------------------------------------------------------------------------
 
     def finalize(self) -> None:
         """Write the index and give both files their names."""
@@ -227,7 +215,7 @@ class IndexedWriter:
         self.discard()
         if error.errno not in _FULL:
             return IndexedDataError(f"{path} cannot be written: {error.strerror or error}.")
-        data_bytes = self._num_tokens * self.dtype.itemsize
+        data_bytes = self.num_tokens * self.dtype.itemsize
         index_bytes = HEADER.size + 12 * len(self._sizes) + 8 * len(self._marks)
         return IndexedDataError(
             f"{path} cannot be written: {_FULL[error.errno]}. The {self.num_sequences:,} sequences "
@@ -239,12 +227,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.discard()
         elif self._file is not None:
@@ -255,8 +238,63 @@ class IndexedWriter:
                 raise
 
 
-def _describe_overlong(size: int) -> IndexedDataError:
-    return IndexedDataError(
-        f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
-        f"{MAX_SEQUENCE}: split the document."
-    )
+def choose_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """The smallest type for a vocabulary's ids, by Megatron's rule."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
+
+
+def _get_dtype_code(dtype: np.dtype[Any]) -> int:
+    """The code for a type in an index."""
+    for code, known in DTYPES.items():
+        if known == dtype:
+            return code
+    names = ", ".join(known.name for known in DTYPES.values())
+    raise IndexedDataError(f"tokens cannot be stored as {dtype.name}: use one of {names}.")
+
+
+def _convert_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """The tokens in a type that holds each of them exactly: NumPy would wrap a large id around."""
+    values = np.asarray(tokens)
+    if values.ndim != 1:
+        raise IndexedDataError(
+            f"tokens have the shape {values.shape}: a sequence has one dimension."
+        )
+    if values.dtype == dtype or values.size == 0:
+        return np.ascontiguousarray(values, dtype)
+    if dtype.kind == "f" and values.dtype.kind == "f":
+        return values.astype(dtype)
+    if values.dtype.kind not in "iu":
+        raise IndexedDataError(f"tokens are {values.dtype}: ids are whole numbers.")
+    low, high = int(values.min()), int(values.max())
+    if dtype.kind == "f":
+        most = 2 ** (int(np.finfo(dtype).nmant) + 1)  # beyond this, floats skip integers
+        least = -most
+    else:
+        least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if low < least or high > most:
+        raise IndexedDataError(
+            f"token id {low if low < least else high} does not fit {dtype.name} ({least} to "
+            f"{most}): take the type from choose_dtype(vocab_size), with the size of the "
+            "tokenizer's whole vocabulary."
+        )
+    return values.astype(dtype)
+
+
+def _convert_counts(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Lengths or sequence counts as int64."""
+    counts = np.asarray(values)
+    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+        raise IndexedDataError(
+            f"{name} are {counts.dtype} of shape {counts.shape}: give a list of whole numbers."
+        )
+    if counts.size and counts.min() < 0:
+        raise IndexedDataError(f"{name} hold {counts.min()}: a count is not negative.")
+    return counts.astype(np.int64)
+
+
+def _check_length(size: int) -> None:
+    if size > MAX_SEQUENCE:
+        raise IndexedDataError(
+            f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
+            f"{MAX_SEQUENCE}: split the document."
+        )

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rapidformer.data.preprocess.encoding import PartEncoder
@@ -29,53 +28,42 @@ _SECONDS_TO_END = 5.0
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
-class Crew:
-    """Several worker processes, or just this process if one is enough."""
+Setup = tuple[Tokenizer, PreprocessSettings, Path, str]
+"""What a part encoder is built from."""
 
-    def __init__(
-        self,
-        count: int,
-        tokenizer: Tokenizer,
-        settings: PreprocessSettings,
-        folder: Path,
-        dtype: str,
-    ) -> None:
-        self._setup = (tokenizer, settings, folder, dtype)
-        self._count = count
+
+def encode_parts(
+    parts: Iterator[Part], num_workers: int, setup: Setup
+) -> Generator[PartReport, None, None]:
+    """Reports in order of completion; after a stop, only those already started.
+
+    Several worker processes make them, or just this process if one is enough.
+    """
+    if num_workers > 1:
+        crew = _Crew()
+        try:
+            for _ in range(num_workers):
+                crew.start_worker(setup)
+            yield from crew.distribute(parts)
+        finally:
+            crew.end_workers()
+        return
+    encoder = PartEncoder(*setup)
+    for part in parts:
+        with _on_one_core():
+            report = encoder.encode(part)
+        yield report
+        if report.is_stopped:
+            return
+
+
+class _Crew:
+    """Worker processes, by the connection to each."""
+
+    def __init__(self) -> None:
         self._workers: dict[Connection[Any, Any], subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Crew:
-        if self._count > 1:
-            try:
-                for _ in range(self._count):
-                    self._start_worker()
-            except BaseException:
-                self._end_workers()
-                raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end_workers()
-
-    def encode(self, parts: Iterable[Part]) -> Iterator[PartReport]:
-        """Reports in order of completion; after a stop, only those already started."""
-        if self._workers:
-            yield from self._distribute(iter(parts))
-            return
-        encoder = PartEncoder(*self._setup)
-        for part in parts:
-            with _on_one_core():
-                report = encoder.encode(part)
-            yield report
-            if report.is_stopped:
-                return
-
-    def _distribute(self, parts: Iterator[Part]) -> Iterator[PartReport]:
+    def distribute(self, parts: Iterator[Part]) -> Iterator[PartReport]:
         under_way = dict.fromkeys(self._workers, 0)
         has_more = True
         while True:
@@ -121,33 +109,25 @@ class Crew:
         except subprocess.TimeoutExpired:
             return DataError(f"The worker process {worker.pid} no longer answers.")
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        hint = ""
-        if status == -9:
-            hint = " Usually memory ran out: use fewer --workers."
+        hint = " Usually memory ran out: use fewer --workers." if status == -9 else ""
         return DataError(f"The worker process {worker.pid} {how}.{hint}")
 
-    # --- processes -------------------------------------------------------------------------------
-
-    def _start_worker(self) -> None:
+    def start_worker(self, setup: Setup) -> None:
         ours, theirs = Pipe()
+        python_path = os.pathsep.join(path for path in sys.path if path)
         try:
-            worker = subprocess.Popen(
+            self._workers[ours] = subprocess.Popen(
                 [sys.executable, "-m", "rapidformer.data.preprocess.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                    _PARALLEL: "false",
-                },
+                env={**os.environ, "PYTHONPATH": python_path, _PARALLEL: "false"},
             )
         finally:
             theirs.close()
-        self._workers[ours] = worker
-        self._send(ours, self._setup)
+        self._send(ours, setup)
 
-    def _end_workers(self) -> None:
+    def end_workers(self) -> None:
         for connection, worker in self._workers.items():
             connection.close()
             worker.terminate()
@@ -157,7 +137,6 @@ class Crew:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
-        self._workers.clear()
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from rapidformer.data.indexed import IndexedWriter
 from rapidformer.data.preprocess.parts import (
     KeyCounts,
     PartReport,
+    ProblemLog,
     compute_checksum,
     get_part_prefix,
     get_report_path,
 )
-from rapidformer.data.preprocess.problems import ProblemLog
 from rapidformer.data.preprocess.reading import Part
 from rapidformer.data.preprocess.records import Record, iterate_records
 from rapidformer.data.preprocess.sentences import build_splitter
@@ -44,11 +44,9 @@ class PartEncoder:
         self._folder = folder
         self._dtype = np.dtype(dtype)
         self._end = [tokenizer.eod] if settings.append_eod else []
-        self._split = (
-            build_splitter(settings.lang, keep_newlines=settings.keep_newlines)
-            if settings.split_sentences
-            else None
-        )
+        self._split = None
+        if settings.split_sentences:
+            self._split = build_splitter(settings.lang, keep_newlines=settings.keep_newlines)
 
     def encode(self, part: Part) -> PartReport:
         """Write the files of a part; the report is on disk when this returns.
@@ -58,9 +56,9 @@ class PartEncoder:
         keys = self._settings.json_keys
         counts = [KeyCounts() for _ in keys]
         report = PartReport(part.number, part.end, part.text_bytes, counts, ProblemLog())
-        own = [self._folder / f"{os.getpid()}-{part.number}-{i}" for i in range(len(keys))]
+        prefixes = [self._folder / f"{os.getpid()}-{part.number}-{i}" for i in range(len(keys))]
         with ExitStack() as stack:
-            writers = [IndexedWriter(prefix, self._dtype, fsync=False) for prefix in own]
+            writers = [IndexedWriter(prefix, self._dtype, fsync=False) for prefix in prefixes]
             for writer in writers:
                 stack.callback(writer.discard)  # does nothing once the writer is finalized
             self._encode_pieces(part, writers, report)
@@ -68,7 +66,7 @@ class PartEncoder:
                 return report
             for writer in writers:
                 writer.finalize()
-        self._publish(own, report)
+        self._publish(prefixes, report)
         return report
 
     def _encode_pieces(self, part: Part, writers: list[IndexedWriter], report: PartReport) -> None:
@@ -107,8 +105,6 @@ class PartEncoder:
             empty = len(tokenized) - len(per_document)
             report.counts[index].add(KeyCounts(len(per_document), len(chunks), total, empty))
 
-    # --- tokens ----------------------------------------------------------------------------------
-
     def _tokenize(self, records: list[Record], log: ProblemLog) -> list[list[list[list[int]]]]:
         """For each record and key, the ids of its sentences; what cannot be tokenized is logged."""
         try:
@@ -145,16 +141,13 @@ class PartEncoder:
             return False
         return True
 
-    # --- names -----------------------------------------------------------------------------------
-
-    def _publish(self, own: list[Path], report: PartReport) -> None:
-        for index, prefix in enumerate(own):
+    def _publish(self, prefixes: list[Path], report: PartReport) -> None:
+        for index, prefix in enumerate(prefixes):
             target = get_part_prefix(self._folder, report.number, index)
             for ending in (".bin", ".idx"):
-                path = prefix.with_name(prefix.name + ending)
-                published = target.with_name(target.name + ending)
+                path, published = Path(f"{prefix}{ending}"), Path(f"{target}{ending}")
                 report.files[published.name] = compute_checksum(path)
                 path.replace(published)
-        path = own[0].with_name(own[0].name + ".json")
+        path = Path(f"{prefixes[0]}.json")
         path.write_text(report.to_json(), encoding="utf-8")
         path.replace(get_report_path(self._folder, report.number))

@@ -2,36 +2,32 @@
 
 Compression is detected from a file's first bytes, not from its name, and so is the kind if the name
 says nothing. A folder contributes its files with known names, sorted by path; files named one by
-one keep their order.
+one keep their order. gzip is read by Python itself, zstd by Python 3.14 or `zstandard`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
+import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from rapidformer.data.preprocess.compressed import (
-    explain_damage,
-    get_compression,
-    open_decompressed,
-)
-from rapidformer.errors import ConfigurationError, DataError, RapidformerError
+from rapidformer.errors import ConfigurationError, DataError, MissingPackageError, RapidformerError
 from rapidformer.hub import suggest_path
 from rapidformer.log import get_logger
 
 _KINDS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".text": "text",
-}
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet",
+    ".txt": "text", ".text": "text",
+}  # fmt: skip
 _COMPRESSED = (".gz", ".zst")
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_PACKED_BYTES = 1 << 17
 _SNIFFED_BYTES = 1 << 16
 
 
@@ -49,7 +45,7 @@ class Source:
 def find_sources(inputs: tuple[str, ...]) -> list[Source]:
     """Every file that the inputs name: files, patterns and folders."""
     problems: list[str] = []
-    paths = [path for given in inputs for path in _expand(given, problems)]
+    paths = [path for text in inputs for path in _expand(text, problems)]
     sources: list[Source] = []
     for path in paths:
         try:
@@ -68,27 +64,27 @@ def find_sources(inputs: tuple[str, ...]) -> list[Source]:
     return sources
 
 
-def _expand(given: str, problems: list[str]) -> Iterator[Path]:
-    path = Path(given).expanduser()
+def _expand(text: str, problems: list[str]) -> Iterator[Path]:
+    path = Path(text).expanduser()
     if path.is_dir():
-        found = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
-        if not found:
+        files = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
+        if not files:
             problems.append(
-                f"--input {given}: the folder holds no file with a name such as *.jsonl, *.txt or "
+                f"--input {text}: the folder holds no file with a name such as *.jsonl, *.txt or "
                 "*.parquet (also with .gz or .zst behind it)."
             )
-        yield from found
+        yield from files
     elif path.exists():
         yield path
-    elif glob.has_magic(given):
+    elif glob.has_magic(text):
         # `Path.glob` needs a folder to start from; a user's pattern may be absolute or not.
         matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = [match for match in matches if match.is_file()]
         if not files:
-            problems.append(f"--input {given}: no file matches this pattern.")
+            problems.append(f"--input {text}: no file matches this pattern.")
         yield from files
     else:
-        problems.append(f"--input {given}: no such file or folder.{suggest_path(path)}")
+        problems.append(f"--input {text}: no such file or folder.{suggest_path(path)}")
 
 
 def _has_known_name(path: Path, folder: Path) -> bool:
@@ -105,24 +101,23 @@ def _get_kind_by_name(path: Path) -> str | None:
 
 def _describe_source(path: Path) -> Source:
     status = path.stat()
-    compression = get_compression(path)
-    start = _read_start(path, compression)
+    compression = _get_compression(path)
+    with path.open("rb") as raw, explain_damage(path):
+        start = open_decompressed(raw, compression).read(_SNIFFED_BYTES)
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     kind = "parquet" if start.startswith(b"PAR1") else _get_kind_by_name(path)
     if kind == "parquet" and start and not start.startswith(b"PAR1"):
         raise DataError(f"--input {path} is not a Parquet file: its first bytes are {start[:4]!r}.")
     if kind == "parquet" and compression is not None:
         raise DataError(f"--input {path}: unpack it first; Parquet is compressed inside.")
     if kind is None:
-        kind = _guess_kind(path, start)
-    if kind == "json" and start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        kind = "json" if text.startswith(b"{") else _check_is_text(path, start)
+    if kind == "json" and text.startswith(b"["):
         kind = "json-array"
     return Source(path, kind, compression, status.st_size, status.st_mtime_ns)
 
 
-def _guess_kind(path: Path, start: bytes) -> str:
-    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
-    if text.startswith(b"{"):
-        return "json"
+def _check_is_text(path: Path, start: bytes) -> str:
     with contextlib.suppress(UnicodeDecodeError):
         # The last character may be cut in the middle.
         start[: max(len(start) - 3, 0) if len(start) == _SNIFFED_BYTES else len(start)].decode()
@@ -134,6 +129,85 @@ def _guess_kind(path: Path, start: bytes) -> str:
     )
 
 
-def _read_start(path: Path, compression: str | None) -> bytes:
-    with path.open("rb") as raw, explain_damage(path):
-        return open_decompressed(raw, compression).read(_SNIFFED_BYTES)
+# --- compressed files ----------------------------------------------------------------------------
+
+
+def _get_compression(path: Path) -> str | None:
+    """gzip, zstd or None, from the file's first bytes."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
+    """The bytes of an open file, decompressed while reading; ``raw`` stays the caller's."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+    if compression == "zstd":
+        return _open_zstd(raw)
+    return raw
+
+
+@contextlib.contextmanager
+def explain_damage(path: Path) -> Iterator[None]:
+    """Report a damaged archive; our own errors and those of the system pass unchanged."""
+    try:
+        yield
+    except Exception as error:  # zlib's, zstd's and gzip's errors share no base class
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_of_system or isinstance(error, RapidformerError):
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"{path} is damaged and cannot be unpacked to its end: {reason}. Fetch it again."
+        ) from error
+
+
+def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
+    with contextlib.suppress(ImportError):
+        from compression import zstd
+
+        opened: IO[bytes] = zstd.open(raw, "rb")
+        return opened
+    try:
+        import zstandard
+    except ImportError:
+        name = getattr(raw, "name", "a .zst file")
+        raise MissingPackageError("zstandard", f"Reading {name}", extra="zstd") from None
+    return io.BufferedReader(_ZstdFile(raw, zstandard.ZstdDecompressor()), _PACKED_BYTES)
+
+
+class _ZstdFile(io.RawIOBase):
+    """Frame after frame, each to its own end.
+
+    A truncated archive must fail: the package's own reader takes the end of the file for the end of
+    the data.
+    """
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw = raw
+        self._decompressor = decompressor
+        self._frame: Any = decompressor.decompressobj()
+        self._has_begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = b""
+            if self._frame.eof:
+                packed = self._frame.unused_data
+                self._frame, self._has_begun = self._decompressor.decompressobj(), False
+            packed = packed or self._raw.read(_PACKED_BYTES)
+            if not packed:
+                if self._has_begun:
+                    raise EOFError("the file ends in the middle of its data")
+                return 0
+            self._has_begun = True
+            self._ready = memoryview(self._frame.decompress(packed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

@@ -1,20 +1,35 @@
-"""Progress output: a bar on a terminal, elsewhere a line every --log-interval documents."""
+"""What a run says: a bar or lines while it works, and a summary of what it made.
+
+The bar is for a terminal; elsewhere there is a line every --log-interval documents.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rapidformer.data.preprocess.parts import PartReport
+from rapidformer.data.preprocess.inputs import Source
+from rapidformer.data.preprocess.parts import (
+    FIRST_SHOWN,
+    KeyCounts,
+    PartReport,
+    Problem,
+    ProblemLog,
+)
 from rapidformer.log import get_logger
+
+if TYPE_CHECKING:
+    import rich.progress
 
 
 class Progress:
     """Counts what is done. ``total`` and positions are bytes on disk, before decompression."""
 
-    def __init__(self, total: int, done: int, *, log_interval: int, show_bar: bool | None) -> None:
+    def __init__(self, total: int, done: int, log_interval: int, show_bar: bool | None) -> None:
         self._total, self._begun_at, self._position = total, done, done
         self._read = done
         self._sizes: dict[int, int] = {}
@@ -23,7 +38,7 @@ class Progress:
         self._start = time.monotonic()
         self._documents = self._tokens = self._text_bytes = 0
         wants_bar = sys.stderr.isatty() if show_bar is None else show_bar
-        self._bar = _Bar(total, done) if wants_bar else None
+        self._bar = _start_bar(total, done) if wants_bar else None
 
     def announce(self, number: int, end: int) -> None:
         """A part was cut: the input has been read up to here."""
@@ -43,14 +58,15 @@ class Progress:
         self._tokens += sum(counts.tokens for counts in report.counts)
         self._text_bytes += report.text_bytes
         if self._bar is not None:
-            self._bar.show(self._position, self._format())
+            [task] = self._bar.task_ids
+            self._bar.update(task, completed=self._position, note=self._format())
         elif self._documents >= self._next_line:
             self._next_line = (self._documents // self._log_interval + 1) * self._log_interval
             get_logger().info("%s | left %s", self._format(), self._format_time_left())
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def _format(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
@@ -65,30 +81,19 @@ class Progress:
         return str(timedelta(seconds=round(left)))
 
 
-class _Bar:
+def _start_bar(total: int, done: int) -> rich.progress.Progress:
     """The terminal's last line; log messages scroll above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns: list[Any] = [
-            TextColumn("preprocess"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[note]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        ]
-        self._progress = Progress(*columns, console=Console(stderr=True))
-        self._task = self._progress.add_task("", total=max(total, 1), completed=done, note="")
-        self._progress.start()
-
-    def show(self, position: int, note: str) -> None:
-        self._progress.update(self._task, completed=position, note=note)
-
-    def close(self) -> None:
-        self._progress.stop()
+    bar = Progress(
+        TextColumn("preprocess"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[note]}"), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )  # fmt: skip
+    bar.add_task("", total=max(total, 1), completed=done, note="")
+    bar.start()
+    return bar
 
 
 def shorten(number: float) -> str:
@@ -97,3 +102,93 @@ def shorten(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.1f}{suffix}"
     return f"{number:.0f}"
+
+
+# --- the summary ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of `preprocess`."""
+
+    outputs: dict[str, Path]  # key -> prefix of its files
+    counts: dict[str, KeyCounts]
+    problems: ProblemLog
+    sources: list[Source]
+    dtype: str
+    text_bytes: int
+    made_bytes: int  # of the text, what this run itself did
+    seconds: float
+    workers: int
+    parts: int
+    reused_parts: int
+
+
+def format_summary(summary: Summary) -> str:
+    """A few lines for the user."""
+    lines: list[str] = []
+    for key, prefix in summary.outputs.items():
+        counts = summary.counts[key]
+        files = [Path(f"{prefix}{ending}") for ending in (".bin", ".idx")]
+        sizes = [file.stat().st_size for file in files]
+        lines += [
+            f"{prefix}",
+            f"  documents  {counts.documents:,}",
+            f"  sequences  {counts.sequences:,}",
+            f"  tokens     {counts.tokens:,} ({summary.dtype})",
+            f"  bytes      {sum(sizes):,} ("
+            + ", ".join(f"{f.name} {size:,}" for f, size in zip(files, sizes, strict=True))
+            + ")",
+        ]
+        if counts.empty:
+            lines.append(f"  empty      {counts.empty:,} documents without any token, left out")
+    lines += [_format_time(summary), *format_problems(summary.problems, summary.sources)]
+    first = next(iter(summary.outputs.values()))
+    lines.append(f"next: rapidformer data info {first}")
+    return "\n".join(lines) + "\n"
+
+
+def _format_time(summary: Summary) -> str:
+    workers, files = count(summary.workers, "worker"), count(len(summary.sources), "file")
+    rate = f"{summary.made_bytes / max(summary.seconds, 1e-9) / 1e6:.1f} MB/s, "
+    text = (
+        f"{files}, {summary.text_bytes / 1e6:,.1f} MB of input in {summary.seconds:.1f} s "
+        f"({rate if summary.made_bytes else ''}{workers})"
+    )
+    if summary.reused_parts:
+        text += f"; {summary.reused_parts} of {summary.parts} parts were there already"
+    return text
+
+
+def format_problems(problems: ProblemLog, sources: list[Source]) -> list[str]:
+    """How many lines were skipped, why, and where the first of each kind are."""
+    if not problems.count:
+        return ["no line was skipped"]
+    lines = [f"skipped {count(problems.count, 'line')}:"]
+    for reason, problem in sorted(problems.items(), key=lambda item: -item[1].count):
+        lines.append(f"  {reason}: {problem.count:,} ({_format_places(problem, sources)})")
+        detail = problem.first[0][2]
+        if detail:
+            lines.append(f"    the first: {detail}")
+    return lines
+
+
+def _format_places(problem: Problem, sources: list[Source]) -> str:
+    by_file: dict[int, list[str]] = {}
+    for source, line, _ in problem.first:
+        by_file.setdefault(source, []).append(str(line))
+    text = "; ".join(
+        f"{sources[source].path} {name_place(sources[source])} {', '.join(lines)}"
+        for source, lines in by_file.items()
+    )
+    return text + (", ..." if problem.count > FIRST_SHOWN else "")
+
+
+def count(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def name_place(source: Source) -> str:
+    """What a document's number counts: lines of a text, rows of a table, items of a list."""
+    return {"parquet": "row", "json-array": "item"}.get(source.kind, "line")

@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rapidformer.data.preprocess.cursors import split_paragraphs
-from rapidformer.data.preprocess.problems import ProblemLog
-from rapidformer.data.preprocess.reading import Piece
+from rapidformer.data.preprocess.parts import ProblemLog
+from rapidformer.data.preprocess.reading import Piece, split_paragraphs
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN = 60
@@ -75,10 +74,7 @@ def _parse(text: str, piece: Piece, number: int, log: ProblemLog) -> Any:
     except json.JSONDecodeError as error:
         place = f"{error.msg}, column {error.colno}"
         log.add("not valid JSON", piece.source, number, f"{place}: {text[:_SHOWN]}")
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number with too many digits, or nesting that is too deep
+    except (ValueError, RecursionError) as error:  # too many digits, or too deeply nested
         log.add("not valid JSON", piece.source, number, f"{error}: {text[:_SHOWN]}")
     return _MISSING
 

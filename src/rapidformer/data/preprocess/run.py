@@ -6,31 +6,39 @@ the output's name.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rapidformer.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
-from rapidformer.data.preprocess.checks import check_output_is_free, check_run
-from rapidformer.data.preprocess.crew import Crew
+from rapidformer.data.preprocess.crew import encode_parts
 from rapidformer.data.preprocess.inputs import Source
 from rapidformer.data.preprocess.parts import (
     KeyCounts,
     PartReport,
-    count_reports,
+    ProblemLog,
+    WorkFolder,
+    find_start,
     get_part_prefix,
 )
-from rapidformer.data.preprocess.problems import ProblemLog
-from rapidformer.data.preprocess.progress import Progress
-from rapidformer.data.preprocess.reading import Part, PartReader
-from rapidformer.data.preprocess.settings import PreprocessSettings, get_usable_cores
-from rapidformer.data.preprocess.summary import Summary, format_problems, name_place
-from rapidformer.data.preprocess.work_folder import WorkFolder, build_manifest, find_start
+from rapidformer.data.preprocess.progress import (
+    Progress,
+    Summary,
+    count,
+    format_problems,
+    name_place,
+)
+from rapidformer.data.preprocess.reading import Part, read_parts
+from rapidformer.data.preprocess.settings import PreprocessSettings, check_output_is_free, check_run
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import DataError, RapidformerError
 from rapidformer.log import get_logger
 
+_VERSION = 1
 _PACKED_GROWS = 4  # about how much text a compressed byte holds, to estimate the number of parts
 
 
@@ -68,27 +76,32 @@ class _Run:
         self._tokenizer = tokenizer
         self._sources = sources
         self._dtype = choose_dtype(tokenizer.vocab_size).name
-        self._part_bytes = settings.get_part_bytes(sum(source.size for source in sources))
-        self._workers = self._choose_workers()
+        self._total_bytes = sum(source.size for source in sources)
+        self._part_bytes = settings.get_part_bytes(self._total_bytes)
+        packed = sum(source.size for source in sources if source.compression is not None)
+        parts = (self._total_bytes + packed * (_PACKED_GROWS - 1)) // self._part_bytes + 1
+        # This process may use fewer cores than the machine has; not every system says so.
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        self._workers = max(1, min(settings.workers or cores, parts))
         self._reports: dict[int, PartReport] = {}
-        self._reused = 0
-        self._reused_bytes = 0
+        self._reused = self._reused_bytes = 0
         self.folder = WorkFolder(settings.get_work_folder())
-
-    def _choose_workers(self) -> int:
-        """No more than there are parts."""
-        text = sum(
-            source.size * (1 if source.compression is None else _PACKED_GROWS)
-            for source in self._sources
-        )
-        wanted = self._settings.workers or get_usable_cores()
-        return max(1, min(wanted, text // self._part_bytes + 1))
 
     def open_folder(self) -> None:
         """Lock the work folder and find what is finished in it."""
-        manifest = build_manifest(
-            self._settings, self._sources, self._tokenizer, self._dtype, self._part_bytes
-        )
+        import tokenizers
+
+        # Everything that decides what the parts hold.
+        manifest: dict[str, Any] = {
+            "version": _VERSION,
+            "inputs": [[str(s.path.absolute()), s.size, s.modified] for s in self._sources],
+            "settings": self._settings.describe_result(),
+            "tokenizer": self._tokenizer.fingerprint,
+            "tokenizers version": tokenizers.__version__,
+            "token type": self._dtype,
+            "part size": self._part_bytes,
+        }
         if not self._settings.overwrite and not self.folder.is_publishing(manifest):
             check_output_is_free(self._settings)
         try:
@@ -100,51 +113,36 @@ class _Run:
         if self._reused:
             get_logger().info(
                 "resuming: %d finished parts (%.1f MB of input) found in %s",
-                self._reused,
-                self._reused_bytes / 1e6,
-                self.folder.path,
-            )
-
-    # --- tokens ----------------------------------------------------------------------------------
+                self._reused, self._reused_bytes / 1e6, self.folder.path,
+            )  # fmt: skip
 
     def encode(self, show_bar: bool | None) -> None:
         """Make the missing parts."""
         get_logger().info(
             "%s, %.1f MB: %s (%s tokens, %s), %s",
-            _count(len(self._sources), "input file"),
-            sum(source.size for source in self._sources) / 1e6,
-            self._tokenizer.name,
-            f"{self._tokenizer.vocab_size:,}",
-            self._dtype,
-            _count(self._workers, "worker"),
-        )
+            count(len(self._sources), "input file"), self._total_bytes / 1e6, self._tokenizer.name,
+            f"{self._tokenizer.vocab_size:,}", self._dtype, count(self._workers, "worker"),
+        )  # fmt: skip
+        settings = self._settings
         start, number = find_start(self._reports)
-        progress = Progress(
-            sum(source.size for source in self._sources),
-            start.disk_bytes,
-            log_interval=self._settings.log_interval,
-            show_bar=show_bar,
-        )
-        reader = PartReader(
-            self._sources,
-            keys=self._settings.json_keys,
-            text_documents=self._settings.text_documents,
-            part_bytes=self._part_bytes,
-            max_documents=self._settings.max_documents,
-            start=start,
-            first_number=number,
-        )
-        crew = Crew(self._workers, self._tokenizer, self._settings, self.folder.path, self._dtype)
+        progress = Progress(self._total_bytes, start.disk_bytes, settings.log_interval, show_bar)
+        parts = read_parts(
+            self._sources, keys=settings.json_keys, text_documents=settings.text_documents,
+            part_bytes=self._part_bytes, max_documents=settings.max_documents, start=start,
+            number=number,
+        )  # fmt: skip
+        missing = self._iterate_missing(parts, progress)
+        setup = (self._tokenizer, settings, self.folder.path, self._dtype)
         try:
-            with crew:
-                for report in crew.encode(self._iterate_missing(reader, progress)):
+            with closing(encode_parts(missing, self._workers, setup)) as reports:
+                for report in reports:
                     self._reports[report.number] = report
                     progress.add(report)
         finally:
             progress.close()
 
-    def _iterate_missing(self, reader: PartReader, progress: Progress) -> Iterator[Part]:
-        for part in reader:
+    def _iterate_missing(self, parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
+        for part in parts:
             progress.announce(part.number, part.end.disk_bytes)
             if part.number in self._reports:
                 progress.skip(part.number)
@@ -170,23 +168,8 @@ class _Run:
                 f"written.\n{listed}"
             )
 
-    # --- the output ------------------------------------------------------------------------------
-
     def join(self) -> None:
         """Write the parts one after another under the output's names."""
-        self._check_space()
-        self.folder.start_publishing()
-        numbers = range(len(self._reports))
-        for index, target in enumerate(self._settings.get_targets().values()):
-            with IndexedWriter(target, self._dtype) as writer:
-                for number in numbers:
-                    # One at a time: a large run has more parts than a process may map files.
-                    prefix = get_part_prefix(self.folder.path, number, index)
-                    part = IndexedDataset(prefix)
-                    data = Path(f"{prefix}.bin")
-                    writer.append_file(data, part.sizes, part.doc_idx, None)
-
-    def _check_space(self) -> None:
         needed = sum(size for report in self._reports.values() for size, _ in report.files.values())
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
@@ -194,6 +177,14 @@ class _Run:
                 f"The output needs {needed:,} bytes, but only {free:,} are free on the disk of "
                 f"{self._settings.output_prefix}: free some space."
             )
+        self.folder.start_publishing()
+        for index, target in enumerate(self._settings.get_targets().values()):
+            with IndexedWriter(target, self._dtype) as writer:
+                for number in range(len(self._reports)):
+                    # One at a time: a large run has more parts than a process may map files.
+                    prefix = get_part_prefix(self.folder.path, number, index)
+                    part = IndexedDataset(prefix)
+                    writer.append_file(Path(f"{prefix}.bin"), part.sizes, part.doc_idx, None)
 
     def summarize(self, seconds: float) -> Summary:
         """What was made."""
@@ -201,16 +192,10 @@ class _Run:
         return Summary(
             outputs=self._settings.get_targets(),
             counts=dict(zip(self._settings.json_keys, self._merge_counts(), strict=True)),
-            problems=self._merge_problems(),
-            sources=self._sources,
-            dtype=self._dtype,
-            text_bytes=text_bytes,
-            made_bytes=text_bytes - self._reused_bytes,
-            seconds=seconds,
-            workers=self._workers,
-            parts=len(self._reports),
-            reused_parts=self._reused,
-        )
+            problems=self._merge_problems(), sources=self._sources, dtype=self._dtype,
+            text_bytes=text_bytes, made_bytes=text_bytes - self._reused_bytes, seconds=seconds,
+            workers=self._workers, parts=len(self._reports), reused_parts=self._reused,
+        )  # fmt: skip
 
     def _merge_counts(self) -> list[KeyCounts]:
         merged = [KeyCounts() for _ in self._settings.json_keys]
@@ -227,7 +212,7 @@ class _Run:
     def explain(self, error: BaseException) -> BaseException:
         """The error, with a note on what can be resumed; if there is nothing, remove the folder."""
         # Counted on disk: a worker may have finished a part whose report was not read yet.
-        finished = count_reports(self.folder.path)
+        finished = sum(path.stem.isdigit() for path in self.folder.path.glob("*.json"))
         kept = ""
         if isinstance(error, _FinalError) or not finished:
             self.folder.remove()
@@ -235,7 +220,7 @@ class _Run:
             self.folder.close()
             stay = "stays" if finished == 1 else "stay"
             kept = (
-                f" {_count(finished, 'finished part')} {stay} in {self.folder.path}: the same "
+                f" {count(finished, 'finished part')} {stay} in {self.folder.path}: the same "
                 "command continues from there."
             )
         if isinstance(error, KeyboardInterrupt):
@@ -249,7 +234,3 @@ class _Run:
 
 class _FinalError(DataError):
     """An error after which the parts are useless."""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -75,10 +75,10 @@ def build_splitter(
 def _iterate_spans(text: str, has_abbreviations: bool) -> Iterator[tuple[int, int, int]]:
     """Start and end of each sentence, and where the whitespace after it ends."""
     start = 0
-    for found in _CANDIDATE.finditer(text):
-        if found.start() < start or not _ends_sentence(text, start, found, has_abbreviations):
+    for match in _CANDIDATE.finditer(text):
+        if match.start() < start or not _ends_sentence(text, start, match, has_abbreviations):
             continue
-        end = found.start() if found.group() == "\n" else found.end()
+        end = match.start() if match.group() == "\n" else match.end()
         following = end
         while following < len(text) and text[following].isspace():
             following += 1
@@ -90,19 +90,19 @@ def _iterate_spans(text: str, has_abbreviations: bool) -> Iterator[tuple[int, in
         yield start, len(text), len(text)
 
 
-def _ends_sentence(text: str, start: int, found: re.Match[str], has_abbreviations: bool) -> bool:
-    stop = found.group()
-    if stop == "\n" or stop[0] in _CJK_STOPS or _BLANK_LINE.match(text, found.end()):
+def _ends_sentence(text: str, start: int, match: re.Match[str], has_abbreviations: bool) -> bool:
+    stop = match.group()
+    if stop == "\n" or stop[0] in _CJK_STOPS or _BLANK_LINE.match(text, match.end()):
         return True
-    following = _FOLLOWING.match(text, found.end())
+    following = _FOLLOWING.match(text, match.end())
     word = following.group(1) if following else ""
     if word[:1].islower():
         return False
     if stop[0] != "." or stop.startswith(".."):
         return True
-    if _LIST_MARK.fullmatch(text, start, found.start()):
+    if _LIST_MARK.fullmatch(text, start, match.start()):
         return False
-    before = _WORD_BEFORE.search(text, max(start, found.start() - _LONGEST_WORD), found.start())
+    before = _WORD_BEFORE.search(text, max(start, match.start() - _LONGEST_WORD), match.start())
     return _ends_with(before.group() if before else "", word, has_abbreviations)
 
 

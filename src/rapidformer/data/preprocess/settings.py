@@ -1,4 +1,4 @@
-"""The settings of a preprocessing run, and where its files are.
+"""The settings of a preprocessing run, where its files are, and what is checked before it starts.
 
 Only what is in `describe_result` decides the output bytes. The number of workers does not, so a run
 may resume with another one.
@@ -11,6 +11,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rapidformer.data.preprocess.inputs import Source, find_sources
+from rapidformer.data.tokenizers import Tokenizer
+from rapidformer.errors import ConfigurationError
+from rapidformer.log import warn_once
 
 TEXT_DOCUMENTS = ("file", "lines", "blank-line")
 # English has a list of abbreviations; other languages share the rules that need none.
@@ -42,20 +47,17 @@ class PreprocessSettings:
     overwrite: bool = False
     part_bytes: int | None = None
 
-    @property
-    def level(self) -> str:
-        return "sentence" if self.split_sentences else "document"
-
-    def get_target(self, key: str) -> Path:
-        """The prefix of the files that hold one key's tokens."""
-        return Path(f"{Path(self.output_prefix).expanduser()}_{key}_{self.level}")
-
     def get_targets(self) -> dict[str, Path]:
-        return {key: self.get_target(key) for key in self.json_keys}
+        """The prefixes of the files that hold the tokens of each key."""
+        return {key: self._name_file(key) for key in self.json_keys}
 
     def get_work_folder(self) -> Path:
         """Where finished parts wait for the others."""
-        return Path(f"{self.get_target('-'.join(self.json_keys))}.parts")
+        return self._name_file("-".join(self.json_keys), ".parts")
+
+    def _name_file(self, key: str, ending: str = "") -> Path:
+        level = "sentence" if self.split_sentences else "document"
+        return Path(f"{Path(self.output_prefix).expanduser()}_{key}_{level}{ending}")
 
     def get_part_bytes(self, total_bytes: int) -> int:
         """How much text a part holds: enough parts for many cores, few enough for a folder."""
@@ -76,8 +78,66 @@ class PreprocessSettings:
         }
 
 
-def find_setting_problems(settings: PreprocessSettings) -> list[str]:
-    """All problems with the values."""
+def check_run(settings: PreprocessSettings, tokenizer: Tokenizer) -> list[Source]:
+    """The input files of a valid run."""
+    problems, sources = _check_inputs(settings)
+    if settings.append_eod and not tokenizer.has_special("eod"):
+        problems.append(
+            f"--append-eod: the tokenizer {tokenizer.name} has no token that ends a document; "
+            "leave it out, or choose a tokenizer that has one."
+        )
+    if problems:
+        raise ConfigurationError(problems)
+    if not settings.split_sentences:
+        if settings.keep_newlines:
+            warn_once("--keep-newlines has no effect without --split-sentences.")
+        if settings.lang != "english":
+            warn_once("--lang has no effect without --split-sentences.")
+        if tokenizer.name.startswith("BertWordPiece"):
+            warn_once(
+                "--split-sentences is missing: BERT's samples are made of sentences, and each "
+                "document will be one."
+            )
+    return sources
+
+
+def check_output_is_free(settings: PreprocessSettings) -> None:
+    """Refuse to overwrite files."""
+    files = [
+        Path(f"{target}{ending}")
+        for target in settings.get_targets().values()
+        for ending in (".bin", ".idx")
+    ]
+    there = [str(path) for path in files if path.exists()]
+    if there:
+        raise ConfigurationError(
+            f"{' and '.join(there)} {'exists' if len(there) == 1 else 'exist'} already: "
+            "add --overwrite, or choose another --output-prefix."
+        )
+
+
+def find_problems(settings: PreprocessSettings) -> list[str]:
+    """All problems with the settings and the input."""
+    return _check_inputs(settings)[0]
+
+
+def _check_inputs(settings: PreprocessSettings) -> tuple[list[str], list[Source]]:
+    problems = _find_setting_problems(settings)
+    sources: list[Source] = []
+    try:
+        sources = find_sources(settings.inputs)
+    except ConfigurationError as error:
+        problems += error.problems
+    texts = [source.path for source in sources if source.kind == "text"]
+    if texts and len(settings.json_keys) > 1:
+        problems.append(
+            f"--json-keys names {len(settings.json_keys)} keys, but {texts[0]} is plain text, "
+            "which has one."
+        )
+    return problems, sources
+
+
+def _find_setting_problems(settings: PreprocessSettings) -> list[str]:
     problems: list[str] = []
     if not settings.json_keys:
         problems.append("--json-keys names no key: leave it out for `text`, or name at least one.")
@@ -88,8 +148,14 @@ def find_setting_problems(settings: PreprocessSettings) -> list[str]:
         for key in settings.json_keys
         if "/" in key or os.sep in key
     ]
-    problems += _find_choice_problems("--lang", settings.lang, LANGUAGES)
-    problems += _find_choice_problems("--text-documents", settings.text_documents, TEXT_DOCUMENTS)
+    for flag, choice, choices in (
+        ("--lang", settings.lang, LANGUAGES),
+        ("--text-documents", settings.text_documents, TEXT_DOCUMENTS),
+    ):
+        if choice not in choices:
+            near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.6)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            problems.append(f"{flag} {choice} is unknown: use one of {', '.join(choices)}.{hint}")
     for flag, value in (
         ("--workers", settings.workers),
         ("--log-interval", settings.log_interval),
@@ -109,18 +175,3 @@ def find_setting_problems(settings: PreprocessSettings) -> list[str]:
             f"files' names, such as {prefix / 'corpus'}."
         )
     return problems
-
-
-def get_usable_cores() -> int:
-    """The number of cores this process may use, possibly fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _find_choice_problems(flag: str, value: str, choices: tuple[str, ...]) -> list[str]:
-    if value in choices:
-        return []
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return [f"{flag} {value} is unknown: use one of {', '.join(choices)}.{hint}"]

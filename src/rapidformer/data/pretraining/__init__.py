@@ -9,7 +9,7 @@ from .build import (
     build_train_valid_test_datasets_for_huggingface,
     build_train_valid_test_datasets_for_t5,
 )
-from .ltor import get_ltor_masks_and_position_ids
+from .gpt import get_ltor_masks_and_position_ids
 
 __all__ = [
     "build_pretrain_huggingface_bert_datasets",

@@ -1,36 +1,45 @@
 """From prefixes to data sets: split or not, blended or not, for any objective.
 
-An empty split, or one of which zero samples are wanted, gives None; if ``None`` samples are wanted,
-the split is used exactly once.
+``--split`` divides *sequences* for GPT (that is, sentences if the data was made with
+``--split-sentences``) and *documents* for BERT and T5. An empty split, or one of which zero samples
+are wanted, gives None; if ``None`` samples are wanted, the split is used exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rapidformer.data.pretraining import bert, t5
+import numpy as np
+
+from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining.blend import (
     BlendedDataset,
+    Prefix,
     WeightedPrefix,
     build_blend_index,
     count_for_weight,
     parse_data_prefix,
 )
-from rapidformer.data.pretraining.layout import Layout
-from rapidformer.data.pretraining.recipes import (
-    BertRecipe,
-    GPTRecipe,
-    PretrainingSource,
-    Recipe,
-    T5Recipe,
+from rapidformer.data.pretraining.cache import IndexCache, hash_file
+from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
+from rapidformer.data.pretraining.sentence_map import build_sentence_map
+from rapidformer.data.pretraining.sentence_samples import (
+    ADDED_BY_BERT,
+    ADDED_BY_T5,
+    BertDataset,
+    BertTokens,
+    Layout,
+    T5Dataset,
+    T5Tokens,
 )
 from rapidformer.data.pretraining.split import SPLIT_NAMES, SplitRange, parse_split, split_ranges
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 
-Prefix = str | Path | Sequence[str]
 Counts = Sequence[int | None]
 Datasets = tuple[Any, Any, Any]
 
@@ -64,15 +73,23 @@ def build_datasets(
     GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given. ``layout`` does
     not apply to GPT, whose samples have one form.
     """
-    _check_settings(train_valid_test_num_samples, seq_length, seed, masked_lm_prob, short_seq_prob)
-    recipe = _build_recipe(
-        objective, seq_length=seq_length, seq_length_dec=seq_length_dec, seed=seed,
-        masked_lm_prob=masked_lm_prob, short_seq_prob=short_seq_prob, binary_head=binary_head,
-        tokenizer=tokenizer, layout=layout, vocab_size=vocab_size,
-    )  # fmt: skip
-    builder = _Builder(recipe, data_impl, skip_warmup, data_cache_path)
-    own = (train_data_prefix, valid_data_prefix, test_data_prefix)
-    if data_prefix is not None and any(own):
+    counts = train_valid_test_num_samples
+    _check_settings(counts, seq_length, seed, masked_lm_prob, short_seq_prob)
+    if objective == "gpt":
+        make = partial(GPTDataset, seq_length=seq_length, vocab_size=vocab_size)
+        recipe = _Recipe("gpt", {"seq_length": seq_length, "seed": seed}, make)
+    else:
+        recipe = _build_sentence_recipe(
+            objective, tokenizer, short_seq_prob, binary_head, seq_length_dec,
+            max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed, layout=layout,
+        )  # fmt: skip
+
+    @cache
+    def open_source(prefix: str) -> _Source:
+        return _Source(prefix, data_impl, skip_warmup, data_cache_path)
+
+    separate = (train_data_prefix, valid_data_prefix, test_data_prefix)
+    if data_prefix is not None and any(separate):
         raise ConfigurationError(
             "--data-path is divided by --split, --train-data-path, --valid-data-path and "
             "--test-data-path are not: give either the one or the others."
@@ -80,28 +97,21 @@ def build_datasets(
     if data_prefix is not None:
         if splits_string is None:
             raise ConfigurationError("--data-path needs --split, such as 969,30,1.")
-        parts = parse_data_prefix(_as_words(data_prefix))
+        parts = [parse_data_prefix(data_prefix)] * 3
         parse_split(splits_string)
-        made = [
-            builder.build(parts, name, count, splits_string)
-            for name, count in zip(SPLIT_NAMES, train_valid_test_num_samples, strict=True)
+    elif any(separate):
+        splits_string = None
+        parts = [
+            parse_data_prefix(prefix, f"--{name}-data-path") if prefix else []
+            for name, prefix in zip(SPLIT_NAMES, separate, strict=True)
         ]
     else:
-        if not any(own):
-            raise ConfigurationError("there is no data: give --data-path or --train-data-path.")
-        made = [
-            builder.build(parse_data_prefix(_as_words(given), f"--{name}-data-path"), name, count)
-            if given
-            else None
-            for name, given, count in zip(
-                SPLIT_NAMES, own, train_valid_test_num_samples, strict=True
-            )
-        ]
-    return made[0], made[1], made[2]
-
-
-def _as_words(given: Prefix) -> str | Sequence[str]:
-    return str(given) if isinstance(given, Path) else given
+        raise ConfigurationError("there is no data: give --data-path or --train-data-path.")
+    train, valid, test = (
+        _build_split(recipe, open_source, prefixes, name, count, splits_string)
+        for prefixes, name, count in zip(parts, SPLIT_NAMES, counts, strict=True)
+    )
+    return train, valid, test
 
 
 def _check_settings(
@@ -118,131 +128,154 @@ def _check_settings(
         problems.append(f"--seq-length {seq_length} is not a valid length: use 1 or more.")
     if not 0 <= seed < 2**32:
         problems.append(f"--seed {seed} is out of range for sample orders: use 0 to {2**32 - 1}.")
-    for flag, probability in (
-        ("--mask-prob", masked_lm_prob),
-        ("--short-seq-prob", short_seq_prob),
-    ):
-        if not 0 <= probability <= 1:
-            problems.append(f"{flag} {probability} is not a probability: use 0 to 1.")
+    for flag, value in (("--mask-prob", masked_lm_prob), ("--short-seq-prob", short_seq_prob)):
+        if not 0 <= value <= 1:
+            problems.append(f"{flag} {value} is not a probability: use 0 to 1.")
     if problems:
         raise ConfigurationError(problems)
 
 
-def _build_recipe(
+@dataclass(frozen=True)
+class _Recipe:
+    """How the samples of an objective are made."""
+
+    objective: str
+    settings: dict[str, Any]
+    """What decides the index maps, besides the data and the number of samples."""
+    make_dataset: Callable[..., Any]
+    """From the data and the maps."""
+
+
+def _build_sentence_recipe(
     objective: str,
-    *,
-    seq_length: int,
-    seq_length_dec: int | None,
-    seed: int,
-    masked_lm_prob: float,
+    tokenizer: Any,
     short_seq_prob: float,
     binary_head: bool,
-    tokenizer: Any,
-    layout: Layout,
-    vocab_size: int | None,
-) -> Recipe:
-    if objective == "gpt":
-        return GPTRecipe(seq_length, seed, vocab_size)
+    seq_length_dec: int | None,
+    **options: Any,
+) -> _Recipe:
+    """BERT's or T5's; ``options`` are what the data sets of both take."""
     if objective not in ("bert", "t5"):
         raise ConfigurationError(f"the objective {objective!r} is not one of gpt, bert and t5.")
     tokenizer = _find_tokenizer(tokenizer)
+    make: Callable[..., Any]
     if objective == "bert":
-        return BertRecipe(
-            seq_length, masked_lm_prob, short_seq_prob, seed, binary_head, layout,
-            bert.BertTokens.of(tokenizer, layout),
-        )  # fmt: skip
-    if seq_length_dec is None:
+        tokens = BertTokens.of(tokenizer, options["layout"])
+        make = partial(BertDataset, tokens=tokens, binary_head=binary_head, **options)
+        added, min_sentences = ADDED_BY_BERT, 2 if binary_head else 1
+    elif seq_length_dec is None:
         raise ConfigurationError("T5's samples need a decoder length: give --decoder-seq-length.")
-    return T5Recipe(
-        seq_length, seq_length_dec, masked_lm_prob, short_seq_prob, seed, layout,
-        t5.T5Tokens.of(tokenizer, layout),
-    )  # fmt: skip
+    else:
+        options["tokens"] = T5Tokens.of(tokenizer, options["layout"])
+        make = partial(T5Dataset, max_seq_length_dec=seq_length_dec, **options)
+        added, min_sentences = ADDED_BY_T5, 1
+    settings = {
+        "max_length": options["max_seq_length"] - added, "short_seq_prob": short_seq_prob,
+        "min_sentences": min_sentences, "seed": options["seed"],
+    }  # fmt: skip
+    return _Recipe(objective, settings, make)
 
 
-def _find_tokenizer(given: Any) -> Any:
-    """The given tokenizer, possibly one of transformers; otherwise the run's own."""
-    if given is None:
+def _find_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer, possibly adopted from transformers; if there is none, the run's own."""
+    if tokenizer is None:
         from rapidformer.context import get_tokenizer
 
         return get_tokenizer()
-    if hasattr(given, "get_vocab"):
+    if hasattr(tokenizer, "get_vocab"):
         from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face
 
-        return adopt_hugging_face(given)
-    return given
+        return adopt_hugging_face(tokenizer)
+    return tokenizer
 
 
-class _Builder:
-    """Builds one split after another; each pair of files is opened once."""
+class _Source:
+    """An opened pair of files. Only their content decides the name of a map."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        data_impl: str,
-        skip_warmup: bool,
-        data_cache_path: str | Path | None,
+        self, prefix: str, data_impl: str, skip_warmup: bool, data_cache_path: str | Path | None
     ) -> None:
-        self._recipe = recipe
-        self._data_impl = data_impl
-        self._skip_warmup = skip_warmup
-        self._data_cache_path = data_cache_path
-        self._sources: dict[str, PretrainingSource] = {}
+        self.data = open_indexed(prefix, data_impl, warmup=not skip_warmup)
+        self.cache = IndexCache(Path(self.data.prefix).parent, data_cache_path)
 
-    def build(
-        self,
-        parts: list[WeightedPrefix],
-        name: str,
-        num_samples: int | None,
-        splits_string: str | None = None,
-    ) -> Any:
-        """The samples of one split of a data set or blend; without a split string, all of it."""
-        found = [(part, self._find_range(part.prefix, name, splits_string)) for part in parts]
-        if num_samples == 0:
-            return None
-        used = [(part, split) for part, split in found if split.stop > split.start]
-        if len(used) < len(found) and used:
-            missing = ", ".join(part.prefix for part, split in found if split.stop == split.start)
-            warn("%s: %s has no documents in this split and is left out of it.", name, missing)
-        if not used:
-            return None
-        if len(parts) == 1:
-            source = self._open(parts[0].prefix)
-            return self._log(name, self._recipe.build_dataset(source, used[0][1], num_samples))
-        return self._log(name, self._build_blend(used, num_samples))
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies these files."""
+        index, data = Path(f"{self.data.prefix}.idx"), Path(f"{self.data.prefix}.bin")
+        return {
+            "idx_sha256": hash_file(index),
+            "idx_bytes": index.stat().st_size,
+            "bin_bytes": data.stat().st_size,
+        }
 
-    def _build_blend(
-        self, used: list[tuple[WeightedPrefix, SplitRange]], num_samples: int | None
-    ) -> BlendedDataset:
-        if num_samples is None:
-            raise DataError("a blend has no natural end: say how many samples you want.")
-        total = sum(part.weight for part, _ in used)
-        weights = [part.weight / total for part, _ in used]
-        datasets = [
-            self._recipe.build_dataset(
-                self._open(part.prefix), split, count_for_weight(num_samples, weight)
-            )
-            for (part, split), weight in zip(used, weights, strict=True)
-        ]
-        cache = self._open(used[0][0].prefix).cache
-        description = {"weights": weights, "size": num_samples}
-        index = cache.load_or_build(
-            "blend", description, lambda: build_blend_index(weights, num_samples)
-        )
-        return BlendedDataset(datasets, index, [part.prefix for part, _ in used])
-
-    def _find_range(self, prefix: str, name: str, splits_string: str | None) -> SplitRange:
-        count = self._recipe.count_units(self._open(prefix))
+    def find_range(self, objective: str, name: str, splits_string: str | None) -> SplitRange:
+        """What belongs to a split; without a split string, everything."""
+        count = len(self.data) if objective == "gpt" else self.data.num_documents
         if splits_string is None:
             return SplitRange(name, 0, count)
         return split_ranges(splits_string, count)[SPLIT_NAMES.index(name)]
 
-    def _open(self, prefix: str) -> PretrainingSource:
-        if prefix not in self._sources:
-            self._sources[prefix] = PretrainingSource(
-                prefix, self._data_impl, self._skip_warmup, self._data_cache_path
-            )
-        return self._sources[prefix]
+    def build_dataset(self, recipe: _Recipe, split: SplitRange, num_samples: int | None) -> Any:
+        """The samples of a split, with maps from the cache if possible."""
 
-    def _log(self, name: str, dataset: Any) -> Any:
-        get_logger().info("%s data: %d samples", name, len(dataset))
-        return dataset
+        def build() -> Mapping[str, np.ndarray]:
+            options = {"num_samples": num_samples, **recipe.settings}
+            if recipe.objective == "gpt":
+                index = build_gpt_index(self.data.sizes, split.start, split.stop, **options)
+                return index._asdict()
+            documents = self.data.doc_idx[split.start : split.stop + 1]
+            return {"rows": build_sentence_map(documents, self.data.sizes, **options)}
+
+        description = {
+            "objective": recipe.objective, "data": self.fingerprint, "start": split.start,
+            "stop": split.stop, "num_samples": num_samples, **recipe.settings,
+        }  # fmt: skip
+        what = f"{recipe.objective} {split.name} data"
+        try:
+            maps = self.cache.load_or_build(what, description, build)
+        except DataError as error:
+            raise DataError(f"{self.data.prefix}, {split.name}: {error}") from error
+        return recipe.make_dataset(self.data, maps)
+
+
+def _build_split(
+    recipe: _Recipe,
+    open_source: Callable[[str], _Source],
+    parts: list[WeightedPrefix],
+    name: str,
+    num_samples: int | None,
+    splits_string: str | None = None,
+) -> Any:
+    """The samples of one split of a data set or blend; without a split string, all of it."""
+    ranges = [
+        open_source(part.prefix).find_range(recipe.objective, name, splits_string) for part in parts
+    ]
+    used = [
+        (part, split) for part, split in zip(parts, ranges, strict=True) if split.stop > split.start
+    ]
+    if num_samples == 0 or not used:
+        return None
+    if len(used) < len(parts):
+        prefixes = {part.prefix for part, _ in used}
+        missing = ", ".join(part.prefix for part in parts if part.prefix not in prefixes)
+        warn("%s: %s has no documents in this split and is left out of it.", name, missing)
+    if len(parts) == 1:
+        dataset = open_source(parts[0].prefix).build_dataset(recipe, ranges[0], num_samples)
+    elif num_samples is None:
+        raise DataError("a blend has no natural end: say how many samples you want.")
+    else:
+        total = sum(part.weight for part, _ in used)
+        weights = [part.weight / total for part, _ in used]
+        counts = [count_for_weight(num_samples, weight) for weight in weights]
+        datasets = [
+            open_source(part.prefix).build_dataset(recipe, split, count)
+            for (part, split), count in zip(used, counts, strict=True)
+        ]
+        index = open_source(used[0][0].prefix).cache.load_or_build(
+            "blend",
+            {"weights": weights, "size": num_samples},
+            lambda: build_blend_index(weights, num_samples),
+        )
+        dataset = BlendedDataset(datasets, index, [part.prefix for part, _ in used])
+    get_logger().info("%s data: %d samples", name, len(dataset))
+    return dataset

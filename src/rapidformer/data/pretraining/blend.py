@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rapidformer.data.pretraining.split import parse_number
 from rapidformer.errors import ConfigurationError, DataError
 
+Prefix = str | Path | Sequence[str]
 _SMALL = 50_000
 """Below this, the plain loop is as fast."""
 _STRETCHES = 8192
@@ -33,12 +36,9 @@ class WeightedPrefix(NamedTuple):
     prefix: str
 
 
-def parse_data_prefix(
-    given: str | Sequence[str], flag: str = "--data-path"
-) -> list[WeightedPrefix]:
+def parse_data_prefix(prefix: Prefix, flag: str = "--data-path") -> list[WeightedPrefix]:
     """One prefix, or alternating weights and prefixes: ``0.3 first 0.7 second``."""
-    words = [given] if isinstance(given, str) else [str(word) for word in given]
-    words = [word.strip() for word in words]
+    words = [str(w).strip() for w in ([prefix] if isinstance(prefix, (str, Path)) else prefix)]
     if len(words) == 1:
         return [WeightedPrefix(1.0, words[0])]
     problems = []
@@ -46,13 +46,12 @@ def parse_data_prefix(
         problems.append(f"{flag} is empty")
     elif len(words) % 2:
         problems.append(f"{flag} has {len(words)} items, which are no pairs")
-    weights = []
-    for word in words[::2]:
-        weight = _parse_weight(word)
-        if weight is None:
-            problems.append(f"{word!r} in {flag} is not a positive number")
-        else:
-            weights.append(weight)
+    weights = [parse_number(word) or 0 for word in words[::2]]
+    problems += [
+        f"{word!r} in {flag} is not a positive number"
+        for word, weight in zip(words[::2], weights, strict=True)
+        if weight <= 0
+    ]
     if problems:
         raise ConfigurationError(
             f"{'; '.join(problems)}. It takes one prefix of .bin and .idx files, or weights and "
@@ -131,20 +130,18 @@ def choose_datasets(weights: np.ndarray, size: int) -> np.ndarray:
     firsts = np.arange(count) * length
     begins = _guess_taken(weights, firsts)
     chosen, ends = _run(weights, firsts, begins, length)
-    for _ in range(_MAX_ROUNDS):
+    for rounds_left in reversed(range(_MAX_ROUNDS + 1)):
         wrong = np.nonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0))[0] + 1
         if not wrong.size:
             break
-        begins[:, wrong] = ends[:, wrong - 1]
-        chosen[:, wrong], ends[:, wrong] = _run(weights, firsts[wrong], begins[:, wrong], length)
-    else:
-        # With tiny weights, a guess takes very long to become right. The stretches before the first
-        # wrong one are exact; the loop continues from there.
-        wrong = np.nonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0))[0] + 1
-        if wrong.size:
+        if not rounds_left:
+            # With tiny weights, a guess takes very long to become right. The stretches before the
+            # first wrong one are exact; the loop continues from there.
             first = int(firsts[wrong[0]])
             rest = _choose_one_by_one(weights, first, size - first, ends[:, wrong[0] - 1])
             return np.concatenate([chosen.T.reshape(-1)[:first], rest])
+        begins[:, wrong] = ends[:, wrong - 1]
+        chosen[:, wrong], ends[:, wrong] = _run(weights, firsts[wrong], begins[:, wrong], length)
     return chosen.T.reshape(-1)[:size]
 
 
@@ -194,11 +191,3 @@ def _run(
         taken[row, columns] += 1.0
         steps += 1.0
     return chosen, taken
-
-
-def _parse_weight(word: str) -> float | None:
-    try:
-        weight = float(word)
-    except ValueError:
-        return None
-    return weight if math.isfinite(weight) and weight > 0 else None

@@ -8,14 +8,24 @@ instead of a data set, and None uses the data exactly once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from rapidformer.config import Settings
-from rapidformer.data.pretraining.assemble import Counts, Datasets, Prefix, build_datasets
-from rapidformer.data.pretraining.layout import Layout
+from rapidformer.data.pretraining.assemble import Counts, Datasets, build_datasets
+from rapidformer.data.pretraining.blend import Prefix
+from rapidformer.data.pretraining.sentence_samples import Layout
 from rapidformer.errors import ConfigurationError
 
 _DECODER_LENGTH = 128
+
+
+class DataOptions(TypedDict, total=False):
+    """Data that is split already, instead of ``data_prefix``, and where index maps are kept."""
+
+    train_data_prefix: Prefix | None
+    valid_data_prefix: Prefix | None
+    test_data_prefix: Prefix | None
+    data_cache_path: str | Path | None
 
 
 def build_pretraining_datasets(
@@ -35,26 +45,15 @@ def build_pretraining_datasets(
     if args.seq_length is None:
         raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
     return build_datasets(
-        objective,
-        data_prefix=args.data_path,
-        train_data_prefix=args.train_data_path,
-        valid_data_prefix=args.valid_data_path,
-        test_data_prefix=args.test_data_path,
-        data_impl=args.data_impl,
-        splits_string=args.split,
-        train_valid_test_num_samples=train_valid_test_num_samples,
-        seq_length=args.seq_length,
-        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH,
-        masked_lm_prob=args.mask_prob,
-        short_seq_prob=args.short_seq_prob,
-        seed=args.seed,
-        skip_warmup=not args.mmap_warmup,
-        data_cache_path=args.data_cache_path,
-        binary_head=binary_head,
-        tokenizer=tokenizer,
-        layout=layout,
-        vocab_size=vocab_size,
-    )
+        objective, data_prefix=args.data_path, train_data_prefix=args.train_data_path,
+        valid_data_prefix=args.valid_data_path, test_data_prefix=args.test_data_path,
+        data_impl=args.data_impl, splits_string=args.split,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=args.seq_length,
+        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH, masked_lm_prob=args.mask_prob,
+        short_seq_prob=args.short_seq_prob, seed=args.seed, skip_warmup=not args.mmap_warmup,
+        data_cache_path=args.data_cache_path, binary_head=binary_head, tokenizer=tokenizer,
+        layout=layout, vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def build_train_valid_test_datasets(
@@ -65,27 +64,14 @@ def build_train_valid_test_datasets(
     seq_length: int,
     seed: int,
     skip_warmup: bool = True,
-    *,
-    train_data_prefix: Prefix | None = None,
-    valid_data_prefix: Prefix | None = None,
-    test_data_prefix: Prefix | None = None,
-    data_cache_path: str | Path | None = None,
+    **options: Unpack[DataOptions],
 ) -> Datasets:
     """GPT samples: ``text``, with ``seq_length + 1`` tokens."""
     return build_datasets(
-        "gpt",
-        data_prefix=data_prefix,
-        data_impl=data_impl,
-        splits_string=splits_string,
-        train_valid_test_num_samples=train_valid_test_num_samples,
-        seq_length=seq_length,
-        seed=seed,
-        skip_warmup=skip_warmup,
-        train_data_prefix=train_data_prefix,
-        valid_data_prefix=valid_data_prefix,
-        test_data_prefix=test_data_prefix,
-        data_cache_path=data_cache_path,
-    )
+        "gpt", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=seq_length, seed=seed,
+        skip_warmup=skip_warmup, **options,
+    )  # fmt: skip
 
 
 def build_train_valid_test_datasets_for_huggingface(
@@ -100,11 +86,8 @@ def build_train_valid_test_datasets_for_huggingface(
     skip_warmup: bool = True,
     binary_head: bool = True,
     *,
-    train_data_prefix: Prefix | None = None,
-    valid_data_prefix: Prefix | None = None,
-    test_data_prefix: Prefix | None = None,
-    data_cache_path: str | Path | None = None,
     tokenizer: Any = None,
+    **options: Unpack[DataOptions],
 ) -> Datasets:
     """BERT samples for Hugging Face models.
 
@@ -112,23 +95,11 @@ def build_train_valid_test_datasets_for_huggingface(
     ``binary_head``, ``next_sentence_label`` (1: the two segments are swapped).
     """
     return build_datasets(
-        "bert",
-        data_prefix=data_prefix,
-        data_impl=data_impl,
-        splits_string=splits_string,
-        train_valid_test_num_samples=train_valid_test_num_samples,
-        seq_length=max_seq_length,
-        masked_lm_prob=masked_lm_prob,
-        short_seq_prob=short_seq_prob,
-        seed=seed,
-        skip_warmup=skip_warmup,
-        binary_head=binary_head,
-        train_data_prefix=train_data_prefix,
-        valid_data_prefix=valid_data_prefix,
-        test_data_prefix=test_data_prefix,
-        data_cache_path=data_cache_path,
-        tokenizer=tokenizer,
-    )
+        "bert", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=max_seq_length,
+        masked_lm_prob=masked_lm_prob, short_seq_prob=short_seq_prob, seed=seed,
+        skip_warmup=skip_warmup, binary_head=binary_head, tokenizer=tokenizer, **options,
+    )  # fmt: skip
 
 
 build_pretrain_huggingface_bert_datasets = build_train_valid_test_datasets_for_huggingface
@@ -147,30 +118,15 @@ def build_train_valid_test_datasets_for_t5(
     seed: int,
     skip_warmup: bool = True,
     *,
-    train_data_prefix: Prefix | None = None,
-    valid_data_prefix: Prefix | None = None,
-    test_data_prefix: Prefix | None = None,
-    data_cache_path: str | Path | None = None,
     tokenizer: Any = None,
     layout: Layout = "huggingface",
+    **options: Unpack[DataOptions],
 ) -> Datasets:
     """T5 samples: ``input_ids, attention_mask, labels``, or Megatron's names in its layout."""
     return build_datasets(
-        "t5",
-        data_prefix=data_prefix,
-        data_impl=data_impl,
-        splits_string=splits_string,
-        train_valid_test_num_samples=train_valid_test_num_samples,
-        seq_length=max_seq_length,
-        seq_length_dec=max_seq_length_dec,
-        masked_lm_prob=masked_lm_prob,
-        short_seq_prob=short_seq_prob,
-        seed=seed,
-        skip_warmup=skip_warmup,
-        train_data_prefix=train_data_prefix,
-        valid_data_prefix=valid_data_prefix,
-        test_data_prefix=test_data_prefix,
-        data_cache_path=data_cache_path,
-        tokenizer=tokenizer,
-        layout=layout,
-    )
+        "t5", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=max_seq_length,
+        seq_length_dec=max_seq_length_dec, masked_lm_prob=masked_lm_prob,
+        short_seq_prob=short_seq_prob, seed=seed, skip_warmup=skip_warmup, tokenizer=tokenizer,
+        layout=layout, **options,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
 
@@ -69,7 +69,8 @@ class IndexCache:
         if data_cache_path is not None:
             self._folders = [Path(data_cache_path).expanduser() / "index-cache"]
         else:
-            self._folders = [data_folder / "index-cache", _get_user_folder()]
+            home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+            self._folders = [data_folder / "index-cache", home / "rapidformer" / "index-cache"]
 
     def load_or_build(self, what: str, description: Mapping[str, Any], build: Build) -> IndexMaps:
         """The maps for a description; ``what`` names what is being waited for."""
@@ -80,14 +81,16 @@ class IndexCache:
             maps = _load(folder, stem)
             if maps is not None:
                 return maps
-        folder = self._choose_folder()
-        return _build_or_wait(folder, stem, what, described, build)
+        return _build_or_wait(self._choose_folder(), stem, what, described, build)
 
     def _choose_folder(self) -> Path:
         reasons = []
         for folder in self._folders:
             try:
-                _check_writable(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                probe = folder / f".probe-{_name_of_process()}"
+                probe.touch()
+                probe.unlink()
             except OSError as error:
                 reasons.append(f"{folder} ({error.strerror or error})")
                 continue
@@ -110,23 +113,8 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _get_user_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(base) / "rapidformer" / "index-cache"
-
-
-def _check_writable(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / f".probe-{_name_of_process()}"
-    probe.touch()
-    probe.unlink()
-
-
 def _name_of_process() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
-
-
-# --- reading -------------------------------------------------------------------------------------
 
 
 def _load(folder: Path, stem: str) -> IndexMaps | None:
@@ -162,9 +150,6 @@ def _find_damage(folder: Path, record: Any) -> str | None:
     return None
 
 
-# --- building ------------------------------------------------------------------------------------
-
-
 def _build_or_wait(
     folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build
 ) -> IndexMaps:
@@ -176,7 +161,10 @@ def _build_or_wait(
             maps = _load(folder, stem)
             if maps is None and state != "taken":
                 if state == "mine":
-                    _clear_place(folder, stem)
+                    # What a killed builder left, and the record of damaged maps, so that others
+                    # wait. The holder of the lock knows that nobody is writing these files.
+                    for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
+                        leftover.unlink(missing_ok=True)
                 maps = _build(folder, stem, what, description, build)
         if maps is not None:
             return maps
@@ -192,7 +180,16 @@ def _build_or_wait(
 @contextmanager
 def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
     """Holds the lock; on a file system without locks, everybody builds."""
-    with _open_lock(path) as file:
+    try:
+        lock = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        # For example another user's, in a shared folder.
+        raise DataError(
+            f"the lock of an index map, {path}, cannot be opened ({error.strerror or error}): "
+            "remove it if nobody is building that map, or choose another folder with "
+            "--data-cache-path."
+        ) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,32 +206,11 @@ def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
         yield "mine"
 
 
-def _open_lock(path: Path) -> TextIO:
-    try:
-        return path.open("a+", encoding="utf-8")
-    except OSError as error:
-        # For example another user's, in a shared folder.
-        raise DataError(
-            f"the lock of an index map, {path}, cannot be opened ({error.strerror or error}): "
-            "remove it if nobody is building that map, or choose another folder with "
-            "--data-cache-path."
-        ) from error
-
-
 def _read_holder(lock: Path) -> str:
     try:
         return f"process {lock.read_text(encoding='utf-8')}"
     except OSError:
         return "another process"
-
-
-def _clear_place(folder: Path, stem: str) -> None:
-    """Remove what a killed builder left, and the record of damaged maps, so that others wait.
-
-    Only the lock holder may do this: it knows that nobody is writing these files.
-    """
-    for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
-        leftover.unlink(missing_ok=True)
 
 
 def _build(
@@ -243,12 +219,11 @@ def _build(
     start = time.monotonic()
     arrays = build()
     seconds = time.monotonic() - start
-    record: dict[str, Any] = {"what": what, "description": description, "arrays": {}}
-    for name, array in arrays.items():
-        record["arrays"][name] = _save_array(folder / f"{stem}-{name}.npy", array)
+    files = {name: folder / f"{stem}-{name}.npy" for name in arrays}
+    kept = {name: _save_array(files[name], array) for name, array in arrays.items()}
+    record = {"what": what, "description": description, "arrays": kept}
     text = json.dumps(record, indent=1).encode()
     _publish(folder / f"{stem}.json", lambda path: path.write_bytes(text))
-    files = {name: folder / kept["file"] for name, kept in record["arrays"].items()}
     get_logger().info("built the index map of the %s in %.1f s: %s", what, seconds, folder / stem)
     return IndexMaps(files)
 
@@ -262,12 +237,9 @@ def _save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
 
     _publish(path, write)
     return {
-        "file": path.name,
-        "dtype": array.dtype.str,
-        "shape": list(array.shape),
-        "bytes": path.stat().st_size,
-        "sha256": hash_file(path),
-    }
+        "file": path.name, "dtype": array.dtype.str, "shape": list(array.shape),
+        "bytes": path.stat().st_size, "sha256": hash_file(path),
+    }  # fmt: skip
 
 
 def _publish(path: Path, write: Callable[[Path], Any]) -> None:

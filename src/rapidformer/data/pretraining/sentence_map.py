@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rapidformer.data.pretraining.mersenne import draw_uint32, draw_uint64
 from rapidformer.errors import DataError
 
 LONG_SENTENCE = 512
@@ -45,13 +44,13 @@ def build_sentence_map(
     doc_idx: np.ndarray,
     sizes: np.ndarray,
     *,
-    max_num_samples: int | None,
+    num_samples: int | None,
     max_length: int,
     short_seq_prob: float,
     min_sentences: int,
     seed: int,
 ) -> np.ndarray:
-    """The rows, shuffled; whole epochs until there are ``max_num_samples`` (None: one epoch)."""
+    """The rows, shuffled; whole epochs until there are ``num_samples`` (None: one epoch)."""
     if max_length < 2:
         raise DataError(
             f"a sample can hold {max_length} tokens of text besides the special ones, at least 2 "
@@ -67,7 +66,7 @@ def build_sentence_map(
     cutter = _EpochCutter(running, cuts, targets, max_length, min_sentences)
     epochs = [cutter.cut()]
     num_rows = len(epochs[0])
-    while max_num_samples is not None and num_rows < max_num_samples:
+    while num_samples is not None and num_rows < num_samples:
         epochs.append(cutter.cut())
         num_rows += len(epochs[-1])
     rows = np.concatenate(epochs)
@@ -88,24 +87,17 @@ def _choose_documents(
     has_long[np.searchsorted(doc_idx, long_ones, side="right") - 1] = True
     has_long &= counts > 1
     chosen = is_enough & ~has_long
-    if not chosen.any():
-        raise DataError(_describe_unusable(counts, has_long, min_sentences))
-    return firsts[chosen], lasts[chosen]
-
-
-def _describe_unusable(counts: np.ndarray, has_long: np.ndarray, min_sentences: int) -> str:
-    too_few = int((counts < min_sentences).sum())
-    text = (
+    if chosen.any():
+        return firsts[chosen], lasts[chosen]
+    too_few = int((~is_enough).sum())
+    way_out = "take a larger fraction in --split"
+    if too_few == counts.size and min_sentences > 1:
+        way_out = "train without the sentence-order head (binary_head=False)"
+    raise DataError(
         f"none of the {counts.size} documents can be used: {too_few} have fewer than "
         f"{min_sentences} sentences and {int(has_long.sum())} have a sentence of more than "
-        f"{LONG_SENTENCE} tokens. "
+        f"{LONG_SENTENCE} tokens. Make the data with --split-sentences, or {way_out}."
     )
-    if too_few == counts.size and min_sentences > 1:
-        return text + (
-            "Make the data with --split-sentences, or train without the sentence-order head "
-            "(binary_head=False)."
-        )
-    return text + "Make the data with --split-sentences, or take a larger fraction in --split."
 
 
 def _cut_for_full_length(
@@ -282,12 +274,61 @@ def _count_independent(places: np.ndarray, others: np.ndarray, first_use: np.nda
     return min(repeated, ahead)
 
 
-def read_row(
-    rows: np.ndarray, index: int, seed: int
-) -> tuple[int, int, int, np.random.RandomState]:
-    """First sentence, one past the last, length, and the sample's own random numbers."""
-    if not -len(rows) <= index < len(rows):
-        raise IndexError(f"sample {index} of {len(rows)}")
-    index %= len(rows)
-    start, end, target_length = rows[index].tolist()
-    return start, end, target_length, np.random.RandomState((seed + index) % 2**32)
+# --- random numbers ------------------------------------------------------------------------------
+# C++'s two Mersenne Twisters, drawn in blocks. ``std::mt19937(seed)`` equals numpy's
+# ``RandomState(seed)``; numpy lacks ``std::mt19937_64``. A block of 312 of its numbers is computed
+# from the previous one in two halves, since the second needs the new numbers of the first.
+
+_SIZE = 312
+_MIDDLE = 156
+_UPPER = np.uint64(0xFFFFFFFF80000000)
+_LOWER = np.uint64(0x7FFFFFFF)
+_MATRIX = np.uint64(0xB5026F5AA96619E9)
+_ONE = np.uint64(1)
+
+
+def draw_uint32(seed: int, block: int) -> Iterator[np.ndarray]:
+    """Blocks of ``std::mt19937(seed)``, endlessly."""
+    random = np.random.RandomState(seed % 2**32)
+    while True:
+        yield random.randint(0, 2**32, size=block, dtype=np.uint32)
+
+
+def draw_uint64(seed: int, block: int) -> Iterator[np.ndarray]:
+    """Blocks of ``std::mt19937_64(seed)``, endlessly."""
+    state = _seed_state(seed)
+    states_per_block = -(-block // _SIZE)
+    while True:
+        raw = np.empty((states_per_block, _SIZE), dtype=np.uint64)
+        for row in raw:
+            _advance(state)
+            row[:] = state
+        yield _temper(raw.reshape(-1))
+
+
+def _seed_state(seed: int) -> np.ndarray:
+    word = seed % 2**64
+    words = [word]
+    for i in range(1, _SIZE):
+        word = (6364136223846793005 * (word ^ (word >> 62)) + i) % 2**64
+        words.append(word)
+    return np.array(words, dtype=np.uint64)
+
+
+def _advance(state: np.ndarray) -> None:
+    state[:_MIDDLE] = state[_MIDDLE:] ^ _twist(state[:_MIDDLE], state[1 : _MIDDLE + 1])
+    following = np.append(state[_MIDDLE + 1 :], state[0])
+    state[_MIDDLE:] = state[:_MIDDLE] ^ _twist(state[_MIDDLE:], following)
+
+
+def _twist(words: np.ndarray, following: np.ndarray) -> np.ndarray:
+    mixed = (words & _UPPER) | (following & _LOWER)
+    return (mixed >> _ONE) ^ ((mixed & _ONE) * _MATRIX)
+
+
+def _temper(words: np.ndarray) -> np.ndarray:
+    words ^= (words >> np.uint64(29)) & np.uint64(0x5555555555555555)
+    words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    words ^= words >> np.uint64(43)
+    return words

@@ -27,11 +27,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
     """Fractions of '969, 30, 1', '90/5/5' or '1' that add up to one."""
     separator = "," if "," in text else "/"
     words = [word.strip() for word in str(text).split(separator)]
-    numbers = [_parse_number(word) for word in words]
-    problems = [
-        f"{word!r} is no number" for word, number in zip(words, numbers, strict=True)
-        if number is None
-    ]  # fmt: skip
+    numbers = [parse_number(word) for word in words]
+    problems = [f"{w!r} is no number" for w, n in zip(words, numbers, strict=True) if n is None]
     weights = [number for number in numbers if number is not None]
     problems += [f"{weight:g} is negative" for weight in weights if weight < 0]
     if len(words) > 3:
@@ -64,7 +61,8 @@ def split_bounds(text: str, size: int) -> list[int]:
     return [0, *(max(bound - surplus, 0) for bound in bounds[1:])]
 
 
-def _parse_number(word: str) -> float | None:
+def parse_number(word: str) -> float | None:
+    """A finite number, or None."""
     try:
         number = float(word)
     except ValueError:

@@ -17,18 +17,33 @@ import numpy as np
 from rapidformer.errors import DataError
 
 _MEANINGS = {
-    "eod": "end-of-document",
-    "cls": "classification (CLS)",
-    "sep": "separator (SEP)",
-    "pad": "padding",
-    "mask": "mask",
-    "bos": "beginning-of-sequence",
-    "eos": "end-of-sequence",
-}
+    "eod": "end-of-document", "cls": "classification (CLS)", "sep": "separator (SEP)",
+    "pad": "padding", "mask": "mask", "bos": "beginning-of-sequence", "eos": "end-of-sequence",
+}  # fmt: skip
+
+
+class _SpecialToken:
+    """The id of a special token, by the attribute's name; an error if the tokenizer has none."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, tokenizer: Tokenizer, owner: type) -> int:
+        if not tokenizer.has_special(self._name):
+            raise DataError(
+                f"The tokenizer {tokenizer.name} has no {_MEANINGS[self._name]} token "
+                f"({self._name}); of the special tokens it has: "
+                f"{', '.join(tokenizer._special) or 'none'}. Choose another tokenizer or another "
+                "task."
+            )
+        return tokenizer._special[self._name]
 
 
 class Tokenizer(ABC):
     """Text to ids and back, with Megatron's names for the special tokens."""
+
+    eod, cls, sep, pad = _SpecialToken(), _SpecialToken(), _SpecialToken(), _SpecialToken()
+    mask, bos, eos = _SpecialToken(), _SpecialToken(), _SpecialToken()
 
     def __init__(
         self,
@@ -47,19 +62,15 @@ class Tokenizer(ABC):
         self._sentinels = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
         add_tokens(vocab, self._sentinels)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return self._size
+        return max(self.vocab.values(), default=-1) + 1
 
     @property
     def own_vocab_size(self) -> int:
         """The size before this library added any token: what a published model has room for."""
         return self.vocab_size
-
-    @cached_property
-    def _size(self) -> int:
-        return max(self.vocab.values(), default=-1) + 1
 
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
@@ -74,41 +85,6 @@ class Tokenizer(ABC):
             starts[token_id] = not token.startswith("##")
         return starts
 
-    def is_word_start(self, token_id: int) -> bool:
-        """Whether a word may start with this token."""
-        return bool(self.word_starts[token_id])
-
-    # --- special tokens --------------------------------------------------------------------------
-
-    @property
-    def eod(self) -> int:
-        """The token that ends a document."""
-        return self._get_special("eod")
-
-    @property
-    def cls(self) -> int:
-        return self._get_special("cls")
-
-    @property
-    def sep(self) -> int:
-        return self._get_special("sep")
-
-    @property
-    def pad(self) -> int:
-        return self._get_special("pad")
-
-    @property
-    def mask(self) -> int:
-        return self._get_special("mask")
-
-    @property
-    def bos(self) -> int:
-        return self._get_special("bos")
-
-    @property
-    def eos(self) -> int:
-        return self._get_special("eos")
-
     @property
     def additional_special_tokens_ids(self) -> list[int]:
         """The ids of T5's sentinels, starting with ``<extra_id_0>``."""
@@ -117,17 +93,6 @@ class Tokenizer(ABC):
     def has_special(self, name: str) -> bool:
         """Whether there is such a token; ``name`` is eod, cls, sep, pad, mask, bos or eos."""
         return name in self._special
-
-    def _get_special(self, name: str) -> int:
-        if name not in self._special:
-            has = ", ".join(self._special) or "none"
-            raise DataError(
-                f"The tokenizer {self.name} has no {_MEANINGS[name]} token ({name}); of the "
-                f"special tokens it has: {has}. Choose another tokenizer or another task."
-            )
-        return self._special[name]
-
-    # --- text and ids ----------------------------------------------------------------------------
 
     @abstractmethod
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
@@ -150,7 +115,10 @@ class Tokenizer(ABC):
         try:
             return [self.inv_vocab[int(token_id)] for token_id in ids]
         except KeyError as missing:
-            raise DataError(_describe_unknown_id(missing.args[0], self)) from None
+            raise DataError(
+                f"The token id {missing.args[0]} is not in the vocabulary of {self.name} "
+                f"({self.vocab_size} tokens): these ids were made with another tokenizer."
+            ) from None
 
 
 def add_tokens(vocab: dict[str, int], tokens: Iterable[str]) -> None:
@@ -169,10 +137,3 @@ def hash_parts(parts: Iterable[str | bytes]) -> str:
         content = part.encode() if isinstance(part, str) else part
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
-
-
-def _describe_unknown_id(token_id: int, tokenizer: Tokenizer) -> str:
-    return (
-        f"The token id {token_id} is not in the vocabulary of {tokenizer.name} "
-        f"({tokenizer.vocab_size} tokens): these ids were made with another tokenizer."
-    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rapidformer.config import Settings
 from rapidformer.data.tokenizers.base import Tokenizer
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.hub import suggest_path
 
 # Type -> the settings it requires.
@@ -23,6 +25,30 @@ TOKENIZER_TYPES: tuple[str, ...] = tuple(_NEEDS)
 _FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
+def load_tokenizer(args: Settings) -> Tokenizer:
+    """The tokenizer of a run: what ``get_tokenizer()`` returns.
+
+    By ``--tokenizer-type`` and its files, by ``--tokenizer-name-or-path``, or the model's.
+    """
+    folder = args.tokenizer_name_or_path
+    if folder is None and args.tokenizer_type in (None, "HuggingFaceTokenizer"):
+        # A model folder in --load takes precedence, as it does for the model itself.
+        is_model = (
+            args.load is not None and (Path(args.load).expanduser() / "config.json").is_file()
+        )
+        folder = args.load if is_model else args.pretrained_model_name_or_path
+        if folder is None:
+            raise ConfigurationError(
+                "there is no tokenizer: give --tokenizer-type and --vocab-file (and --merge-file), "
+                "--tokenizer-name-or-path, or a model folder that has one."
+            )
+    return build_tokenizer(
+        tokenizer_type=args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file,
+        tokenizer_model=args.tokenizer_model, tokenizer_name_or_path=folder,
+        vocab_size=args.vocab_size, vocab_extra_ids=args.vocab_extra_ids,
+    )  # fmt: skip
+
+
 def build_tokenizer(
     *,
     tokenizer_type: str | None = None,
@@ -34,100 +60,107 @@ def build_tokenizer(
     vocab_extra_ids: int = 0,
 ) -> Tokenizer:
     """The tokenizer of that type; without a type, the one the given files imply."""
-    given: dict[str, str | int | None] = {
-        "vocab_file": _as_text(vocab_file),
-        "merge_file": _as_text(merge_file),
-        "tokenizer_model": _as_text(tokenizer_model),
-        "tokenizer_name_or_path": tokenizer_name_or_path,
-        "vocab_size": vocab_size,
-    }
-    kind = tokenizer_type or _infer_type(given)
-    problems = find_tokenizer_problems(kind, given)
+    settings: dict[str, str | Path | int | None] = {
+        "vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model,
+        "tokenizer_name_or_path": tokenizer_name_or_path, "vocab_size": vocab_size,
+    }  # fmt: skip
+    kind = tokenizer_type or None
+    if kind is None:
+        # Only if the files leave no choice: a vocab.txt may be lower-cased or not.
+        if tokenizer_name_or_path is not None:
+            kind = "HuggingFaceTokenizer"
+        elif merge_file is not None:
+            kind = "GPT2BPETokenizer"
+    problems = _find_problems(kind, settings)
     if problems:
         raise ConfigurationError(problems)
-    return _build(str(kind), given, vocab_extra_ids)
+    files = {name: Path(str(settings[name])).expanduser() for name in _FILES}
+    if kind == "NullTokenizer":
+        return NumberTokenizer(vocab_size or 0, vocab_extra_ids=vocab_extra_ids)
+    if kind == "HuggingFaceTokenizer":
+        from rapidformer.data.tokenizers.hugging_face import load_hugging_face
+
+        return load_hugging_face(str(tokenizer_name_or_path), vocab_extra_ids=vocab_extra_ids)
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
+        from rapidformer.data.tokenizers.sentence_piece import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(
+            files["tokenizer_model"],
+            for_gpt=kind.startswith("GPT"),
+            vocab_extra_ids=vocab_extra_ids,
+        )
+    from rapidformer.data.tokenizers.rust import Gpt2BpeTokenizer, WordPieceTokenizer
+
+    vocab = files["vocab_file"]
+    if kind == "GPT2BPETokenizer":
+        return Gpt2BpeTokenizer(vocab, files["merge_file"], vocab_extra_ids=vocab_extra_ids)
+    lower_case = kind == "BertWordPieceLowerCase"
+    return WordPieceTokenizer(vocab, lower_case=lower_case, vocab_extra_ids=vocab_extra_ids)
 
 
-def find_tokenizer_problems(
-    tokenizer_type: str | None, given: dict[str, str | int | None]
-) -> list[str]:
+def _find_problems(kind: str | None, settings: Mapping[str, str | Path | int | None]) -> list[str]:
     """Everything that is missing or cannot be read."""
-    if tokenizer_type is None:
+    if kind is None:
         return [
             "no tokenizer: give --tokenizer-type "
             f"({', '.join(TOKENIZER_TYPES)}) and its files, or --tokenizer-name-or-path."
         ]
-    if tokenizer_type not in _NEEDS:
-        near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.4)
+    if kind not in _NEEDS:
+        near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         return [
-            f"--tokenizer-type {tokenizer_type} is unknown: use one of "
-            f"{', '.join(TOKENIZER_TYPES)}.{hint}"
+            f"--tokenizer-type {kind} is unknown: use one of {', '.join(TOKENIZER_TYPES)}.{hint}"
         ]
+    needs = {f"--{name.replace('_', '-')}": settings[name] for name in _NEEDS[kind]}
     problems = [
-        f"--tokenizer-type {tokenizer_type} needs {_flag(name)}."
-        for name in _NEEDS[tokenizer_type]
-        if given.get(name) is None
+        f"--tokenizer-type {kind} needs {flag}." for flag, value in needs.items() if value is None
     ]
-    for name in _NEEDS[tokenizer_type]:
-        value = given.get(name)
+    for name, (flag, value) in zip(_NEEDS[kind], needs.items(), strict=True):
         if name in _FILES and value is not None:
-            problems += _find_file_problems(name, Path(str(value)).expanduser())
-    size = given.get("vocab_size")
-    if "vocab_size" in _NEEDS[tokenizer_type] and size is not None and int(size) < 1:
-        problems.append(f"--vocab-size {size} must be at least 1.")
+            problems += _find_file_problems(flag, Path(str(value)).expanduser())
+        elif name == "vocab_size" and value is not None and int(str(value)) < 1:
+            problems.append(f"--vocab-size {value} must be at least 1.")
     return problems
 
 
-def _find_file_problems(name: str, path: Path) -> list[str]:
+def _find_file_problems(flag: str, path: Path) -> list[str]:
     if path.is_dir():
-        return [f"{_flag(name)} {path} is a folder, not a file."]
+        return [f"{flag} {path} is a folder, not a file."]
     if not path.exists():
-        return [f"{_flag(name)} {path}: no such file.{suggest_path(path)}"]
+        return [f"{flag} {path}: no such file.{suggest_path(path)}"]
     try:
         with path.open("rb") as file:
-            return [] if file.read(1) else [f"{_flag(name)} {path} is empty."]
+            return [] if file.read(1) else [f"{flag} {path} is empty."]
     except OSError as error:
-        return [f"{_flag(name)} {path} cannot be read: {error.strerror}."]
+        return [f"{flag} {path} cannot be read: {error.strerror}."]
 
 
-def _infer_type(given: dict[str, str | int | None]) -> str | None:
-    """Only if the files leave no choice: a vocab.txt may be lower-cased or not."""
-    if given["tokenizer_name_or_path"] is not None:
-        return "HuggingFaceTokenizer"
-    if given["merge_file"] is not None:
-        return "GPT2BPETokenizer"
-    return None
+class NumberTokenizer(Tokenizer):
+    """Text that already is ids, with spaces between; the id after the last one ends a document."""
 
+    def __init__(self, vocab_size: int, *, vocab_extra_ids: int = 0) -> None:
+        vocab = {str(number): number for number in range(vocab_size)}
+        vocab["<eod>"] = vocab_size
+        self._numbers = vocab_size
+        super().__init__("NullTokenizer", vocab, {"eod": vocab_size}, vocab_extra_ids)
 
-def _build(kind: str, given: dict[str, str | int | None], extra: int) -> Tokenizer:
-    files = {name: Path(str(given[name])).expanduser() for name in _FILES}
-    if kind == "NullTokenizer":
-        from rapidformer.data.tokenizers.numbers import NumberTokenizer
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
 
-        return NumberTokenizer(int(given["vocab_size"] or 0), vocab_extra_ids=extra)
-    if kind == "HuggingFaceTokenizer":
-        from rapidformer.data.tokenizers.hugging_face import load_hugging_face
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise DataError(
+                f"NullTokenizer needs integers separated by spaces, not {text[:40]!r}."
+            ) from None
+        if ids and not 0 <= min(ids) <= max(ids) < self._numbers:
+            wrong = next(number for number in ids if not 0 <= number < self._numbers)
+            raise DataError(
+                f"The id {wrong} is out of range: --vocab-size {self._numbers} allows 0 to "
+                f"{self._numbers - 1}."
+            )
+        return ids
 
-        return load_hugging_face(str(given["tokenizer_name_or_path"]), vocab_extra_ids=extra)
-    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
-        from rapidformer.data.tokenizers.sentence_piece import SentencePieceTokenizer
-
-        for_gpt = kind.startswith("GPT")
-        return SentencePieceTokenizer(
-            files["tokenizer_model"], for_gpt=for_gpt, vocab_extra_ids=extra
-        )
-    from rapidformer.data.tokenizers.rust import Gpt2BpeTokenizer, WordPieceTokenizer
-
-    if kind == "GPT2BPETokenizer":
-        return Gpt2BpeTokenizer(files["vocab_file"], files["merge_file"], vocab_extra_ids=extra)
-    lower_case = kind == "BertWordPieceLowerCase"
-    return WordPieceTokenizer(files["vocab_file"], lower_case=lower_case, vocab_extra_ids=extra)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _as_text(value: str | Path | None) -> str | None:
-    return None if value is None else str(value)
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(self._get_tokens(ids))

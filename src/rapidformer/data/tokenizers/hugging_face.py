@@ -65,13 +65,9 @@ class PythonTokenizer(Tokenizer):
     """A tokenizer that transformers runs in Python: correct, but slow."""
 
     def __init__(
-        self,
-        loaded: Any,
-        vocab: dict[str, int],
-        special: Mapping[str, int | None],
-        vocab_extra_ids: int,
+        self, loaded: Any, vocab: dict[str, int], special: Mapping[str, int | None], extra_ids: int
     ) -> None:
-        super().__init__("HuggingFaceTokenizer", vocab, special, vocab_extra_ids)
+        super().__init__("HuggingFaceTokenizer", vocab, special, extra_ids)
         self._loaded = loaded
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:

@@ -7,16 +7,12 @@ words may have 200 characters, as in Google's BERT and in Megatron; the library'
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.data.tokenizers.base import Tokenizer, add_tokens, hash_parts
-from rapidformer.data.tokenizers.vocabulary import (
-    load_json_vocabulary,
-    load_merges,
-    load_wordpieces,
-)
 from rapidformer.data.tokenizers.words import build_word_memory
 from rapidformer.errors import DataError
 
@@ -56,9 +52,8 @@ class RustTokenizer(Tokenizer):
         if self._memory is None:
             return self._ask(texts)
         known = [self._memory.tokenize(text) for text in texts]
-        asked = iter(
-            self._ask([text for text, ids in zip(texts, known, strict=True) if ids is None])
-        )
+        unknown = [text for text, ids in zip(texts, known, strict=True) if ids is None]
+        asked = iter(self._ask(unknown))
         return [next(asked) if ids is None else ids for ids in known]
 
     def _ask(self, texts: list[str]) -> list[list[int]]:
@@ -96,19 +91,16 @@ class WordPieceTokenizer(RustTokenizer):
         from tokenizers import Tokenizer as Backend
         from tokenizers import models, normalizers, pre_tokenizers
 
-        pieces = load_wordpieces(vocab_file)
+        pieces = _load_wordpieces(vocab_file)
         _check_has(pieces, [*_NEEDED_BY_BERT.values(), "[UNK]"], vocab_file)
-        backend = Backend(
-            models.WordPiece(
-                pieces, unk_token="[UNK]", max_input_chars_per_word=_CHARACTERS_PER_WORD
-            )
+        model = models.WordPiece(
+            pieces, unk_token="[UNK]", max_input_chars_per_word=_CHARACTERS_PER_WORD
         )
+        backend = Backend(model)
         backend.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=True,
-            strip_accents=lower_case,
+            clean_text=True, handle_chinese_chars=True, strip_accents=lower_case,
             lowercase=lower_case,
-        )
+        )  # fmt: skip
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         vocab = dict(pieces)
         add_tokens(vocab, ["[BOS]", "[EOS]"])
@@ -128,8 +120,8 @@ class Gpt2BpeTokenizer(RustTokenizer):
         from tokenizers import Tokenizer as Backend
         from tokenizers import decoders, models, pre_tokenizers
 
-        vocab = load_json_vocabulary(vocab_file)
-        merges = load_merges(merge_file)
+        vocab = _load_json_vocabulary(vocab_file)
+        merges = _load_merges(merge_file)
         _check_has(vocab, [_END_OF_TEXT], vocab_file)
         unknown = min(vocab, key=lambda token: vocab[token])
         try:
@@ -156,3 +148,59 @@ def _check_has(vocab: Mapping[str, int], tokens: list[str], file: Path) -> None:
             f"The vocabulary {file} ({len(vocab)} tokens) lacks {', '.join(missing)}: is it the "
             "vocabulary of this --tokenizer-type?"
         )
+
+
+def _load_wordpieces(path: Path) -> dict[str, int]:
+    """One piece per line; the id is the line number, from 0."""
+    # Only newlines end a line: U+2028 and similar characters are pieces of some vocabularies.
+    lines = _read_text(path).removesuffix("\n").split("\n")
+    vocab = {line.strip(): number for number, line in enumerate(lines)}
+    if len(vocab) == 1 and "{" in next(iter(vocab)):
+        raise DataError(
+            f"The vocabulary {path} is JSON, but WordPiece needs one piece per line (vocab.txt)."
+        )
+    return vocab
+
+
+def _load_json_vocabulary(path: Path) -> dict[str, int]:
+    """GPT-2's vocab.json: an object that maps tokens to ids."""
+    try:
+        vocab = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"The vocabulary {path} is not JSON (line {error.lineno}: {error.msg}): BPE needs a "
+            "vocab.json with tokens and ids."
+        ) from None
+    if not isinstance(vocab, dict) or not vocab:
+        raise DataError(f'The vocabulary {path} must be a JSON object such as {{"the": 262}}.')
+    wrong = next((token for token, number in vocab.items() if type(number) is not int), None)
+    if wrong is not None:
+        raise DataError(
+            f"The vocabulary {path} gives {wrong!r} the id {vocab[wrong]!r}: ids are whole numbers."
+        )
+    return vocab
+
+
+def _load_merges(path: Path) -> list[tuple[str, str]]:
+    """GPT-2's merges.txt: two pieces per line, the most frequent pair first."""
+    merges: list[tuple[str, str]] = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.rstrip("\r").split(" ")
+        if len(pair) != 2:
+            raise DataError(
+                f"{path}, line {number}: a merge is two pieces with a blank between, but this is "
+                f"{line[:40]!r}."
+            )
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start}): it is no vocabulary."
+        ) from None

@@ -23,16 +23,19 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model_file: Path, *, for_gpt: bool, vocab_extra_ids: int = 0) -> None:
         self._content = model_file.read_bytes()
         self._model = _load_model(self._content, model_file)
-        vocab = {self._model.id_to_piece(i): i for i in range(len(self._model))}
-        own = {key: self._get_own(key) for key in ("pad", "bos", "eos")}
-        special: dict[str, int | None]
+        get_piece = self._model.id_to_piece
+        vocab = {get_piece(i): i for i in range(len(self._model))}
+        special: dict[str, int | None] = {}
+        for key in ("pad", "bos", "eos"):
+            number = int(getattr(self._model, f"{key}_id")())
+            special[key] = number if number >= 0 else None
         if for_gpt:
-            special = {**own, "eod": own["eos"]}
+            special["eod"] = special["eos"]
         else:
             # They get their ids in this order.
             names = _APPENDED | {
-                key: f"<{key.upper()}>" if own[key] is None else self._model.id_to_piece(own[key])
-                for key in own
+                key: f"<{key.upper()}>" if piece_id is None else get_piece(piece_id)
+                for key, piece_id in special.items()
             }
             add_tokens(vocab, names.values())
             special = {key: vocab[token] for key, token in names.items()}
@@ -41,10 +44,6 @@ class SentencePieceTokenizer(Tokenizer):
         spelt = [] if for_gpt else [*names.values(), *self._sentinels]
         self._spelt = re.compile("|".join(f"({re.escape(token)})" for token in spelt))
         self._visible = {self.vocab[token] for token in spelt}
-
-    def _get_own(self, key: str) -> int | None:
-        number = int(getattr(self._model, f"{key}_id")())
-        return number if number >= 0 else None
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         if not self._spelt.pattern or not any(self._spelt.search(text) for text in texts):
@@ -55,10 +54,10 @@ class SentencePieceTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = []
         start = 0
-        for found in self._spelt.finditer(text) if self._spelt.pattern else ():
-            ids += self._model.encode(text[start : found.start()], out_type=int)
-            ids.append(self.vocab[found.group()])
-            start = found.end()
+        for match in self._spelt.finditer(text) if self._spelt.pattern else ():
+            ids += self._model.encode(text[start : match.start()], out_type=int)
+            ids.append(self.vocab[match.group()])
+            start = match.end()
         ids += self._model.encode(text[start:], out_type=int)
         return ids
 

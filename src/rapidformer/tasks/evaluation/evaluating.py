@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.data.folders import name_splits
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.sources import as_list, load_splits
-from rapidformer.data.splits import name_splits
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import gather_rounds, run_batches
 from rapidformer.errors import DataError

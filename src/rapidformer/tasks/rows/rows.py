@@ -38,8 +38,8 @@ class RowList(list[Any]):
 
 def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     """The given or loaded splits under our names, cut to --max-..-samples."""
+    from rapidformer.data.folders import name_splits
     from rapidformer.data.sources import load_splits
-    from rapidformer.data.splits import name_splits
 
     tables = load_splits(args) if splits is None else name_splits(splits, "the given data")
     limits = {
