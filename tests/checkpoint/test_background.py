@@ -14,8 +14,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer.checkpoint import background as background_module
-from rapidformer.checkpoint import disk_space
-from rapidformer.checkpoint import save as save_module
+from rapidformer.checkpoint import saving as save_module
+from rapidformer.checkpoint import writing
 from rapidformer.checkpoint.background import BackgroundSave
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint
@@ -153,7 +153,7 @@ def test_a_disk_that_will_not_hold_the_next_save_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=10))
-    monkeypatch.setattr(disk_space, "shutil", disk)
+    monkeypatch.setattr(writing, "shutil", disk)
     configure_logging("warning")
     save_checkpoint(tmp_path, Run().state, {})
     assert "the next checkpoint needs about" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_an_export_that_computes_other_logits_is_refused(
         name = "model.layers.1.mlp.down_proj.weight"
         save_file({**tensors, name: tensors[name].flip(0)}, file, metadata)
 
-    monkeypatch.setattr("rapidformer.checkpoint.exporting.shards.save_file", damage)
+    monkeypatch.setattr("rapidformer.checkpoint.exporting.files.save_file", damage)
     with pytest.raises(ModelError, match=r"other logits.*largest difference.*Nothing was exported"):
         rapidformer.export(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]

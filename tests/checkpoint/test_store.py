@@ -14,8 +14,8 @@ import torch
 from rapidformer.checkpoint import saving
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint
-from rapidformer.checkpoint.random_states import get_random_states, set_random_states
 from rapidformer.checkpoint.saving import save_checkpoint
+from rapidformer.checkpoint.state import get_random_states, set_random_states
 from rapidformer.errors import CheckpointError
 from rapidformer.log import configure_logging
 
@@ -445,8 +445,7 @@ def test_a_tied_weight_is_stored_once_and_restored_by_each_name(tmp_path: Path) 
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from rapidformer import RapidformerEngine
-    from rapidformer.checkpoint.tensors import read_shapes
-    from rapidformer.checkpoint.ties import load_named, read_saved_shapes
+    from rapidformer.checkpoint.tensors import load_named, read_saved_shapes, read_shapes
     from rapidformer.dist.topology import get_topology
 
     def compose(seed: int) -> RapidformerEngine:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import load as torch_load
 from torch.distributed.checkpoint import save as torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from rapidformer.checkpoint.hashing import hash_file
 from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
+from rapidformer.checkpoint.publish import hash_file
 from rapidformer.checkpoint.tensors import load_tensors, read_shapes
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir()
-    written, _ = write_pieces(plan_pieces(tensors), folder, rank=0)
-    finish_tensors(written, folder)
+    index, _ = write_pieces(plan_pieces(tensors), folder / "__0_0.distcp")
+    finish_tensors([index], folder)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_torch_reads_the_folder(saved: Path) -> None:
 
 def test_a_file_is_hashed_while_it_is_written(tmp_path: Path) -> None:
     pieces = plan_pieces({"a": torch.arange(100_000.0), "b": torch.tensor(3)})
-    _, digest = write_pieces(pieces, tmp_path, rank=0)
+    _, digest = write_pieces(pieces, tmp_path / "__0_0.distcp")
     assert digest == hash_file(tmp_path / "__0_0.distcp")
 
 

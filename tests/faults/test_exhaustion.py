@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from rapidformer.checkpoint import first_rank, save, saving
+from rapidformer.checkpoint import saving, writing
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.cli.exhaustion import describe_exhaustion
 from rapidformer.errors import CheckpointError, ModelError
@@ -28,14 +28,14 @@ def train(folder: Path, **settings: Any) -> None:
 
 def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Let the checkpoint of this step meet an error of the file system."""
-    before = save.publish
+    before = saving.publish
 
     def publish(target: Path, **options: Any) -> None:
         if target.name == f"iter_{step:07d}":
             raise error
         before(target, **options)
 
-    monkeypatch.setattr(save, "publish", publish)
+    monkeypatch.setattr(saving, "publish", publish)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_what_rank_0_cannot_export_reaches_the_other_ranks(
     def refuse() -> None:
         raise ModelError("the base model was edited")
 
-    monkeypatch.setattr(first_rank, "broadcast_object", broadcast)
+    monkeypatch.setattr(writing, "broadcast_object", broadcast)
     with pytest.raises(ModelError, match="edited"):
-        first_rank.run_on_first(refuse, tmp_path, is_main=True)
+        writing.run_on_first(refuse, tmp_path, is_main=True)
     assert len(sent) == 1
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.models import memory
+from rapidformer.models import build
 from rapidformer.models.build import build_pretrained, load_image_processor, load_tokenizer
 
 from .conftest import SMALL, make_args
@@ -146,7 +146,7 @@ def test_from_scratch_with_the_sizes_of_a_folder(folder: Path) -> None:
 def test_a_model_larger_than_the_memory_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "measure_free_memory", lambda: 1000.0)
+    monkeypatch.setattr(build, "measure_free_memory", lambda: 1000.0)
     for args in (
         make_args(model_type="bert", **SMALL),
         make_args(pretrained_model_name_or_path=str(folder)),

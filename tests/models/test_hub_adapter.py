@@ -17,8 +17,8 @@ from rapidformer.config.derive import resolve
 from rapidformer.config.parse import parse_arguments
 from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.adapter_folder import fetch_adapter
 from rapidformer.models.build import build_pretrained
-from rapidformer.models.hub_adapter import fetch_adapter
 from rapidformer.models.location import get_model_location
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

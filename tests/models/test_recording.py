@@ -23,8 +23,7 @@ from transformers import (
 )
 
 from rapidformer.models.deferred import build_for_split, get_deferred, splits_weights
-from rapidformer.models.recording import Recording, record
-from rapidformer.models.steps import RecordingError, take
+from rapidformer.models.recording import Recording, RecordingError, record, take
 from rapidformer.models.weight_files import FileTensor
 
 SPLIT = SimpleNamespace(

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.checkpoint.finding import TRACKER
+from rapidformer.checkpoint.finding import METRICS_FILE, RUN_FILE, TRACKER
 from rapidformer.checkpoint.lock import FolderLock
-from rapidformer.checkpoint.run_names import METRICS_FILE, RUN_FILE
 from rapidformer.errors import CheckpointError
 from rapidformer.training.run_folder import (
     begin_run,

@@ -18,8 +18,9 @@ from rapidformer.accel.data_parallel import broadcast_weights
 from rapidformer.compat.torch_modules import get_parameter_table, replace_tensors
 from rapidformer.dist.whole import find_strided_axis
 from rapidformer.errors import ModelError
-from rapidformer.models.deferred import DeferredWeights, forget_deferred
+from rapidformer.models.deferred import DeferredWeights
 from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import drop_fact
 
 Stretches = list[tuple[int, int]]
 
@@ -29,7 +30,7 @@ def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
     unknown = [
         name
         for name, parameter in model.named_parameters()
-        if (parameter.is_meta if deferred is None else not deferred.knows(name))
+        if (parameter.is_meta if deferred is None else name not in deferred.parameters)
     ]
     if unknown:
         raise ModelError(
@@ -69,7 +70,7 @@ def make_weights(
             if part.shape != local.shape:
                 raise AssertionError(f"{name}: read {part.shape} for a slice of {local.shape}")
             local.copy_(part)
-    forget_deferred(model)
+    drop_fact(model, DeferredWeights)
 
 
 def find_spans(parameter: Tensor) -> list[Stretches]:

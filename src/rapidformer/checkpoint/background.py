@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rapidformer.checkpoint.index import Sizes
 from rapidformer.checkpoint.pieces import Piece
-from rapidformer.checkpoint.save import Save
+from rapidformer.checkpoint.saving import Save
 from rapidformer.dist.collectives import gather_from_all, is_alone
 from rapidformer.host_memory import measure_free_memory
 
@@ -43,10 +43,11 @@ class BackgroundSave:
     """At most one save, from its start until its result is taken."""
 
     def __init__(self) -> None:
+        self.save: Save | None = None
+        """The save whose result was not taken yet; the same on every rank."""
         self._copies = _HostCopies()
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
-        self._save: Save | None = None
         self._error: BaseException | None = None
         self._has_room: bool | None = None
 
@@ -60,15 +61,11 @@ class BackgroundSave:
         Found out once, since copies of GPU tensors stay. Every rank must call this.
         """
         if self._has_room is None:
-            needed = sum(piece.data.nbytes for piece in pieces) * _count_ranks_here()
+            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            needed = sum(piece.data.nbytes for piece in pieces) * ranks_here
             is_enough = needed < measure_free_memory() * _LARGEST_PART
             self._has_room = all(gather_from_all(is_enough))
         return self._has_room
-
-    @property
-    def save(self) -> Save | None:
-        """The save whose result was not taken yet; the same on every rank."""
-        return self._save
 
     @property
     def is_done(self) -> bool:
@@ -76,11 +73,11 @@ class BackgroundSave:
 
     def start(self, save: Save) -> None:
         """Copy the state, then write it in the background; every rank must call this."""
-        assert self._save is None, "one save at a time"
+        assert self.save is None, "one save at a time"
         if self._group is None and not is_alone():
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         save.pieces = self._copies.copy(save.pieces)
-        self._save, self._error = save, None
+        self.save, self._error = save, None
         save.is_behind = True
         # Not a daemon: Python waits for it at exit, so that the last save is complete.
         self._thread = threading.Thread(target=self._write, args=(save,), name="rapidformer-save")
@@ -88,11 +85,11 @@ class BackgroundSave:
 
     def finish(self) -> Save | None:
         """Wait for the save and return it; raises what went wrong. None if there is none."""
-        save, thread = self._save, self._thread
+        save, thread = self.save, self._thread
         if save is None or thread is None:
             return None
         thread.join()
-        self._save = self._thread = None
+        self.save = self._thread = None
         save.pieces = []
         error, self._error = self._error, None
         if error is not None:
@@ -101,8 +98,8 @@ class BackgroundSave:
 
     def cancel(self) -> None:
         """Let the save fail soon."""
-        if self._save is not None:
-            self._save.is_cancelled.set()
+        if self.save is not None:
+            self.save.is_cancelled.set()
 
     def _write(self, save: Save) -> None:
         try:
@@ -119,19 +116,23 @@ class _HostCopies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[_Key, torch.Tensor] = {}
+        self._kept: dict[tuple[str, Sizes], torch.Tensor] = {}
         self._reserving: threading.Thread | None = None
 
     def reserve(self, pieces: Iterable[Piece]) -> None:
         """Allocate the memory for these while training continues."""
-        wanted = {_get_key(piece): _describe(piece) for piece in pieces if piece.data.is_cuda}
+        wanted = {
+            (piece.name, piece.offsets): (piece.data.shape, piece.data.dtype)
+            for piece in pieces
+            if piece.data.is_cuda
+        }
         device = torch.cuda.current_device()
 
         def allocate() -> None:
             torch.cuda.set_device(device)  # a thread starts on the first GPU
             with suppress(RuntimeError, MemoryError):  # the save meets it again, and can say so
-                for key, description in wanted.items():
-                    self._kept[key] = _allocate(*description)
+                for key, (shape, dtype) in wanted.items():
+                    self._kept[key] = _allocate(shape, dtype)
 
         # A daemon: a run that ends before its first save does not wait for memory.
         self._reserving = threading.Thread(target=allocate, name="rapidformer-reserve", daemon=True)
@@ -147,29 +148,18 @@ class _HostCopies:
             if not piece.data.is_cuda:
                 copies.append(replace(piece, data=piece.data.detach().clone()))
                 continue
-            key = _get_key(piece)
+            key, data = (piece.name, piece.offsets), piece.data
             kept = before.pop(key, None)
-            if kept is None or (kept.shape, kept.dtype) != _describe(piece):
-                kept = _allocate(*_describe(piece))
-            kept.copy_(piece.data.detach(), non_blocking=True)
+            if kept is None or (kept.shape, kept.dtype) != (data.shape, data.dtype):
+                kept = _allocate(data.shape, data.dtype)
+            kept.copy_(data.detach(), non_blocking=True)
             self._kept[key] = kept
-            devices.add(piece.data.device)
+            devices.add(data.device)
             copies.append(replace(piece, data=kept))
         # On the stream of the updates, so after them. Training continues only when all is copied.
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
-
-
-_Key = tuple[str, Sizes]
-
-
-def _get_key(piece: Piece) -> _Key:
-    return piece.name, piece.offsets
-
-
-def _describe(piece: Piece) -> tuple[torch.Size, torch.dtype]:
-    return piece.data.shape, piece.data.dtype
 
 
 def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -190,8 +180,3 @@ def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         with suppress(RuntimeError):
             torch.zeros((), device="cuda")
     return kept
-
-
-def _count_ranks_here() -> int:
-    """Ranks on this machine, as torchrun and our launcher tell."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,5 +1,4 @@
-"""Export a model as a Hugging Face folder that ``from_pretrained`` loads, whatever it was trained
-on.
+"""Export a model as a Hugging Face folder that ``from_pretrained`` loads, whatever its layout.
 
 Split weights are joined on rank 0; the folder replaces an older one in one step.
 """
@@ -15,18 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from rapidformer.checkpoint.first_rank import run_on_first
-from rapidformer.checkpoint.frozen import (
-    Checksums,
-    compute_checksum,
-    compute_checksums,
-    list_frozen,
-)
+from rapidformer.checkpoint import frozen
 from rapidformer.checkpoint.publish import publish, start_staging
-from rapidformer.checkpoint.stages import gather_stages
+from rapidformer.checkpoint.state import get_rank
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.errors import ModelError
@@ -34,6 +28,8 @@ from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import Adapter
 from rapidformer.models.location import quiet_transformers
 from rapidformer.models.merging import build_merged
+from rapidformer.models.plan import find_plan, find_tied
+from rapidformer.models.weight_names import list_some
 
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "adapter_*",
@@ -56,13 +52,15 @@ def export_model(
     ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
     """
     ties: list[tuple[str, ...]] = []
-    in_memory: Checksums = {}
+    in_memory: frozen.Checksums = {}
     if adapter is not None and merges and adapter.base is not None and weights is None:
-        in_memory = compute_checksums(model, list_frozen(model), topology)
-    needs_all = adapter is None or (merges and adapter.base is None)
-    only = None if needs_all else _list_trained(model)
+        in_memory = frozen.compute_checksums(model, frozen.list_frozen(model), topology)
+    only: set[str] | None = None
+    if adapter is not None and not (merges and adapter.base is None):
+        every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        only = every_name - frozen.list_frozen(model)
     if weights is None and topology.pipeline > 1:
-        weights, ties = gather_stages(model, topology, only)
+        weights, ties = _gather_stages(model, topology, only)
     elif weights is None:
         weights = gather_weights(model, only)
     whole = weights
@@ -82,7 +80,7 @@ def export_model(
             processor.save_pretrained(staging)
         publish(folder, with_manifest=False)
 
-    run_on_first(write, folder, is_main=not dist.is_initialized() or dist.get_rank() == 0)
+    run_on_first(write, folder, is_main=get_rank() == 0)
     return folder
 
 
@@ -102,20 +100,60 @@ def merge_export(source: Path, target: Path) -> None:
 
 def gather_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str, Any]:
     """All weights (or those of ``names``), whole, in rank 0's memory; every rank contributes."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
     weights: dict[str, Any] = {}
-    parts: dict[str, Any] = get_model_state_dict(model)
-    for name, tensor in parts.items():
-        if names is not None and name not in names:
-            continue
+    for name, tensor in _list_weights(model, names).items():
         whole = join_whole(tensor)
-        if is_first:
+        if get_rank() == 0:
             weights[name] = whole.cpu()
     return weights
 
 
+def _list_weights(model: nn.Module, names: Set[str] | None) -> dict[str, Any]:
+    weights: dict[str, Any] = get_model_state_dict(model)
+    return {name: weight for name, weight in weights.items() if names is None or name in names}
+
+
+def _gather_stages(
+    model: nn.Module, topology: Topology, names: Set[str] | None
+) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
+    """The same for a pipelined model, and which names share a parameter.
+
+    Stage by stage and tensor by tensor: no rank but the first ever holds more than one whole tensor
+    of another stage, and rank 0 keeps them in host memory.
+    """
+    stage_weights = _list_weights(model, names)
+    group = topology.get_group("pipeline")
+    assert group is not None and topology.mesh is not None
+    # Weights in host memory travel like those on the device: both ends must use one backend.
+    device = torch.device(topology.mesh.device_type)
+    weights: dict[str, Tensor] = {}
+    ties: list[tuple[str, ...]] = []
+    # One rank of each stage speaks for those that share it.
+    is_speaker = dist.get_global_rank(group, 0) == 0
+    for stage in range(topology.pipeline):
+        kinds = [(name, weight.shape, weight.dtype) for name, weight in stage_weights.items()]
+        box: list[Any] = [(kinds, find_plan(model).tied)]
+        if is_speaker:
+            dist.broadcast_object_list(box, group=group, group_src=stage)
+            ties += [tie for tie in box[0][1] if tie not in ties]
+        if dist.get_rank(group) == stage:
+            for name, weight in stage_weights.items():
+                # All ranks that share the tensor must join it, whoever needs it.
+                whole = join_whole(weight)
+                if is_speaker and stage == 0:
+                    weights[name] = whole.detach().cpu()
+                elif is_speaker:
+                    dist.send(whole.detach().to(device).contiguous(), group=group, group_dst=0)
+        elif dist.get_rank() == 0:
+            for name, shape, dtype in box[0][0]:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, group=group, group_src=stage)
+                weights[name] = received.cpu()
+    return weights, ties if dist.get_rank() == 0 else []
+
+
 def _refuse_edited(
-    in_memory: Checksums, base: str | None, in_files: Mapping[str, torch.Tensor]
+    in_memory: frozen.Checksums, base: str | None, in_files: Mapping[str, Tensor]
 ) -> None:
     """Refuse to merge into a base model's files if the model in memory has other weights."""
     edited = []
@@ -123,25 +161,23 @@ def _refuse_edited(
         weight, kind = in_files.get(name.replace(".base_layer.", ".")), getattr(torch, dtype)
         # Packed weights of a quantized base are not comparable.
         if weight is not None and weight.is_floating_point() and kind.is_floating_point:
-            edited += [name] if compute_checksum(weight.to(kind))[1] != total else []
+            edited += [name] if frozen.compute_checksum(weight.to(kind))[1] != total else []
     if edited:
         raise ModelError(
             f"the frozen weights in memory are not those in {base}, into which the adapter would "
-            f"be merged: {', '.join(edited[:3])}"
-            + (f" and {len(edited) - 3} more differ" if edited[3:] else " differ")
-            + ". Save the changed model to a folder and train on that, or export with merge=False."
+            f"be merged: {list_some(edited)} differ. Save the changed model to a folder and train "
+            "on that, or export with merge=False."
         )
-
-
-def _list_trained(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - list_frozen(model)
 
 
 def _write_model(
     model: Any, weights: dict[str, Any], folder: Path, ties: Sequence[Sequence[str]]
 ) -> None:
     if hasattr(model, "save_pretrained"):
-        weights = _restore_ties(model, weights)
+        # Names of one parameter share one tensor again, so that it is stored once.
+        for first, *others in find_tied(model):
+            if first in weights:
+                weights |= {name: weights[first] for name in others if name in weights}
         for first, *others in ties:
             weights |= dict.fromkeys(others, weights[first])
         if not torch.cuda.is_available():
@@ -156,13 +192,3 @@ def _write_model(
     # safetensors refuses shared memory: a tied weight is stored under each of its names.
     contiguous = {name: weight.clone().contiguous() for name, weight in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _restore_ties(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Let names of one parameter share one tensor again, so that it is stored once."""
-    first_name: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_name.setdefault(id(parameter), name)
-        if name in weights and first in weights:
-            weights[name] = weights[first]
-    return weights

@@ -1,21 +1,37 @@
-"""Find the checkpoints of a run by their folders' names.
+"""What is in a run's folder: its checkpoints by their names, and the names of everything else.
 
 Imports no torch: the launcher and `rapidformer runs` look for checkpoints too, and answer at once.
+
+A run that goes back (``--load RUN/iter_0000006 --save RUN``) leaves its later part behind: later
+checkpoints are moved to ``.abandoned/`` before the first new step, so that nothing resumes from
+them, and deleted once the new branch has its first checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
+from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.run_file import RUN
+from rapidformer.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = ".run.json"
+"""What the run writes, and the step of its best model."""
+PREVIOUS = "previous"
+"""An earlier run, kept by front ends that train into the same folder again."""
+REPLACED = ".replaced"
+"""A whole earlier run, until the new one has a checkpoint."""
+ABANDONED = ".abandoned"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The published checkpoints of a run, oldest first."""
-    found = (path for path in folder.glob("iter_*") if path.is_dir() and is_named(path))
-    return sorted(found, key=get_step)
+    named = (path for path in folder.glob("iter_*") if path.is_dir() and is_named(path))
+    return sorted(named, key=get_step)
 
 
 def is_named(folder: Path) -> bool:
@@ -44,5 +60,31 @@ def find_checkpoint(source: Path) -> Path | None:
         named = source / f"iter_{int(text) if _is_number(text) else 0:07d}"
         if named.is_dir():
             return named
-    found = find_checkpoints(source)
-    return found[-1] if found else None
+    return next(reversed(find_checkpoints(source)), None)
+
+
+def abandon_later(folder: Path, step: int, results: Iterable[str] = ()) -> None:
+    """Move checkpoints after this step aside, and with them the results of the run's end."""
+    later = [path for path in find_checkpoints(folder) if get_step(path) > step]
+    if later:
+        replace_text(folder / TRACKER, str(step))
+        abandon(folder, [*later, *(folder / name for name in results)])
+        get_logger().info(
+            f"going back to step {step}: {', '.join(path.name for path in later)} moved to "
+            f"{folder / ABANDONED}, until this run has a checkpoint"
+        )
+
+
+def abandon(folder: Path, paths: Iterable[Path]) -> None:
+    """Move some of a run's files aside."""
+    (folder / ABANDONED).mkdir(exist_ok=True)
+    for path in paths:
+        target = folder / ABANDONED / path.name
+        if path.exists():
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
+
+
+def drop_abandoned(folder: Path) -> None:
+    """Delete what the run has left behind."""
+    shutil.rmtree(folder / ABANDONED, ignore_errors=True)

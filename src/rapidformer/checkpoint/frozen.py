@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.checkpoint.index import name_dtype
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
+from rapidformer.models.weight_names import list_some
 
 Checksums = dict[str, list[Any]]
 """Name -> data type and sum."""
@@ -38,9 +40,9 @@ def find_frozen(tensors: Iterable[str], model: nn.Module) -> list[str]:
     if not getattr(model, "is_quantized", False):
         return [name for name in tensors if name in frozen]
     # The scales of quantized weights are neither parameters nor buffers.
-    named = (model.named_parameters, model.named_buffers)
-    own = {f"model.{name}" for each in named for name, _ in each(remove_duplicate=False)}
-    return [n for n in tensors if n in frozen or (n.startswith("model.") and n not in own)]
+    kinds = (model.named_parameters, model.named_buffers)
+    known = {f"model.{name}" for kind in kinds for name, _ in kind(remove_duplicate=False)}
+    return [n for n in tensors if n in frozen or (n.startswith("model.") and n not in known)]
 
 
 def compute_base_checksums(state: TrainingState) -> Checksums:
@@ -61,17 +63,14 @@ def compute_checksums(model: nn.Module, names: Iterable[str], topology: Topology
     for name, frozen in model.named_parameters(remove_duplicate=False):
         if name in wanted:
             groups[_find_axes(frozen)].append((name, frozen))
-    own: Checksums = {}
+    checksums: Checksums = {}
     for (mesh, axes), members in groups.items():
         sums = torch.stack([_sum_bits(parameter) for _, parameter in members])
         for axis in axes:
             dist.all_reduce(sums, group=mesh.get_group(axis))
         for (name, parameter), total in zip(members, sums.tolist(), strict=True):
-            own[name] = [str(parameter.dtype).removeprefix("torch."), total]
-    found: Checksums = {}
-    for stage in gather_from_stages(own, topology):
-        found |= stage
-    return found
+            checksums[name] = [name_dtype(parameter.dtype), total]
+    return {k: v for stage in gather_from_stages(checksums, topology) for k, v in stage.items()}
 
 
 def compare_checksums(saved: Mapping[str, Any], found: Checksums, base: str | None) -> None:
@@ -84,15 +83,13 @@ def compare_checksums(saved: Mapping[str, Any], found: Checksums, base: str | No
     if changed:
         raise CheckpointError(
             f"the frozen weights of {base or 'the base model'} are not those that this adapter was "
-            f"trained on: {', '.join(changed[:3])}"
-            + (f" and {len(changed) - 3} more differ" if changed[3:] else " differ")
-            + ". Give the model of the first run."
+            f"trained on: {list_some(changed)} differ. Give the model of the first run."
         )
 
 
 def compute_checksum(weight: Tensor) -> list[Any]:
     """The checksum of one whole weight."""
-    return [str(weight.dtype).removeprefix("torch."), int(_sum_bits(weight))]
+    return [name_dtype(weight.dtype), int(_sum_bits(weight))]
 
 
 def _find_axes(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ _MOST_CELLS = 10_000_000
 _LARGEST = 2**63 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A box of a tensor's elements, and the bytes of a file that hold them."""
 
     offsets: Sizes
@@ -37,13 +36,13 @@ class Part:
     length: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
     """One tensor."""
 
     dtype: torch.dtype
     shape: Sizes
-    parts: tuple[Part, ...]
+    parts: list[Part]
 
 
 Index = dict[str, Entry]
@@ -51,8 +50,11 @@ Index = dict[str, Entry]
 
 def write_index(index: Index, folder: Path) -> None:
     """Write the index of a folder's tensors."""
-    content = {name: _to_json(entry) for name, entry in sorted(index.items())}
-    (folder / INDEX).write_text(json.dumps({"tensors": content}), encoding="utf-8")
+    tensors = {
+        name: {"dtype": name_dtype(entry.dtype), "shape": entry.shape, "parts": entry.parts}
+        for name, entry in sorted(index.items())
+    }
+    (folder / INDEX).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")
 
 
 def read_index(folder: Path) -> Index:
@@ -61,18 +63,23 @@ def read_index(folder: Path) -> Index:
     try:
         if not isinstance(tensors, dict):
             raise TypeError("it lists no tensors")
-        return {name: _from_json(entry) for name, entry in tensors.items()}
+        return {name: _read_entry(entry) for name, entry in tensors.items()}
     except (LookupError, TypeError, ValueError) as reason:
         raise CheckpointError(
             f"{folder / INDEX} is not the index of a checkpoint: it is malformed ({reason})."
         ) from None
 
 
-def check_index(index: Index, folder: Path, source: Path) -> None:
-    """Refuse an index that leaves gaps, or leads to anything but the folder's own files.
+def _read_entry(content: Any) -> Entry:
+    parts = [
+        build_part(offsets, sizes, file, start, length)
+        for offsets, sizes, file, start, length in content["parts"]
+    ]
+    return Entry(to_dtype(content["dtype"]), to_sizes(content["shape"]), parts)
 
-    ``source`` is the file that the index was read from.
-    """
+
+def check_index(index: Index, folder: Path, source: Path) -> None:
+    """Refuse what ``source`` says if it leaves gaps, or leads out of the folder's own files."""
     for problem in find_index_problems(index, folder):
         raise CheckpointError(f"{source} is not the index of a checkpoint: {problem}.")
 
@@ -87,11 +94,11 @@ def find_index_problems(index: Index, folder: Path) -> Iterator[str]:
             by_file[part.file].append(part)
             if part.length < prod(part.sizes) * entry.dtype.itemsize:
                 yield f"a part of {name} has {part.length} bytes, too few for {list(part.sizes)}"
-    for file, own in by_file.items():
+    for file, parts in by_file.items():
         size = _measure(folder, file)
         if size is None:
             yield f"it refers to {file}, which is not a file of this folder"
-        elif any(part.start + part.length > size for part in own):
+        elif any(part.start + part.length > size for part in parts):
             yield f"it refers to bytes that {file} does not have"
 
 
@@ -103,15 +110,21 @@ def _measure(folder: Path, file: str) -> int | None:
         return None
 
 
+def build_part(offsets: Any, sizes: Any, file: Any, start: Any, length: Any) -> Part:
+    """A part, if these values can be one."""
+    if not isinstance(file, str):
+        raise TypeError("a file's name is not text")
+    return Part(to_sizes(offsets), to_sizes(sizes), file, _to_count(start), _to_count(length))
+
+
 def to_sizes(values: Any) -> Sizes:
     """A tuple of sizes or offsets, if that is what these values are."""
     if not isinstance(values, (list, tuple)):
         raise TypeError("a size is not a list of numbers")
-    return tuple(to_count(value) for value in values)
+    return tuple(_to_count(value) for value in values)
 
 
-def to_count(value: Any) -> int:
-    """A number of elements or bytes, if that is what this value is."""
+def _to_count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise TypeError("a size or offset is not a whole number from 0 on")
     return value
@@ -119,62 +132,38 @@ def to_count(value: Any) -> int:
 
 def to_dtype(name: Any) -> torch.dtype:
     """The data type of this name."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise TypeError("a data type is not one of torch's")
-    return found
+    return dtype
 
 
-def to_file_name(name: Any) -> str:
-    """A file's name, if that is what this value is."""
-    if not isinstance(name, str):
-        raise TypeError("a file's name is not text")
-    return name
+def name_dtype(dtype: torch.dtype) -> str:
+    """What ``to_dtype`` reads: ``float32``"""
+    return str(dtype).removeprefix("torch.")
 
 
-def _to_json(entry: Entry) -> dict[str, Any]:
-    parts = [[p.offsets, p.sizes, p.file, p.start, p.length] for p in entry.parts]
-    dtype = str(entry.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": entry.shape, "parts": parts}
-
-
-def _from_json(content: Any) -> Entry:
-    parts = []
-    for offsets, sizes, file, start, length in content["parts"]:
-        parts.append(
-            Part(
-                offsets=to_sizes(offsets),
-                sizes=to_sizes(sizes),
-                file=to_file_name(file),
-                start=to_count(start),
-                length=to_count(length),
-            )
-        )
-    return Entry(
-        dtype=to_dtype(content["dtype"]), shape=to_sizes(content["shape"]), parts=tuple(parts)
-    )
-
-
-def _covers(parts: Iterable[Part], shape: Sizes) -> bool:
+def _covers(parts: Sequence[Part], shape: Sizes) -> bool:
     """Whether the parts lie within the tensor, and every element is in one of them."""
     if prod(shape) == 0:
         return True
-    boxes = [(part.offsets, part.sizes) for part in parts]
-    for start, size in boxes:
+    for start, size, *_ in parts:
         if len(start) != len(shape) or len(size) != len(shape):
             return False
         if any(a + b > n for a, b, n in zip(start, size, shape, strict=True)):
             return False
     # Where parts begin and end cuts the tensor into cells, each of them covered or not.
     edges = [
-        np.unique([0, n, *(s[i] for s, _ in boxes), *(s[i] + z[i] for s, z in boxes)])
+        np.unique(
+            [0, n, *(p.offsets[i] for p in parts), *(p.offsets[i] + p.sizes[i] for p in parts)]
+        )
         for i, n in enumerate(shape)
     ]
     cells = [len(edge) - 1 for edge in edges]
     if prod(cells) > _MOST_CELLS:
         return False
     is_covered = np.zeros(cells, dtype=bool)
-    for start, size in boxes:
+    for start, size, *_ in parts:
         region = tuple(
             slice(np.searchsorted(edge, a), np.searchsorted(edge, a + b))
             for edge, a, b in zip(edges, start, size, strict=True)

@@ -12,21 +12,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rapidformer.checkpoint.index import Index, find_index_problems
 from rapidformer.checkpoint.inventory import list_required
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
 from rapidformer.checkpoint.run_file import read_run
-from rapidformer.checkpoint.tensors import get_index_name, load_tensors, read_index
-from rapidformer.checkpoint.ties import read_saved_shapes
-from rapidformer.dist.topology import Topology
+from rapidformer.checkpoint.tensors import (
+    StoredTensors,
+    get_index_name,
+    read_index,
+    read_saved_shapes,
+)
 from rapidformer.errors import CheckpointError
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read."""
-_BATCH_BYTES = 1 << 30
 _LIKE_WEIGHTS = (
     "exp_avg", "exp_avg_sq", "momentum_buffer", "exp_avg_codes", "exp_avg_sq_codes",
 )  # fmt: skip
@@ -37,25 +39,18 @@ def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Itera
     """Everything that is wrong with a checkpoint."""
     yield from find_damage(folder, list_required(folder), advance=advance)
     try:
-        run = read_run(folder)
-        index = read_index(folder / "state")
+        run, index = read_run(folder), read_index(folder / "state")
+        name = f"state/{get_index_name(folder / 'state')}"
+        problems = [f"{name}: {text}" for text in find_index_problems(index, folder / "state")]
+        yield from problems
+        yield from _find_unlisted(folder, run, index)
+        if problems:
+            return
+        yield from _compare_shapes(run, read_saved_shapes(folder))
+        if finite:
+            yield from _find_not_finite(folder, run)
     except CheckpointError as reason:
         yield str(reason).removesuffix(".")
-        return
-    name = f"state/{get_index_name(folder / 'state')}"
-    problems = [f"{name}: {problem}" for problem in find_index_problems(index, folder / "state")]
-    yield from problems
-    yield from _find_unlisted(folder, run, index)
-    if problems:
-        return
-    try:
-        shapes = read_saved_shapes(folder)
-    except CheckpointError as reason:
-        yield str(reason).removesuffix(".")
-        return
-    yield from _compare_shapes(run, shapes)
-    if finite:
-        yield from _find_not_finite(folder, run, index)
 
 
 def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
@@ -65,42 +60,47 @@ def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[s
     """
     if has_hashes(folder):
         yield from find_damage(folder, advance=advance)
-    files = sorted(folder.glob("*.safetensors"))
     names: dict[str, list[str]] = {}
-    for path in files:
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            yield f"{path.name} is not a regular file"
+            continue
         try:
-            names[path.name] = _read_names(path)
-            if finite:
-                yield from _find_not_finite_in(path, names[path.name])
-        except CheckpointError as reason:
-            yield str(reason)
+            with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+                names[path.name] = list(file.keys())
+                for name in names[path.name] if finite else ():
+                    yield from _judge(name, file.get_tensor(name))
+        except (SafetensorError, OSError) as reason:
+            yield f"{path.name} cannot be read: {reason}"
     for path in folder.glob("*.safetensors.index.json"):
         yield from _compare_weight_map(path, names)
 
 
 def has_hashes(folder: Path) -> bool:
     """Whether a folder has a manifest of ours; other programs have files of that name too."""
+    return bool(_list_manifest(folder))
+
+
+def _list_manifest(folder: Path) -> set[str] | None:
     try:
-        return bool(read_manifest(folder))
+        return set(read_manifest(folder))
     except CheckpointError:
-        return False
+        return None
 
 
 def list_unlisted(folder: Path) -> list[str]:
     """Files that cannot be verified, since the manifest does not list them."""
-    try:
-        listed = {*read_manifest(folder), MANIFEST}
-    except CheckpointError:
+    listed = _list_manifest(folder)
+    if listed is None:
         return []
-    found = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
-    return sorted(name for name in found if name not in listed)
+    names = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    return sorted(name for name in names if name not in {*listed, MANIFEST})
 
 
 def _find_unlisted(folder: Path, run: dict[str, Any], index: Index) -> Iterator[str]:
     """Files that loading reads must be in the manifest, or nobody would notice a change."""
-    try:
-        listed = set(read_manifest(folder))
-    except CheckpointError:
+    listed = _list_manifest(folder)
+    if listed is None:
         return
     needed = {f"state/{part.file}" for entry in index.values() for part in entry.parts}
     needed.add(f"state/{get_index_name(folder / 'state')}")
@@ -133,61 +133,20 @@ def _list_trained(run: dict[str, Any]) -> list[str]:
     return [str(name) for names in lists if isinstance(names, list) for name in names]
 
 
-def _find_not_finite(folder: Path, run: dict[str, Any], index: Index) -> Iterator[str]:
+def _find_not_finite(folder: Path, run: dict[str, Any]) -> Iterator[str]:
     """Only what is trained: some frozen weights hold an infinity on purpose."""
     trained = {f"model.{name}" for name in _list_trained(run)}
-    batch: dict[str, Tensor] = {}
-    size = 0
-    for name, entry in index.items():
-        if not entry.dtype.is_floating_point:
-            continue
-        if trained and name.startswith("model.") and name not in trained:
-            continue
-        batch[name] = torch.empty(entry.shape, dtype=entry.dtype)
-        size += batch[name].nbytes
-        if size > _BATCH_BYTES:
-            yield from _load_and_judge(folder, batch)
-            batch, size = {}, 0
-    yield from _load_and_judge(folder, batch)
-
-
-def _load_and_judge(folder: Path, batch: dict[str, Tensor]) -> Iterator[str]:
-    try:
-        load_tensors(batch, folder / "state", Topology())
-    except CheckpointError as reason:
-        yield str(reason).removesuffix(".")
-        return
-    for name, tensor in batch.items():
-        yield from _judge(name, tensor)
+    stored = StoredTensors(folder / "state")
+    for name, (_, dtype) in stored.kinds.items():
+        is_frozen = trained and name.startswith("model.") and name not in trained
+        if dtype.is_floating_point and not is_frozen:
+            yield from _judge(name, stored.read(name))
 
 
 def _judge(name: str, tensor: Tensor) -> Iterator[str]:
     if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
         count = int((~tensor.isfinite()).sum())
         yield f"{name} has {count:,} of {tensor.numel():,} values that are NaN or infinite"
-
-
-# ---- files of safetensors ------------------------------------------------------------------------
-
-
-def _read_names(path: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is not a regular file")
-    try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            return list(file.keys())
-    except (SafetensorError, OSError) as reason:
-        raise CheckpointError(f"{path.name} cannot be read: {reason}") from None
-
-
-def _find_not_finite_in(path: Path, names: list[str]) -> Iterator[str]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-        for name in names:
-            yield from _judge(name, file.get_tensor(name))
 
 
 def _compare_weight_map(path: Path, names: dict[str, list[str]]) -> Iterator[str]:

@@ -1,30 +1,42 @@
 """Which runs and checkpoints are in a folder, and in what state: for ``rapidformer runs``.
 
 Imports no torch and hashes nothing: a checkpoint counts as complete if its files have the sizes
-that its manifest lists. Everything may change while it is read, since runs write all the time.
+that its manifest lists. Everything may change while it is read, since runs write all the time; a
+line of ``metrics.jsonl`` that a crash has cut off is skipped.
 """
 
 from __future__ import annotations
 
+import bisect
+import json
+import math
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import find_checkpoints, get_step, is_named
+from rapidformer.checkpoint.finding import (
+    ABANDONED,
+    METRICS_FILE,
+    PREVIOUS,
+    REPLACED,
+    RUN_FILE,
+    find_checkpoints,
+    get_step,
+    is_named,
+)
 from rapidformer.checkpoint.lock import is_held
 from rapidformer.checkpoint.publish import MANIFEST, STAGING_PREFIX, find_damage, read_json
 from rapidformer.checkpoint.run_file import RUN
-from rapidformer.checkpoint.run_metrics import RunMetrics, read_metrics
-from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
-from rapidformer.errors import CheckpointError
 
 # The second is torch's own, which older checkpoints have alone.
 _INDEXES = ("state/index.json", "state/.metadata")
-_ABANDONED = ".abandoned"
 _DEPTH = 3
+_STEP = re.compile(rb'"step": ?(\d{1,19})\b')
+_EVALUATION = "eval_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +114,16 @@ def is_run(folder: Path) -> bool:
 
 def _walk(folder: Path, depth: int, inventory: Inventory, seen: set[tuple[int, int]]) -> None:
     try:
-        found = folder.stat()
-        if (found.st_dev, found.st_ino) in seen:  # links may lead back
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:  # links may lead back
             return
-        seen.add((found.st_dev, found.st_ino))
+        seen.add((status.st_dev, status.st_ino))
         if is_run(folder):
             inventory.runs.append(_describe_run(folder))
             children = [folder / name for name in (PREVIOUS, REPLACED)]
         else:
-            children = [Path(entry) for entry in os.scandir(folder) if _is_visible_folder(entry)]
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+            children = [Path(entry) for entry in entries if entry.is_dir()]
     except FileNotFoundError:  # deleted meanwhile
         return
     except OSError as reason:
@@ -119,10 +132,6 @@ def _walk(folder: Path, depth: int, inventory: Inventory, seen: set[tuple[int, i
     for child in children if depth else ():
         if child.is_dir():
             _walk(child, depth - 1, inventory, seen)
-
-
-def _is_visible_folder(entry: os.DirEntry[str]) -> bool:
-    return not entry.name.startswith(".") and entry.is_dir()
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
@@ -136,29 +145,24 @@ def _list_staged(folder: Path) -> list[Path]:
 
 def _describe_run(folder: Path) -> RunEntry:
     is_running = is_held(folder)
-    published, left_behind = _list_checkpoints(folder), _list_checkpoints(folder / _ABANDONED)
+    published, left_behind = _list_checkpoints(folder), _list_checkpoints(folder / ABANDONED)
     metrics = _read_metrics_at(folder, [*published, *left_behind])
     checkpoints = [entry for path in published for entry in _describe_checkpoint(path, metrics)]
     newest_first = checkpoints[::-1]  # the steps of those that are published only go up
     staged = [_describe_staged(path, is_running=bool(is_running)) for path in _list_staged(folder)]
-    abandoned = [
-        entry
-        for path in reversed(left_behind)
-        for entry in _describe_checkpoint(path, metrics, state="abandoned")
-    ]
-    steps = [entry.step for entry in checkpoints]
+    abandoned: list[CheckpointEntry] = []
+    for path in reversed(left_behind):
+        abandoned += _describe_checkpoint(path, metrics, state="abandoned")
+    steps = [metrics.step, *(entry.step for entry in checkpoints)]
     times = [entry.modified for entry in checkpoints]
     times += [_get_time(folder / METRICS_FILE), _get_time(folder / RUN_FILE)]
     return RunEntry(
-        path=folder,
-        state=_judge_run(folder, newest_first, is_running),
-        step=max([step for step in (metrics.step, *steps) if step is not None], default=None),
-        size=_measure(folder),
-        modified=max(times) or _get_time(folder),
-        loss=metrics.loss,
+        path=folder, state=_judge_run(folder, newest_first, is_running),
+        step=max((step for step in steps if step is not None), default=None),
+        size=_measure(folder), modified=max(times) or _get_time(folder), loss=metrics.loss,
         **_find_best(folder, newest_first, metrics),
         checkpoints=[*staged, *newest_first, *abandoned],
-    )
+    )  # fmt: skip
 
 
 def _judge_run(folder: Path, checkpoints: list[CheckpointEntry], is_running: bool | None) -> str:
@@ -184,34 +188,27 @@ def _describe_checkpoint(
         return
     step = _get_step(folder)
     yield CheckpointEntry(
-        path=folder,
-        step=step,
-        state="damaged" if problem else state or "complete",
-        problem=problem,
-        size=size,
-        modified=modified,
-        loss=metrics.losses.get(step or 0),
+        path=folder, step=step, state="damaged" if problem else state or "complete",
+        problem=problem, size=size, modified=modified, loss=metrics.losses.get(step or 0),
         metrics=metrics.evaluations.get(step or 0, {}),
-    )
+    )  # fmt: skip
 
 
 def _describe_staged(folder: Path, *, is_running: bool) -> CheckpointEntry:
     name = folder.name.removeprefix(STAGING_PREFIX)
     return CheckpointEntry(
-        path=folder,
-        step=_get_step(folder.with_name(name)),
+        path=folder, step=_get_step(folder.with_name(name)),
         state="in progress" if is_running else "abandoned",
         problem=None if is_running else "its save was interrupted; the next start removes it",
-        size=_measure(folder),
-        modified=_get_time(folder),
-    )
+        size=_measure(folder), modified=_get_time(folder),
+    )  # fmt: skip
 
 
 def _get_step(folder: Path) -> int | None:
     """The step by the folder's name; one that was renamed says it in ``run.json``."""
     if is_named(folder):
         return get_step(folder)
-    step = _read(folder / RUN).get("step")
+    step = read_json(folder / RUN, or_nothing=True).get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
@@ -225,27 +222,17 @@ def _find_best(
 ) -> dict[str, Any]:
     """The best evaluation: `.run.json` has its step, checkpoints have the metric's name."""
     newest = next((entry.path for entry in checkpoints if entry.problem is None), None)
-    extra = _read(newest / RUN).get("extra") if newest else None
+    extra = read_json(newest / RUN, or_nothing=True).get("extra") if newest else None
     progress = extra.get("progress") if isinstance(extra, dict) else None
     name = progress.get("best_metric") if isinstance(progress, dict) else None
-    step = _read(folder / RUN_FILE).get("best_step")
+    step = read_json(folder / RUN_FILE, or_nothing=True).get("best_step")
     if not isinstance(step, int):
         return {"best_metric": None, "best_value": None, "best_step": None}
     results = metrics.evaluations.get(step, {})
     # The first checkpoint of a run may come after its first evaluation.
-    chosen = name if name in results else next(iter(results), None)
-    return {
-        "best_metric": chosen,
-        "best_value": results.get(chosen or ""),
-        "best_step": step if chosen else None,
-    }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except CheckpointError:
-        return {}
+    metric = name if name in results else next(iter(results), None)
+    value, best_step = results.get(metric or ""), step if metric else None
+    return {"best_metric": metric, "best_value": value, "best_step": best_step}
 
 
 def _get_time(path: Path) -> float:
@@ -261,8 +248,79 @@ def _measure(folder: Path) -> int:
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
-                found = os.lstat(os.path.join(parent, name))  # noqa: PTH118 (thousands of files)
+                status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 (thousands of files)
             except OSError:
                 continue
-            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
+
+
+# ---- metrics.jsonl, which may be long: only the lines that are needed are parsed -----------------
+
+
+@dataclass(kw_only=True)
+class RunMetrics:
+    """What a run has logged so far."""
+
+    step: int | None = None
+    """The last step that was logged."""
+    loss: float | None = None
+    losses: dict[int, float] = field(default_factory=dict)
+    """The last training loss that was logged up to a step."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The results of the evaluation at a step, by the metric's name."""
+
+
+def read_metrics(path: Path, steps: Iterable[int]) -> RunMetrics:
+    """The last loss, the loss at each of these steps, and all evaluations."""
+    wanted = sorted(set(steps))
+    # One line for each wanted step, and one for the end of the file.
+    lines: list[bytes | None] = [None] * (len(wanted) + 1)
+    metrics = RunMetrics()
+    try:
+        if not path.is_file():  # opening a named pipe would wait for a writer
+            return metrics
+        with path.open("rb") as file:
+            for line in file:
+                match = _STEP.search(line)
+                if match is None:
+                    continue
+                step = int(match[1])
+                if b'"eval_' in line:
+                    metrics.evaluations.setdefault(step, {}).update(_read_evaluation(line))
+                elif b'"loss"' in line:
+                    lines[bisect.bisect_left(wanted, step)] = line
+                    metrics.step = step
+    except OSError:
+        return metrics
+    for place, kept in enumerate(lines):
+        if kept is not None:
+            metrics.loss = _get_number(_parse(kept), "loss")
+        if place < len(wanted) and metrics.loss is not None:
+            metrics.losses[wanted[place]] = metrics.loss
+    return metrics
+
+
+def _read_evaluation(line: bytes) -> dict[str, float]:
+    content = _parse(line)
+    numbers = {name: _get_number(content, name) for name in content}
+    return {
+        name.removeprefix(_EVALUATION): number
+        for name, number in numbers.items()
+        if name.startswith(_EVALUATION) and number is not None
+    }
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _get_number(content: dict[str, Any], name: str) -> float | None:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if math.isfinite(value) else None

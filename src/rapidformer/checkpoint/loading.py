@@ -1,42 +1,35 @@
-"""Restore a run's state from a checkpoint, whatever layout of ranks saved it."""
+"""Restore a run's state from a checkpoint, whatever layout of ranks saved it.
+
+It is checked before anything is loaded from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torch_states
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.checkpoint.checking import choose_complete
-from rapidformer.checkpoint.frozen import (
-    compare_checksums,
-    compute_base_checksums,
-    find_frozen,
-    list_frozen,
-)
-from rapidformer.checkpoint.publish import read_json
-from rapidformer.checkpoint.random_states import draw_other_numbers, set_random_states
-from rapidformer.checkpoint.run_file import blaming, read_run
+from rapidformer.checkpoint import frozen
+from rapidformer.checkpoint.finding import find_checkpoint, find_checkpoints
+from rapidformer.checkpoint.publish import check_manifest, read_json
+from rapidformer.checkpoint.run_file import RUN, blaming, read_run
 from rapidformer.checkpoint.state import (
-    Gathered,
     TrainingState,
     collect_tensors,
+    draw_other_numbers,
     get_random_file,
     get_rank,
+    set_random_states,
 )
-from rapidformer.checkpoint.ties import load_named, read_saved_shapes
-from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
-from rapidformer.dist.collectives import gather_from_stages
+from rapidformer.checkpoint.tensors import get_index_name, load_named, read_saved_shapes
+from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
+from rapidformer.dist.collectives import broadcast_object, gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
@@ -65,36 +58,68 @@ def load_checkpoint(
         with_optimizer = False
         if get_rank() == 0:
             get_logger().warning(
-                "%s was saved without optimizer state: the optimizer starts from scratch.",
-                folder,
+                "%s was saved without optimizer state: the optimizer starts from scratch.", folder
             )
     _check_base(folder, state, run.get("base"))
     _load_tensors(folder, state, with_optimizer=with_optimizer, allows_partial=allows_partial)
     with blaming(folder):
         if with_position:
-            _restore_position(state, run)
+            state.step = run["step"]
+            if state.loader is not None and run["loader"] is not None:
+                state.loader.load_state_dict(run["loader"])
+            if state.scaler is not None and run["scaler"] is not None:
+                state.scaler.load_state_dict(run["scaler"])
+            _restore_schedule(state, run["scheduler"])
         if with_random_states:
             _load_random_states(folder, run, state)
     extra: dict[str, Any] = run["extra"] if with_position else {}
     return extra
 
 
-def _restore_position(state: TrainingState, run: dict[str, Any]) -> None:
-    state.step = run["step"]
-    if state.loader is not None and run["loader"] is not None:
-        state.loader.load_state_dict(run["loader"])
-    if state.scaler is not None and run["scaler"] is not None:
-        state.scaler.load_state_dict(run["scaler"])
-    _restore_schedule(state, run)
+def check_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint that is incomplete, modified, or not one that a run writes."""
+    check_manifest(folder, required=(RUN, f"state/{get_index_name(folder / 'state')}"))
+    read_run(folder)
+    read_saved_shapes(folder)
 
 
-def _restore_schedule(state: TrainingState, run: dict[str, Any]) -> None:
+def choose_complete(source: Path) -> Path:
+    """The checkpoint to load: checked by rank 0, used by all.
+
+    A damaged checkpoint that was named is refused; of a run, the newest complete one is used.
+    """
+    chosen: Path | None = None
+    problem = f"{source} holds no checkpoint (no iter_… folder)."
+    if get_rank() == 0:
+        newest = find_checkpoint(source)
+        older = [] if newest in (None, source) else find_checkpoints(source)[::-1]
+        for folder in dict.fromkeys([newest, *older] if newest else []):
+            try:
+                check_checkpoint(folder)
+            except CheckpointError as reason:
+                problem = str(reason)
+                get_logger().warning("%s", reason)
+                continue
+            chosen = folder
+            break
+        if chosen is None and older:
+            problem = (
+                f"none of the checkpoints in {source} is complete; the oldest: {problem} Start "
+                "again in another --save folder, or replace this run with --overwrite."
+            )
+    chosen, problem = broadcast_object((chosen, problem))
+    if chosen is None:
+        raise CheckpointError(problem)
+    return chosen
+
+
+def _restore_schedule(state: TrainingState, saved: dict[str, Any]) -> None:
     """Move the schedule to the saved position.
 
     A schedule that is a function of the position follows the current settings: a run may be resumed
     for longer, or with another rate. Any other kind continues from its saved state.
     """
-    scheduler, saved = state.scheduler, run["scheduler"]
+    scheduler = state.scheduler
     if isinstance(scheduler, LambdaLR):
         move_schedule(scheduler, state.optimizer, saved["last_epoch"])
         return
@@ -120,71 +145,43 @@ def move_schedule(scheduler: LambdaLR, optimizer: Optimizer, position: int) -> N
 def _load_tensors(
     folder: Path, state: TrainingState, *, with_optimizer: bool, allows_partial: bool
 ) -> None:
-    if state.gathered is not None:
-        _load_gathered(
-            folder,
-            state,
-            state.gathered,
-            with_optimizer=with_optimizer,
-            allows_partial=allows_partial,
-        )
-        return
-    tensors, _ = collect_tensors(state, with_optimizer=with_optimizer, fills=True)
+    gathered = state.gathered
+    if gathered is not None:
+        tensors = gathered.get_wanted(with_optimizer=with_optimizer)
+    else:
+        tensors, _ = collect_tensors(state, with_optimizer=with_optimizer, fills=True)
     saved = read_saved_shapes(folder)
-    if is_without_base(folder):
-        _drop_base(tensors, state.model, saved)
+    if "base" in read_run(folder):
+        # Frozen weights that the checkpoint does not have are in the model already.
+        for name in frozen.find_frozen(tensors, state.model):
+            if name not in saved:
+                del tensors[name]
     stateless = _drop_stateless(tensors, state.model, saved)
     left_out = _compare(folder, tensors, state.topology, allows_partial=allows_partial)
-    stateless += _find_without_state(state.model, left_out)
+    if gathered is not None:
+        for part in gathered.iterate_parts(tensors):
+            load_named(part, folder, state.topology)
+            gathered.put(part)
+        return
     load_named(tensors, folder, state.topology)
     model_part: dict[str, Any] = {
         name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)
     }
     # Names were compared above. Batch norms of other stages look for counters and add their own.
-    set_model_state_dict(state.model, model_part, options=StateDictOptions(strict=False))
+    lenient = torch_states.StateDictOptions(strict=False)
+    torch_states.set_model_state_dict(state.model, model_part, options=lenient)
     if not with_optimizer:
         return
     with state.bypass():
-        content: dict[str, Any] = get_optimizer_state_dict(state.model, state.optimizer)
+        content: dict[str, Any] = torch_states.get_optimizer_state_dict(
+            state.model, state.optimizer
+        )
         for name, values in content["state"].items():
             for key in values:
                 values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
-        set_optimizer_state_dict(state.model, state.optimizer, content)
-    for parameter in stateless:
+        torch_states.set_optimizer_state_dict(state.model, state.optimizer, content)
+    for parameter in [*stateless, *_find_without_state(state.model, left_out)]:
         state.optimizer.state.pop(parameter, None)
-
-
-def _load_gathered(
-    folder: Path,
-    state: TrainingState,
-    gathered: Gathered,
-    *,
-    with_optimizer: bool,
-    allows_partial: bool,
-) -> None:
-    wanted = gathered.get_wanted(with_optimizer=with_optimizer)
-    saved = read_saved_shapes(folder)
-    if is_without_base(folder):
-        _drop_base(wanted, state.model, saved)
-    _drop_stateless(wanted, state.model, saved)
-    _compare(folder, wanted, state.topology, allows_partial=allows_partial)
-    for part in gathered.iterate_parts(wanted):
-        load_named(part, folder, state.topology)
-        gathered.put(part)
-
-
-def _drop_base(
-    tensors: dict[str, torch.Tensor], model: nn.Module, saved: dict[str, tuple[int, ...]]
-) -> None:
-    """Frozen weights that the checkpoint does not have are in the model already."""
-    for name in find_frozen(tensors, model):
-        if name not in saved:
-            del tensors[name]
-
-
-def is_without_base(folder: Path) -> bool:
-    """Whether a checkpoint holds adapters only, and no weights of the model under them."""
-    return "base" in read_run(folder)
 
 
 def _drop_stateless(
@@ -218,9 +215,9 @@ def _compare(
 
     Returns the names that cannot be loaded; they are taken out of ``tensors``.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Under a pipeline, each rank has only some of the names.
-    wanted = {k: v for stage in gather_from_stages(own, topology) for k, v in stage.items()}
+    wanted = {k: v for stage in gather_from_stages(shapes, topology) for k, v in stage.items()}
     everything = read_saved_shapes(folder)
     if not allows_partial:
         _check_moments(folder, wanted, everything)
@@ -252,10 +249,13 @@ def _compare(
 
 def _check_moments(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
     """Moments in 8 bits have other tensors than those in full: neither loads as the other."""
-    if not any(name.startswith(_OPTIMIZER) for name in wanted):
-        return
-    was_quantized = any(_is_quantized(name) for name in saved)
-    if was_quantized != any(_is_quantized(name) for name in wanted):
+
+    def has_codes(names: Iterable[str]) -> bool:
+        return any(name.startswith(_OPTIMIZER) and name.endswith("_codes") for name in names)
+
+    was_quantized = has_codes(saved)
+    is_needed = any(name.startswith(_OPTIMIZER) for name in wanted)
+    if is_needed and was_quantized != has_codes(wanted):
         raise CheckpointError(
             f"{folder} was saved {'with' if was_quantized else 'without'} 8-bit moments "
             "(--optimizer-state-dtype int8): resume the same way, or pass --no-load-optim to start "
@@ -263,40 +263,36 @@ def _check_moments(folder: Path, wanted: Iterable[str], saved: Iterable[str]) ->
         )
 
 
-def _is_quantized(name: str) -> bool:
-    return name.startswith(_OPTIMIZER) and name.endswith("_codes")
-
-
 def _name_as_in_model(differences: NameDifferences) -> NameDifferences:
     """The differences by the model's own names.
 
     The optimizer's state is listed only for weights that match: for the others, it goes with them.
     """
-    changed = {*differences.missing, *differences.unexpected, *differences.misshapen}
+    kinds = (differences.missing, differences.unexpected, differences.misshapen)
+    changed = {name for kind in kinds for name in kind}
 
-    def is_listed(name: str) -> bool:
-        weight = name.removeprefix(_OPTIMIZER).rpartition(".")[0]
-        return name.startswith(_MODEL) or f"{_MODEL}{weight}" not in changed
+    def shorten(entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name.removeprefix(_MODEL): entry
+            for name, entry in entries.items()
+            if name.startswith(_MODEL)
+            or _MODEL + name.removeprefix(_OPTIMIZER).rpartition(".")[0] not in changed
+        }
 
-    return NameDifferences(
-        missing={_shorten(k): v for k, v in differences.missing.items() if is_listed(k)},
-        unexpected={_shorten(k): v for k, v in differences.unexpected.items() if is_listed(k)},
-        misshapen={_shorten(k): v for k, v in differences.misshapen.items() if is_listed(k)},
-    )
-
-
-def _shorten(name: str) -> str:
-    return name.removeprefix(_MODEL)
+    missing, unexpected, misshapen = map(shorten, kinds)
+    return NameDifferences(missing=missing, unexpected=unexpected, misshapen=misshapen)
 
 
 def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None) -> None:
-    if saved is not None and not list_frozen(state.model):
+    if saved is None:
+        return
+    if not frozen.list_frozen(state.model):
         raise CheckpointError(
             f"{folder} holds the adapter of a model that is not in it: give the --lora-rank or "
             "--peft-config of the first run, and the same model."
         )
-    if saved is not None:
-        compare_checksums(saved["checksums"], compute_base_checksums(state), saved["name"])
+    checksums = frozen.compute_base_checksums(state)
+    frozen.compare_checksums(saved["checksums"], checksums, saved["name"])
 
 
 def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
@@ -309,12 +305,10 @@ def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState)
     # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
     # layer the same ones.
     is_same = run.get("layout") == state.topology.describe()
-    path = folder / get_random_file(get_rank()) if is_same else first
-    states = read_json(path)
     if is_same:
-        set_random_states(states, state.device)
+        set_random_states(read_json(folder / get_random_file(get_rank())), state.device)
         return
-    draw_other_numbers(states, state.topology.get_rank("data"))
+    draw_other_numbers(read_json(first), state.topology.get_rank("data"))
     if get_rank() == 0:
         get_logger().warning(
             "%s was saved by another layout of ranks: dropout draws other random numbers than the "

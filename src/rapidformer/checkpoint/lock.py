@@ -40,17 +40,8 @@ class _Holder:
     launch: str
     """The launcher's name for the run, which its restarts keep."""
 
-    @classmethod
-    def describe_self(cls) -> _Holder:
-        pid = os.getpid()
-        return cls(
-            token=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            place=_find_place(),
-            pid=pid,
-            started=_find_start(pid) or "",
-            launch=get_launch_name() or "",
-        )
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 class FolderLock:
@@ -59,7 +50,12 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._path = folder / LOCK_FILE
-        self._me = _Holder.describe_self()
+        pid = os.getpid()
+        self._me = _Holder(
+            token=uuid.uuid4().hex, host=socket.gethostname(), place=_find_place(), pid=pid,
+            started=_find_start(pid) or "", launch=get_launch_name() or "",
+        )  # fmt: skip
+        self._draft = folder / f"{LOCK_FILE}-{self._me.token}"
         self._is_over = threading.Event()
 
     def acquire(self) -> None:
@@ -79,7 +75,7 @@ class FolderLock:
         holder = self._read()
         if holder is not None and holder.token != self._me.token:
             raise CheckpointError(
-                f"{self.folder} was taken over by another run ({_name(holder)}) while this one "
+                f"{self.folder} was taken over by another run ({holder}) while this one "
                 "did not respond: nothing more is saved here. Resume with another --save."
             )
 
@@ -94,25 +90,24 @@ class FolderLock:
         return holder is not None and holder.token == self._me.token
 
     def _take(self) -> None:
-        draft = self._path.with_name(f"{LOCK_FILE}-{self._me.token}")
-        draft.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
+        self._draft.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
         try:
             try:
-                os.link(draft, self._path)  # fails if the lock exists, on NFS too
+                os.link(self._draft, self._path)  # fails if the lock exists, on NFS too
                 return
             except FileExistsError:
                 pass
             except OSError:
                 if not self._path.exists():  # a file system without hard links
-                    draft.replace(self._path)
+                    self._draft.replace(self._path)
                     return
             self._wait_for_stale()
-            draft.replace(self._path)
+            self._draft.replace(self._path)
             # Of two runs that replace a stale lock at once, the later one keeps it.
             time.sleep(_LOOK_SECONDS)
             self.check()
         finally:
-            draft.unlink(missing_ok=True)
+            self._draft.unlink(missing_ok=True)
 
     def _wait_for_stale(self) -> None:
         """Return once the holder is known to be dead; raise if it lives."""
@@ -121,14 +116,14 @@ class FolderLock:
             beat = self._get_beat()
             if holder.place == self._me.place or (first is not None and beat != first):
                 raise CheckpointError(
-                    f"{self.folder} is in use by another run ({_name(holder)}): wait for it, stop "
+                    f"{self.folder} is in use by another run ({holder}): wait for it, stop "
                     "it, or choose another --save folder."
                 )
             if self._measure_age() > _STALE_SECONDS:
                 return
             if first is None:
                 get_logger().info(
-                    f"waiting   {self.folder} is locked by {_name(holder)}: it counts as dead "
+                    f"waiting   {self.folder} is locked by {holder}: it counts as dead "
                     f"after {_STALE_SECONDS:.0f} seconds without a sign of life"
                 )
             first = beat
@@ -155,9 +150,8 @@ class FolderLock:
 
     def _measure_age(self) -> float:
         """Seconds since the last beat, by the file server's clock alone."""
-        draft = self._path.with_name(f"{LOCK_FILE}-{self._me.token}")
-        os.utime(draft)
-        return (draft.stat().st_mtime_ns - self._get_beat()) / 1e9
+        os.utime(self._draft)
+        return (self._draft.stat().st_mtime_ns - self._get_beat()) / 1e9
 
     def _beat(self) -> None:
         while not self._is_over.wait(_BEAT_SECONDS):
@@ -179,10 +173,6 @@ def is_held(folder: Path) -> bool | None:
     if holder.place == lock._me.place:
         return _find_start(holder.pid) == holder.started
     return time.time() - lock._get_beat() / 1e9 < _STALE_SECONDS
-
-
-def _name(holder: _Holder) -> str:
-    return f"process {holder.pid} on {holder.host}"
 
 
 def _find_place() -> str:

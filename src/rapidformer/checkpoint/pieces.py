@@ -6,20 +6,24 @@ part; the files are such as it would write.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate
 
-from rapidformer.checkpoint.hashing import Digest, HashedFile
-from rapidformer.checkpoint.index import Entry, Part, Sizes, write_index
-from rapidformer.checkpoint.strided import split_strided
+from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, write_index
+from rapidformer.checkpoint.publish import Digest, HashedFile
 from rapidformer.checkpoint.torch_index import write_torch_index
+from rapidformer.compat.torch_mesh import find_offset
+from rapidformer.compat.torch_tensors import build_shell
 from rapidformer.dist.collectives import gather_on_first, scatter_from_first
+from rapidformer.dist.whole import find_strided_axis
 
 
 @dataclass(kw_only=True)
@@ -33,21 +37,8 @@ class Piece:
     data: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenPiece:
-    """Where a piece was written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Sizes
-    part: Part
-
-
 def plan_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
-    """What this rank writes; every rank must call this, with the tensors it has a part of.
-
-    The pieces share the tensors' memory.
-    """
+    """What this rank writes of its tensors, sharing their memory; every rank must call this."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     whole: dict[str, Any] = {name: split_strided(tensor) for name, tensor in tensors.items()}
     planner.set_up_planner(whole)
@@ -57,66 +48,117 @@ def plan_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     plan = planner.finish_plan(scatter_from_first(plans))
     pieces = []
     for item in plan.items:
-        data = planner.resolve_data(item)
-        assert isinstance(data, torch.Tensor) and item.tensor_data is not None
-        pieces.append(
-            Piece(
-                name=item.index.fqn,
-                shape=tuple(item.tensor_data.size),
-                offsets=tuple(item.tensor_data.chunk.offsets),
-                data=data.detach(),
-            )
-        )
+        data, place = planner.resolve_data(item), item.tensor_data
+        assert isinstance(data, torch.Tensor) and place is not None
+        shape, offsets = tuple(place.size), tuple(place.chunk.offsets)
+        pieces.append(Piece(name=item.index.fqn, shape=shape, offsets=offsets, data=data.detach()))
     return pieces
 
 
 def write_pieces(
-    pieces: Iterable[Piece], folder: Path, rank: int, check: Callable[[], None] = lambda: None
-) -> tuple[list[WrittenPiece], Digest]:
-    """Write this rank's pieces to a file of its own, and hash it on the way to the disk.
-
-    ``check`` may raise between two pieces.
-    """
-    written = []
-    path = folder / f"__{rank}_0.distcp"
+    pieces: Iterable[Piece], path: Path, check: Callable[[], None] = lambda: None
+) -> tuple[Index, Digest]:
+    """Write this rank's pieces to a file of its own; ``check`` may raise between two of them."""
+    index: Index = {}
     with HashedFile(path) as file:
         for piece in pieces:
             check()
             start = file.tell()
             data = _to_host(piece.data)
             torch.save(data, file)
-            part = Part(
-                offsets=piece.offsets,
-                sizes=tuple(data.shape),
-                file=path.name,
-                start=start,
-                length=file.tell() - start,
-            )
-            written.append(
-                WrittenPiece(name=piece.name, dtype=data.dtype, shape=piece.shape, part=part)
-            )
-    return written, file.digest
+            entry = index.setdefault(piece.name, Entry(data.dtype, piece.shape, []))
+            length = file.tell() - start
+            entry.parts.append(Part(piece.offsets, tuple(data.shape), path.name, start, length))
+    return index, file.digest
 
 
 def _to_host(data: torch.Tensor) -> torch.Tensor:
     """A plain tensor in host memory: torch saves all of the memory under a view."""
-    found = data.detach().cpu().as_subclass(torch.Tensor)
-    is_view = found.untyped_storage().nbytes() != found.nbytes
-    return found.clone() if is_view else found
+    plain = data.detach().cpu().as_subclass(torch.Tensor)
+    is_view = plain.untyped_storage().nbytes() != plain.nbytes
+    return plain.clone() if is_view else plain
 
 
-def finish_tensors(pieces: Iterable[WrittenPiece], folder: Path) -> None:
+def finish_tensors(indexes: Iterable[Index], folder: Path) -> None:
     """Write the index of what all ranks have written."""
-    found: dict[str, list[WrittenPiece]] = defaultdict(list)
-    for piece in pieces:
-        found[piece.name].append(piece)
-    index = {
-        name: Entry(
-            dtype=members[0].dtype,
-            shape=members[0].shape,
-            parts=tuple(piece.part for piece in members),
-        )
-        for name, members in found.items()
-    }
-    write_index(index, folder)
-    write_torch_index(index, folder)
+    joined: Index = {}
+    for index in indexes:
+        for name, entry in index.items():
+            joined.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
+    write_index(joined, folder)
+    write_torch_index(joined, folder)
+
+
+# ---- tensors of which a rank holds several separate pieces ---------------------------------------
+#
+# A fused weight (query, key and value side by side) is split by heads, so each rank has a piece of
+# each part. torch's checkpoints treat a DTensor as one piece; here its pieces are listed one by
+# one, and the file looks as if one process had written it.
+
+
+def split_strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as its pieces, which share its memory; any other tensor unchanged."""
+    axis = find_strided_axis(tensor)
+    if axis is None:
+        return tensor
+    assert isinstance(tensor, DTensor)
+    placement: Any = tensor.placements[axis]
+    dim, parts = placement.dim, placement.split_factor
+    mesh = tensor.device_mesh
+    others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
+    start = find_offset(tensor.shape, mesh, others)
+    width = tensor.shape[dim] // parts
+    pieces: dict[torch.Size, torch.Tensor] = {}
+    for part, data in enumerate(tensor.to_local().detach().chunk(parts, dim)):
+        offsets = list(start)
+        offsets[dim] = part * width + mesh.get_local_rank(axis) * data.shape[dim]
+        pieces[torch.Size(offsets)] = data
+    return _PiecewiseTensor(tensor.shape, pieces)
+
+
+class _PiecewiseTensor(torch.Tensor):
+    """What torch's checkpoints ask of a tensor, and nothing else."""
+
+    _pieces: dict[torch.Size, torch.Tensor]
+    """By their offsets."""
+
+    @staticmethod
+    def __new__(
+        cls: Any, shape: torch.Size, pieces: dict[torch.Size, torch.Tensor]
+    ) -> _PiecewiseTensor:
+        self: _PiecewiseTensor = build_shell(cls, shape, next(iter(pieces.values())))
+        self._pieces = pieces
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} on a tensor that is only there to be saved or loaded")
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=metadata.MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=metadata.TensorProperties.create_from_tensor(data),
+                    size=self.size(),
+                ),
+            )
+            for chunk, data in zip(self.__create_chunk_list__(), self._pieces.values(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
+        return [
+            metadata.ChunkStorageMetadata(offsets=offsets, sizes=data.size())
+            for offsets, data in self._pieces.items()
+        ]
+
+    def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._pieces[index.offset]

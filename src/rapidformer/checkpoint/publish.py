@@ -8,34 +8,80 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.hashing import Digest, hash_file
 from rapidformer.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 # Whatever has these names at the start of a run is deleted, so nobody else may use them.
 STAGING_PREFIX = ".rapidformer-staging-"
 _RETIRED_PREFIX = ".rapidformer-old-"
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a manifest says about a file."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile(io.BufferedWriter):
+    """A new file, hashed while it is written: nobody has to read it again for its manifest.
+
+    Once closed, it is on disk and ``digest`` says what was written.
+    """
+
+    digest: Digest
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "xb"))
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        return super().write(data)
+
+    def __exit__(self, *reason: object) -> None:
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+            self.digest = Digest(self.tell(), self._hash.hexdigest())
+        finally:
+            self.close()
+
+
+def hash_file(path: Path, advance: Callable[[int], None] = lambda count: None) -> Digest:
+    """The digest of a file that is there already; ``advance`` is called with bytes read."""
+    size, digest = 0, hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            digest.update(chunk)
+            advance(len(chunk))
+    return Digest(size, digest.hexdigest())
+
+
+def get_staging(target: Path) -> Path:
+    """The staging folder that rank 0 creates."""
+    return target.with_name(STAGING_PREFIX + target.name)
 
 
 def start_staging(target: Path) -> Path:
     """An empty folder next to the target, to write into."""
-    staging = target.with_name(STAGING_PREFIX + target.name)
+    staging = get_staging(target)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     return staging
-
-
-def get_staging(target: Path) -> Path:
-    """The staging folder that rank 0 created."""
-    return target.with_name(STAGING_PREFIX + target.name)
 
 
 def publish(
@@ -113,8 +159,7 @@ def find_damage(
 ) -> Iterator[str]:
     """What differs from the folder's manifest, in the order of its files.
 
-    Without ``hashes``, only sizes are compared. ``advance`` is called with the number of bytes that
-    were hashed.
+    Without ``hashes``, only sizes are compared; ``advance`` is called with bytes hashed.
     """
     try:
         expected = read_manifest(folder)
@@ -153,23 +198,25 @@ def _compare_file(
         return f"{name} leads out of the folder"
     if not path.is_file():  # a named pipe is not: reading it would never end
         return f"{name} is missing" + (" (it is not a regular file)" if path.exists() else "")
-    found = path.stat().st_size
-    if found != size:
-        return f"{name} has {found} bytes, {size} were written"
+    if (actual := path.stat().st_size) != size:
+        return f"{name} has {actual} bytes, {size} were written"
     if digest is not None and hash_file(path, advance).sha256 != digest:
         return f"{name} is not what was written"
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a regular file: reading a named pipe would never end."""
+def read_json(path: Path, *, or_nothing: bool = False) -> dict[str, Any]:
+    """A JSON object from a file; one that cannot be read is an error, or empty ``or_nothing``."""
     try:
+        # Only from a regular file: reading a named pipe would never end.
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is missing or unreadable.")
-    return content
+    if isinstance(content, dict):
+        return content
+    if or_nothing:
+        return {}
+    raise CheckpointError(f"{path} is missing or unreadable.")
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -184,7 +231,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file atomically."""
-    temporary = path.with_name(STAGING_PREFIX + path.name)
+    temporary = get_staging(path)
     temporary.write_text(text, encoding="utf-8")
     _force_to_disk(temporary)
     temporary.replace(path)

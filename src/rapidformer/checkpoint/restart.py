@@ -16,8 +16,6 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.config import Settings
 
 OWNER_FILE = ".launch"
-_SOURCE = "restart"
-_RESUME_SOURCE = "derived: --resume auto"
 
 
 def claim_folder(folder: Path) -> None:
@@ -32,18 +30,11 @@ def continue_after_restart(args: Settings) -> Settings:
     """The settings for another attempt: load what was saved, or start over if there is nothing."""
     if args.save is None:
         return args
-    folder = Path(args.save)
-    if args.resume == "auto":
-        return _continue(args, folder, _RESUME_SOURCE)
-    if not is_restart():
-        return args
-    name = get_launch_name()
-    if name is None or _read_owner(folder) != name:
-        return args
-    return _continue(args, folder, _SOURCE)
-
-
-def _continue(args: Settings, folder: Path, source: str) -> Settings:
+    folder, source = Path(args.save), "derived: --resume auto"
+    if args.resume != "auto":
+        name, source = get_launch_name(), "restart"
+        if not is_restart() or name is None or _read_owner(folder) != name:
+            return args
     if find_checkpoint(folder):
         return args.replace(source, load=args.save, finetune=False, overwrite=False)
     return args.replace(source, overwrite=True)

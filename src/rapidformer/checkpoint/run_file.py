@@ -12,20 +12,11 @@ from rapidformer.errors import CheckpointError
 
 RUN = "run.json"
 FORMAT = 1
-_NONE = type(None)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "scheduler": (dict,),
-    "scaler": (dict, _NONE),
-    "loader": (dict, _NONE),
-    "param_groups": (list, _NONE),
-    "extra": (dict,),
-}
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    "tied": (dict,),
-    "facts": (dict,),
-    "base": (dict,),
-}
+_KINDS: dict[str, Any] = {
+    "step": int, "scheduler": dict, "scaler": dict | None, "loader": dict | None,
+    "param_groups": list | None, "extra": dict,
+}  # fmt: skip
+_OPTIONAL = ("tied", "facts", "base")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -35,13 +26,13 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has format {run.get('format')}, this version reads format {FORMAT}."
         )
-    wrong = [name for name, kinds in _KINDS.items() if not isinstance(run.get(name, ...), kinds)]
-    wrong += [n for n, kinds in _OPTIONAL.items() if n in run and not isinstance(run[n], kinds)]
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)]
+    wrong += [name for name in _OPTIONAL if not isinstance(run.get(name, {}), dict)]
     if not wrong and (isinstance(run["step"], bool) or run["step"] < 0):
         wrong = ["step"]
     if not wrong and not all(isinstance(name, str) for name in run.get("tied", {}).values()):
         wrong = ["tied"]
-    if not wrong and not _is_position(run["loader"]):
+    if not wrong and run["loader"] is not None and not _is_position(run["loader"]):
         wrong = ["loader"]
     if wrong:
         raise _build_error(folder, f"{', '.join(wrong)} is missing or malformed")
@@ -57,9 +48,7 @@ def blaming(folder: Path) -> Iterator[None]:
         raise _build_error(folder, f"{type(reason).__name__}: {reason}") from None
 
 
-def _is_position(loader: dict[str, Any] | None) -> bool:
-    if loader is None:
-        return True
+def _is_position(loader: dict[str, Any]) -> bool:
     numbers = [loader.get("epoch"), loader.get("consumed_samples"), *loader.values()]
     return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
 

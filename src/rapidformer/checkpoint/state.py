@@ -1,33 +1,30 @@
-"""What a checkpoint consists of, and its tensors by name."""
+"""What a checkpoint consists of: its tensors by name, and each rank's random states as JSON.
+
+Nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer.dist.topology import Topology
-
-
-class Stateful(Protocol):
-    """Something whose state is a small dictionary."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Gathered(Protocol):
@@ -64,14 +61,11 @@ class TrainingState:
     device: torch.device
     topology: Topology
     bypass: Any
-    """A context manager in which the optimizer steps at once (torch initialises its state that
-    way).
-    """
+    """A context in which the optimizer steps at once: torch initialises its state that way."""
     gathered: Gathered | None = None
     """Replaces model and optimizer if they cannot be read directly."""
     base: str | None = None
-    """Where the frozen base model of adapters can be loaded again; its weights are then not saved.
-    """
+    """Where the frozen model under adapters can be loaded again: its weights are not saved."""
     loaded_from: Path | None = None
     """The checkpoint that ``load`` used."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -130,10 +124,6 @@ def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def get_random_file(rank: int) -> str:
-    return f"random-{rank:05d}.json"
-
-
 @contextmanager
 def bypass_clock(clock: Any) -> Iterator[None]:
     """Let torch step the optimizer once to initialise its state, bypassing the clock."""
@@ -142,3 +132,60 @@ def bypass_clock(clock: Any) -> Iterator[None]:
         yield
     finally:
         clock.is_bypassed = False
+
+
+# ---- random states -------------------------------------------------------------------------------
+
+
+def get_random_file(rank: int) -> str:
+    return f"random-{rank:05d}.json"
+
+
+def get_random_states(device: torch.device) -> dict[str, Any]:
+    """Python's, NumPy's, torch's and the device's generators."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, words, position, has_gauss, gauss = numpy_state
+    version, python_words, gauss_next = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, list(python_words), gauss_next],
+        "numpy": [kind, words.tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Continue with the random numbers of the saved moment."""
+    _set_host_states(states)
+    torch.set_rng_state(_decode(states["torch"]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+
+
+def draw_other_numbers(states: dict[str, Any], replica: int) -> None:
+    """Numbers for another layout, from the states that rank 0 saved.
+
+    Replicas must draw different masks, ranks that share a layer the same ones, as at the start of a
+    run. The states of the old layout's ranks would mix that up.
+    """
+    _set_host_states(states)
+    digest = hashlib.sha256(states["torch"].encode("ascii")).digest()
+    torch.manual_seed(int.from_bytes(digest[:4], "big") + replica)
+
+
+def _set_host_states(states: dict[str, Any]) -> None:
+    version, python_words, gauss_next = states["python"]
+    random.setstate((version, tuple(python_words), gauss_next))
+    kind, words, *others = states["numpy"]
+    numpy_state: Any = (kind, np.array(words, dtype=np.uint32), *others)
+    np.random.set_state(numpy_state)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

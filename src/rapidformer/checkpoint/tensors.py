@@ -1,4 +1,7 @@
-"""Read tensors from disk through ``torch.distributed.checkpoint``, whatever layout wrote them."""
+"""Read tensors from disk through ``torch.distributed.checkpoint``, whatever layout wrote them.
+
+A weight with several names is stored once; ``run.json`` says which names it answers to.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from rapidformer.checkpoint import index as our_index
 from rapidformer.checkpoint.index import INDEX, Index, check_index
-from rapidformer.checkpoint.index import read_index as read_our_index
-from rapidformer.checkpoint.strided import split_strided
+from rapidformer.checkpoint.pieces import split_strided
+from rapidformer.checkpoint.run_file import blaming, read_run
 from rapidformer.checkpoint.torch_index import TORCH_INDEX, read_torch_index, to_metadata
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -25,15 +29,22 @@ from rapidformer.errors import CheckpointError
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: Path, topology: Topology) -> None:
     """Fill the tensors in place from a folder, whatever layout it was saved in."""
-    try:
-        with _quiet():
-            pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
-            # Pipeline stages ask for different names: each reads by itself.
-            is_alone = not dist.is_initialized() or topology.pipeline > 1
-            load(pieces, storage_reader=_Reader(folder), no_dist=is_alone)
-    # Not an Exception in torch: an ordinary `except` would let it through as a crash.
-    except CheckpointException as reason:
-        raise CheckpointError(f"{folder} cannot be read: {_get_cause(reason)}") from None
+    with _reading(folder):
+        pieces = {name: split_strided(tensor) for name, tensor in tensors.items()}
+        # Pipeline stages ask for different names: each reads by itself.
+        is_alone = not dist.is_initialized() or topology.pipeline > 1
+        load(pieces, storage_reader=_Reader(folder), no_dist=is_alone)
+
+
+def load_named(tensors: dict[str, torch.Tensor], folder: Path, topology: Topology) -> None:
+    """Fill the tensors in place, each by its own name or the one that it is stored under."""
+    ties = _read_ties(folder)
+    untied = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    load_tensors(untied, folder / "state", topology)
+    for name, tensor in tensors.items():
+        # By themselves: a stage of a pipeline, or an untied model, has a copy of its own.
+        if name in ties:
+            load_tensors({ties[name]: tensor}, folder / "state", topology)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -41,10 +52,23 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: entry.shape for name, entry in _read_checked_index(folder).items()}
 
 
+def read_saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by every name that a checkpoint answers to."""
+    shapes = read_shapes(folder / "state")
+    with blaming(folder):
+        return shapes | {name: shapes[first] for name, first in _read_ties(folder).items()}
+
+
+def _read_ties(folder: Path) -> dict[str, str]:
+    """The ties of a checkpoint; older ones have none, and store such weights under each name."""
+    ties: dict[str, str] = read_run(folder).get("tied", {})
+    return ties
+
+
 def read_index(folder: Path) -> Index:
     """The index of a folder's tensors; what it says is not checked yet."""
     is_old = get_index_name(folder) == TORCH_INDEX
-    return read_torch_index(folder) if is_old else read_our_index(folder)
+    return read_torch_index(folder) if is_old else our_index.read_index(folder)
 
 
 def get_index_name(folder: Path) -> str:
@@ -67,20 +91,15 @@ class StoredTensors:
             name: (torch.Size(entry.shape), entry.dtype) for name, entry in index.items()
         }
         """Name -> shape and data type."""
-        self._reader = _Reader(folder)
+        self._folder, self._reader = folder, _Reader(folder)
         self._reader.known = to_metadata(index)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, whole, in host memory."""
         shape, dtype = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype)
-        try:
-            with _quiet():
-                load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        except CheckpointException as reason:
-            raise CheckpointError(
-                f"{self._reader.path} cannot be read: {_get_cause(reason)}"
-            ) from None
+        with _reading(self._folder):
+            load({name: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
 
 
@@ -95,14 +114,16 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns about single-process runs, which are fine."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _get_cause(reason: CheckpointException) -> str:
-    """The reason in one line: torch wraps it in a traceback of every rank."""
-    cause: BaseException = next((failure[0] for failure in reason.failures.values()), reason)
-    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+def _reading(folder: Path) -> Iterator[None]:
+    """Say in one line what cannot be read: torch wraps it in a traceback of every rank."""
+    try:
+        with warnings.catch_warnings():
+            # Single-process runs are fine.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    # Not an Exception in torch: an ordinary `except` would let it through as a crash.
+    except CheckpointException as reason:
+        cause: BaseException = next((failure[0] for failure in reason.failures.values()), reason)
+        lines = [line for line in str(cause).splitlines() if line.strip()]
+        text = lines[0] if lines else type(cause).__name__
+        raise CheckpointError(f"{folder} cannot be read: {text}") from None

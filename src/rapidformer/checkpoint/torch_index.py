@@ -11,75 +11,56 @@ from __future__ import annotations
 import pickle
 import pickletools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata
 
-from rapidformer.checkpoint.index import (
-    Entry,
-    Index,
-    Part,
-    Sizes,
-    to_count,
-    to_dtype,
-    to_file_name,
-    to_sizes,
-)
-from rapidformer.compat.torch_distributed import PLACE, build_place
+from rapidformer.checkpoint.index import Entry, Index, Sizes, build_part, to_dtype, to_sizes
+from rapidformer.compat.torch_checkpoint import PLACE, build_place
 from rapidformer.errors import CheckpointError
 
 TORCH_INDEX = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MARK = object()
 _Stack = list[Any]
+_T = TypeVar("_T", str, dict[Any, Any], list[Any])
 
 
+@dataclass(frozen=True)
 class _Name:
     """A class or function, which is never looked up."""
 
-    def __init__(self, module: Any, name: Any) -> None:
-        self.path = f"{_as_text(module)}.{_as_text(name)}"
+    path: str
 
 
+@dataclass(eq=False)
 class _Record:
     """An object: its class, the arguments that it is built from, and its state."""
 
-    def __init__(self, kind: Any, arguments: Any) -> None:
-        if not isinstance(kind, _Name) or not isinstance(arguments, tuple):
-            raise ValueError("something that is not a class is called")
-        self.kind, self.arguments = kind.path, arguments
-        self.state: Any = None
-
-    def get(self, name: str) -> Any:
-        if not isinstance(self.state, dict) or name not in self.state:
-            raise ValueError(f"{self.kind} without {name}")
-        return self.state[name]
+    kind: str
+    arguments: tuple[Any, ...]
+    state: Any = None
 
 
-def to_metadata(index: Index) -> Metadata:
+def to_metadata(index: Index) -> metadata.Metadata:
     """The index as torch's checkpoints know it."""
-    return Metadata(
+    return metadata.Metadata(
         state_dict_metadata={
-            name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=entry.dtype),
+            name: metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=entry.dtype),
                 size=torch.Size(entry.shape),
                 chunks=[
-                    ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+                    metadata.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
                     for part in entry.parts
                 ],
             )
             for name, entry in index.items()
         },
         storage_data={
-            MetadataIndex(name, torch.Size(part.offsets)): build_place(
+            metadata.MetadataIndex(name, torch.Size(part.offsets)): build_place(
                 part.file, part.start, part.length
             )
             for name, entry in index.items()
@@ -105,75 +86,62 @@ def read_torch_index(folder: Path) -> Index:
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
 
 
-def _to_index(metadata: Any) -> Index:
-    _expect(metadata, f"{_METADATA}.Metadata")
-    places: dict[tuple[str, Sizes], _Record] = {}
-    for key, place in _as_dict(metadata.get("storage_data")).items():
-        _expect(key, f"{_METADATA}.MetadataIndex")
-        _expect(place, PLACE)
-        places[_as_text(key.get("fqn")), _to_size(key.get("offset"))] = place
+def _to_index(content: Any) -> Index:
+    storage, tensors = _read(content, "Metadata", "storage_data", "state_dict_metadata")
+    places: dict[tuple[str, Sizes], list[Any]] = {}
+    for key, place in _as(dict, storage).items():
+        name, offset = _read(key, "MetadataIndex", "fqn", "offset")
+        places[_as(str, name), _to_size(offset)] = _read(
+            place, PLACE, "relative_path", "offset", "length"
+        )
     return {
-        _as_text(name): _to_entry(_as_text(name), entry, places)
-        for name, entry in _as_dict(metadata.get("state_dict_metadata")).items()
+        _as(str, name): _to_entry(_as(str, name), entry, places)
+        for name, entry in _as(dict, tensors).items()
     }
 
 
-def _to_entry(name: str, entry: Any, places: dict[tuple[str, Sizes], _Record]) -> Entry:
-    _expect(entry, f"{_METADATA}.TensorStorageMetadata")
-    properties = entry.get("properties")
-    _expect(properties, f"{_METADATA}.TensorProperties")
+def _to_entry(name: str, entry: Any, places: dict[tuple[str, Sizes], list[Any]]) -> Entry:
+    properties, chunks, size = _read(entry, "TensorStorageMetadata", "properties", "chunks", "size")
+    _read(properties, "TensorProperties")
     parts = []
-    for chunk in _as_list(entry.get("chunks")):
-        _expect(chunk, f"{_METADATA}.ChunkStorageMetadata")
-        offsets = _to_size(chunk.get("offsets"))
+    for chunk in _as(list, chunks):
+        offsets, sizes = map(_to_size, _read(chunk, "ChunkStorageMetadata", "offsets", "sizes"))
         if (name, offsets) not in places:
             raise ValueError(f"a part of {name} is nowhere")
-        place = places[name, offsets]
-        parts.append(
-            Part(
-                offsets=offsets,
-                sizes=_to_size(chunk.get("sizes")),
-                file=to_file_name(place.get("relative_path")),
-                start=to_count(place.get("offset")),
-                length=to_count(place.get("length")),
-            )
-        )
+        parts.append(build_part(offsets, sizes, *places[name, offsets]))
     dtype = properties.state[0] if isinstance(properties.state, tuple) else None
     path = dtype.path if isinstance(dtype, _Name) else ""
-    return Entry(
-        dtype=to_dtype(path.removeprefix("torch.")),
-        shape=_to_size(entry.get("size")),
-        parts=tuple(parts),
-    )
+    return Entry(to_dtype(path.removeprefix("torch.")), _to_size(size), parts)
 
 
 def _to_size(record: Any) -> Sizes:
-    _expect(record, "torch.Size")
+    _read(record, "torch.Size")
     (values,) = record.arguments
     return to_sizes(values)
 
 
-def _expect(value: Any, kind: str) -> None:
-    found = value.kind if isinstance(value, _Record) else type(value).__name__
-    if found != kind:
-        raise ValueError(f"it has {found} in place of {kind}")
+def _read(value: Any, kind: str, *names: str) -> list[Any]:
+    """These attributes of a record, which must be of this class."""
+    wanted = kind if "." in kind else f"{_METADATA}.{kind}"
+    actual = value.kind if isinstance(value, _Record) else type(value).__name__
+    if actual != wanted:
+        raise ValueError(f"it has {actual} in place of {wanted}")
+    for name in names:
+        if not isinstance(value.state, dict) or name not in value.state:
+            raise ValueError(f"{wanted} without {name}")
+    return [value.state[name] for name in names]
 
 
-def _as_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a name is not text")
-    return value
+_PROBLEMS: dict[type, str] = {
+    str: "a name is not text",
+    dict: "a list of tensors is malformed",
+    list: "a list of parts is malformed",
+}
 
 
-def _as_dict(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("a list of tensors is malformed")
-    return value
-
-
-def _as_list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError("a list of parts is malformed")
+def _as(kind: type[_T], value: Any) -> _T:
+    if not isinstance(value, kind):
+        raise ValueError(_PROBLEMS[kind])
     return value
 
 
@@ -197,31 +165,44 @@ def _parse(content: bytes) -> Any:
             stack.append(argument)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name]())
-        elif name in _ACTIONS:
-            _ACTIONS[name](stack)
+        elif name in _BUILDERS:
+            stack.append(_BUILDERS[name](stack))
+        elif name in _CHANGES:
+            _CHANGES[name](stack)
         elif name not in ("PROTO", "FRAME"):
             raise ValueError(f"it uses the opcode {name}, which no checkpoint needs")
     raise ValueError("it is cut off")
 
 
+def _pop(stack: _Stack, count: int) -> list[Any]:
+    return [stack.pop() for _ in range(count)][::-1]
+
+
 def _pop_to_mark(stack: _Stack) -> list[Any]:
-    found: list[Any] = []
+    values: list[Any] = []
     while (value := stack.pop()) is not _MARK:
-        found.append(value)
-    return found[::-1]
+        values.append(value)
+    return values[::-1]
 
 
-def _pop_two(stack: _Stack) -> list[Any]:
-    last = stack.pop()
-    return [stack.pop(), last]
+def _build_name(stack: _Stack) -> _Name:
+    module, name = _pop(stack, 2)
+    return _Name(f"{_as(str, module)}.{_as(str, name)}")
+
+
+def _build_record(stack: _Stack) -> _Record:
+    kind, arguments = _pop(stack, 2)
+    if not isinstance(kind, _Name) or not isinstance(arguments, tuple):
+        raise ValueError("something that is not a class is called")
+    return _Record(kind.path, arguments)
 
 
 def _extend(stack: _Stack, values: list[Any]) -> None:
-    _as_list(stack[-1]).extend(values)
+    _as(list, stack[-1]).extend(values)
 
 
 def _set_items(stack: _Stack, values: list[Any]) -> None:
-    target = _as_dict(stack[-1])
+    target = _as(dict, stack[-1])
     for key, value in zip(values[::2], values[1::2], strict=True):
         # No tuples: hashing one that is nested cleverly takes forever.
         if not isinstance(key, (str, _Record)):
@@ -238,25 +219,20 @@ def _set_state(stack: _Stack) -> None:
 
 _LITERALS = ("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1")
 _CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "MARK": lambda: _MARK,
-}
-_ACTIONS: dict[str, Callable[[_Stack], None]] = {
-    "STACK_GLOBAL": lambda stack: stack.append(_Name(*_pop_two(stack))),
-    "NEWOBJ": lambda stack: stack.append(_Record(*_pop_two(stack))),
-    "REDUCE": lambda stack: stack.append(_Record(*_pop_two(stack))),
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "MARK": lambda: _MARK,
+}  # fmt: skip
+_BUILDERS: dict[str, Callable[[_Stack], Any]] = {
+    "STACK_GLOBAL": _build_name, "NEWOBJ": _build_record, "REDUCE": _build_record,
+    "TUPLE1": lambda stack: tuple(_pop(stack, 1)),
+    "TUPLE2": lambda stack: tuple(_pop(stack, 2)),
+    "TUPLE3": lambda stack: tuple(_pop(stack, 3)),
+    "TUPLE": lambda stack: tuple(_pop_to_mark(stack)),
+}  # fmt: skip
+_CHANGES: dict[str, Callable[[_Stack], None]] = {
     "BUILD": _set_state,
-    "TUPLE1": lambda stack: stack.append((stack.pop(),)),
-    "TUPLE2": lambda stack: stack.append(tuple(_pop_two(stack))),
-    "TUPLE3": lambda stack: stack.append((*reversed([stack.pop() for _ in range(3)]),)),
-    "TUPLE": lambda stack: stack.append(tuple(_pop_to_mark(stack))),
     "APPEND": lambda stack: _extend(stack, [stack.pop()]),
     "APPENDS": lambda stack: _extend(stack, _pop_to_mark(stack)),
-    "SETITEM": lambda stack: _set_items(stack, _pop_two(stack)),
+    "SETITEM": lambda stack: _set_items(stack, _pop(stack, 2)),
     "SETITEMS": lambda stack: _set_items(stack, _pop_to_mark(stack)),
 }

@@ -1,16 +1,19 @@
-"""Say in one sentence why something could not be written."""
+"""Write to a run's folder: what goes wrong is said in one sentence, and stops all ranks."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rapidformer.errors import WriteError
+from rapidformer.dist.collectives import broadcast_object
+from rapidformer.errors import RapidformerError, WriteError
+from rapidformer.log import get_logger
 
 
 @contextmanager
@@ -20,14 +23,14 @@ def writing(target: Path) -> Iterator[None]:
         yield
     except (ConnectionError, TimeoutError):
         raise  # another rank is gone
-    except OSError as reason:
+    except (OSError, SafetensorError) as reason:
         raise WriteError(str(target), _describe(reason, target)) from None
-    except SafetensorError as reason:
-        # Its text ends with the system's own: "... No space left on device (os error 28)".
-        raise WriteError(str(target), str(reason).rpartition("I/O error: ")[2]) from None
 
 
-def _describe(reason: OSError, target: Path) -> str:
+def _describe(reason: Exception, target: Path) -> str:
+    if not isinstance(reason, OSError):
+        # safetensors' text ends with the system's own: "... No space left on device (os error 28)".
+        return str(reason).rpartition("I/O error: ")[2]
     text = reason.strerror or str(reason)
     if reason.errno == errno.ENOSPC and _has_no_inodes(target):
         return f"{text} (the disk has room, but no inodes for further files)"
@@ -38,6 +41,35 @@ def _describe(reason: OSError, target: Path) -> str:
 
 def _has_no_inodes(target: Path) -> bool:
     folder = next((path for path in [target, *target.parents] if path.is_dir()), Path())
-    found = os.statvfs(folder)
+    disk = os.statvfs(folder)
     # Some file systems have no fixed number of inodes, and report 0 of 0.
-    return found.f_files > 0 and found.f_favail == 0
+    return disk.f_files > 0 and disk.f_favail == 0
+
+
+def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:
+    """Run the action on rank 0; every rank must call this, and raises what rank 0 meets.
+
+    Otherwise the other ranks would wait for one that is gone.
+    """
+    problem: RapidformerError | None = None
+    if is_main:
+        try:
+            with writing(folder):
+                action()
+        except RapidformerError as error:
+            problem = error
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise problem
+
+
+def warn_if_full(folder: Path, needed: int) -> None:
+    """Warn if there is no room for a checkpoint of this many bytes."""
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            get_logger().warning(
+                f"{folder} has {free / 2**30:.2f} GiB left, and the next checkpoint needs about "
+                f"{needed / 2**30:.2f} GiB: free some space, or keep fewer checkpoints with "
+                "--save-total-limit."
+            )

@@ -12,20 +12,16 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.checkpoint.abandoned import abandon_later, drop_abandoned
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import merge_export
-from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.finding import abandon_later, drop_abandoned, find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.pieces import Piece
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.run_file import blaming
-from rapidformer.checkpoint.save import Save
-from rapidformer.checkpoint.saving import plan_save, prepare_save
+from rapidformer.checkpoint.saving import Save, check_finite, plan_save, prepare_save
 from rapidformer.checkpoint.state import TrainingState
-from rapidformer.checkpoint.writing import writing
+from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
 from rapidformer.dist.heartbeat import in_phase

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import remove_leftovers
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.errors import CheckpointError
 
 

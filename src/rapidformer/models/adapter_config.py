@@ -1,18 +1,31 @@
-"""peft's configuration of the adapters that the settings ask for."""
+"""peft's configuration of the adapters that the settings ask for, completed for a model.
+
+That is which of its layers get adapters, and which are trained and saved whole.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn_once
-from rapidformer.models.adapter_targets import ALL_LINEAR
 
+if TYPE_CHECKING:
+    from torch import nn
+
+_ALL_LINEAR = "all-linear"
+# Heads that peft trains and saves whole, by task.
+_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
 _PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
 
 
@@ -25,11 +38,16 @@ def build_config(args: Settings) -> Any | None:
     from peft import LoraConfig
 
     alpha = args.lora_alpha or 2 * args.lora_rank
+    targets: str | list[str] | None = args.lora_target_modules
+    if targets and len(targets) == 1:
+        name = targets[0]
+        is_pattern = name == _ALL_LINEAR or not _PATTERN_CHARACTERS.isdisjoint(name)
+        targets = name if is_pattern else targets
     return LoraConfig(
         r=args.lora_rank,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=_read_targets(args.lora_target_modules),
+        target_modules=targets or None,
         use_dora=args.use_dora,
     )
 
@@ -49,13 +67,6 @@ def to_text(config: Any) -> str:
         ) from None
 
 
-def _read_targets(given: list[str] | None) -> str | list[str] | None:
-    if not given or len(given) > 1:
-        return given or None
-    is_pattern = given[0] == ALL_LINEAR or not _PATTERN_CHARACTERS.isdisjoint(given[0])
-    return given[0] if is_pattern else given
-
-
 def _read_config(source: str) -> Any:
     from peft import PeftConfig
 
@@ -71,19 +82,88 @@ def _read_config(source: str) -> Any:
             config = PeftConfig.from_peft_type(**values)
     except (ValueError, TypeError, KeyError) as reason:
         raise ConfigurationError(f"{place} is not a configuration of peft: {reason}.") from None
-    for each in caught:
-        warn_once(f"{place}: {each.message}")
+    for warning in caught:
+        warn_once(f"{place}: {warning.message}")
     return config
 
 
-def _check_type(given: Any, place: str) -> None:
+def _check_type(kind: Any, place: str) -> None:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    known = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
-    if given is not None and given not in known:
-        near = difflib.get_close_matches(str(given).upper(), known, n=1)
+    known = sorted(known.value for known in PEFT_TYPE_TO_CONFIG_MAPPING)
+    if kind is not None and kind not in known:
+        near = difflib.get_close_matches(str(kind).upper(), known, n=1)
         raise ConfigurationError(
-            f"{place}: peft has no peft_type {given!r}."
+            f"{place}: peft has no peft_type {kind!r}."
             + (f" Did you mean {near[0]}?" if near else "")
             + f" It has {', '.join(known)}."
         )
+
+
+def choose_targets(model: Any, config: Any, fresh: Sequence[str]) -> None:
+    """Complete the configuration; ``fresh`` are weights that the base model's files lack."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    # peft knows which layers are usual for an architecture; for others, all linear ones.
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    is_lora = config.peft_type.value == "LORA"
+    named = (config.target_modules, getattr(config, "target_parameters", None))
+    if is_lora and not any(named) and kind not in KNOWN:
+        config.target_modules = _ALL_LINEAR
+    if getattr(config, "target_modules", None) == _ALL_LINEAR:
+        _exclude(config, list_uncalled(model))
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
+    heads = _HEADS.get(config.task_type, ())
+    added = [name for name in modules if name and not set(name.split(".")) & set(heads)]
+    if added and hasattr(config, "modules_to_save"):
+        config.modules_to_save = [*(config.modules_to_save or ()), *added]
+        _exclude(config, added)
+
+
+def list_uncalled(model: nn.Module) -> list[str]:
+    """Layers whose weights are read by the module around them, so that an adapter never runs."""
+    from torch import nn
+
+    return [
+        f"{name}.out_proj".removeprefix(".")
+        for name, module in model.named_modules()
+        if type(module) is nn.MultiheadAttention
+    ]
+
+
+def check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
+    """Refuse adapters without effect."""
+    modules = dict(model.named_modules())
+    idle = [name for name in uncalled if hasattr(modules.get(name), "base_layer")]
+    if idle:
+        raise ModelError(
+            f"an adapter of {idle[0]} would never be trained: nn.MultiheadAttention does not call "
+            "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
+            f"the module around it: {idle[0].split('.')[-2:][0]}."
+        )
+
+
+def forget_excluded(config: Any, adapted: Any) -> None:
+    """Name no targets of which every layer was excluded: they are shown at start-up."""
+    adapted_layers = [f".{name}" for name in getattr(adapted, "targeted_module_names", ())]
+    if adapted_layers and isinstance(config.target_modules, set):
+        config.target_modules = {
+            target
+            for target in config.target_modules
+            if any(name.endswith(f".{target}") for name in adapted_layers)
+        }
+
+
+def _exclude(config: Any, names: Sequence[str]) -> None:
+    """Do not adapt these modules, unless a pattern already says which not to."""
+    if names and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
+        config.exclude_modules = [*(config.exclude_modules or ()), *names]
+
+
+def list_layers(model: nn.Module) -> str:
+    names = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D", "Embedding")
+    }
+    return ", ".join(names) or "none"

@@ -1,19 +1,22 @@
 """An adapter as a folder that plain ``peft`` loads: ``adapter_config.json`` and its weights.
 
 Next to them is the model's ``config.json``: it knows the classes of a head that the base model does
-not have.
+not have. An adapter on the Hub is downloaded, and from then on a folder like any other.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ModelError
+from rapidformer.hub import is_hub_reachable, looks_like_path
 from rapidformer.models.adapters import (
     CONFIG_FILE,
     PREFIX,
@@ -27,6 +30,33 @@ from rapidformer.overlay import get_own_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+# Intermediate checkpoints in subfolders, and the state of other trainers.
+_UNUSED = ["*/*", "optimizer*", "scheduler*", "rng_state*", "training_args.bin"]
+
+
+@functools.cache
+def fetch_adapter(name: str, cache_dir: str | None) -> str | None:
+    """The local folder of an adapter on the Hub; None if there is no adapter of this name."""
+    if looks_like_path(name):
+        return None
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    is_offline = not is_hub_reachable()
+    try:
+        hf_hub_download(name, CONFIG_FILE, cache_dir=cache_dir, local_files_only=is_offline)
+    except (OSError, ValueError):
+        return None  # a model without adapters, or no such name: loading it will say which
+    try:
+        return snapshot_download(
+            name, cache_dir=cache_dir, local_files_only=is_offline, ignore_patterns=_UNUSED
+        )
+    except (OSError, ValueError) as reason:
+        raise ModelError(f"The adapter {name} cannot be downloaded: {_shorten(reason)}") from None
+
+
+def _shorten(reason: Exception) -> str:
+    return " ".join(str(reason).split())[:300]
 
 
 def is_adapter_folder(location: str | Path | None) -> bool:
@@ -58,48 +88,60 @@ def save_adapter(model: Any, adapter: Adapter, weights: Mapping[str, Tensor], fo
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: dict[str, Tensor] = get_peft_model_state_dict(
+        trained: dict[str, Tensor] = get_peft_model_state_dict(
             model, dict(weights), adapter.name, save_embedding_layers=False
         )
     prefix = "" if adapter.is_prompt else PREFIX
-    named = {prefix + name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
+    named = {
+        prefix + name: weight.detach().clone().contiguous() for name, weight in trained.items()
+    }
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.deepcopy(adapter.config)
     config.inference_mode = True
-    base = adapter.base
-    # A relative path would depend on where the next command runs.
-    config.base_model_name_or_path = (
-        str(Path(base).resolve()) if base and Path(base).is_dir() else base
-    )
+    config.base_model_name_or_path = to_absolute(adapter.base)
     config.save_pretrained(str(folder))
     if hasattr(getattr(model, "config", None), "save_pretrained"):
-        described = copy.deepcopy(model.config)
-        inner = model.get_base_model() if adapter.is_prompt else model
-        described.architectures = [get_own_class(inner).__name__]
-        described.save_pretrained(folder)
+        name_config(model).save_pretrained(folder)
+
+
+def to_absolute(model: str | None) -> str | None:
+    """A relative path would depend on where the next command runs; Hub names stay."""
+    return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None
+
+
+def name_config(model: Any) -> Any:
+    """A copy of the model's configuration that names the class it was trained as."""
+    adapter, config = find_adapter(model), copy.deepcopy(model.config)
+    inner = model.get_base_model() if adapter and adapter.is_prompt else model
+    config.architectures = [get_own_class(inner).__name__]
+    return config
+
+
+@contextmanager
+def _fitting(model: nn.Module, folder: str | Path) -> Iterator[list[warnings.WarningMessage]]:
+    """peft's refusals as one sentence; its warnings are collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield caught
+        except (ValueError, RuntimeError, OSError, KeyError, TypeError) as reason:
+            raise ModelError(
+                f"The adapter {folder} does not fit {type(model).__name__}: {_shorten(reason)}"
+            ) from None
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """The model with an adapter from a folder, which can be trained on."""
     from peft import PeftConfig, PeftModel
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            config = PeftConfig.from_pretrained(str(folder))
-            adapted = PeftModel.from_pretrained(
-                model,
-                str(folder),
-                # peft cannot continue to train learned tokens.
-                is_trainable=not config.is_prompt_learning,
-                torch_device="cpu",
-            )
-        except (ValueError, RuntimeError, OSError, KeyError) as reason:
-            text = " ".join(str(reason).split())[:300]
-            raise ModelError(
-                f"The adapter {folder} does not fit {type(model).__name__}: {text}"
-            ) from None
-    missing = [str(each.message) for each in caught if "missing adapter keys" in str(each.message)]
+    with _fitting(model, folder) as caught:
+        # peft cannot continue to train learned tokens.
+        is_trainable = not PeftConfig.from_pretrained(str(folder)).is_prompt_learning
+        adapted = PeftModel.from_pretrained(
+            model, str(folder), is_trainable=is_trainable, torch_device="cpu"
+        )
+    messages = [str(warning.message) for warning in caught]
+    missing = [message for message in messages if "missing adapter keys" in message]
     if missing:
         raise ModelError(f"The adapter {folder} is incomplete: {missing[0][:300]}")
     call_adapted_layers(adapted)
@@ -113,30 +155,19 @@ def wrap(
 
     ``weights`` are those of the adapter's file; without them it is left as peft initialises it.
     """
-    from peft import (
-        PeftConfig,
-        get_peft_model,
-        get_peft_model_state_dict,
-        set_peft_model_state_dict,
-    )
+    import peft
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            config = PeftConfig.from_pretrained(str(folder))
-            config.inference_mode = False
-            adapted: nn.Module = get_peft_model(model, config, name)  # type: ignore[arg-type]
-            if weights is not None:
-                needed = get_peft_model_state_dict(
-                    adapted, adapter_name=name, save_embedding_layers=False
-                )
-                set_peft_model_state_dict(adapted, weights, name)
-        except (ValueError, RuntimeError, OSError, KeyError, TypeError) as reason:
-            text = " ".join(str(reason).split())[:300]
-            raise ModelError(
-                f"The adapter {folder} does not fit {type(model).__name__}: {text}"
-            ) from None
-    missing = sorted(set(needed) - set(weights)) if weights is not None else []
+    missing: list[str] = []
+    with _fitting(model, folder):
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = False
+        adapted: nn.Module = peft.get_peft_model(model, config, name)  # type: ignore[arg-type]
+        if weights is not None:
+            needed = peft.get_peft_model_state_dict(
+                adapted, adapter_name=name, save_embedding_layers=False
+            )
+            missing = sorted(set(needed) - set(weights))
+            peft.set_peft_model_state_dict(adapted, weights, name)
     if missing:
         raise ModelError(f"The adapter {folder} is incomplete: it lacks {', '.join(missing[:3])}.")
     return adapted

@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models import adapter_config
 from rapidformer.models.adapter_config import build_config
-from rapidformer.models.adapter_targets import (
-    check_called,
-    choose_targets,
-    forget_excluded,
-    list_layers,
-    list_uncalled,
-)
 from rapidformer.overlay import extend
 
 if TYPE_CHECKING:
@@ -38,13 +32,10 @@ PREFIX = "base_model.model."
 """What peft puts before the names of a model's weights in an adapter's file."""
 _MOST_TARGETS = 8
 _TASK_TYPES = {
-    "ForSequenceClassification": "SEQ_CLS",
-    "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS",
-    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-    "ForCausalLM": "CAUSAL_LM",
-    "LMHeadModel": "CAUSAL_LM",
-}
+    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +75,7 @@ def describe_adapter(adapter: Adapter, model: nn.Module) -> str:
     """The adapter, and how much of the model is trained."""
     # Under DeepSpeed's stage 3, a weight holds nothing but its size.
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, is_trained in sizes if is_trained)
+    total, trained = sum(size for size, _ in sizes), sum(size * used for size, used in sizes)
     return f"{adapter.describe()}; {describe_trained(trained, total)}"
 
 
@@ -114,9 +104,7 @@ def add_adapters(model: nn.Module, args: Settings, *, fresh: Sequence[str] = ())
     saved with the adapters, which would otherwise depend on this run's random numbers.
     """
     config = None if find_adapter(model) is not None else build_config(args)
-    if config is None:
-        return model
-    return apply_adapters(model, config, fresh)
+    return model if config is None else apply_adapters(model, config, fresh)
 
 
 def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Module:
@@ -126,21 +114,23 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
     config.inference_mode = False
     config.base_model_name_or_path = None
     if config.task_type is None:
-        config.task_type = _find_task_type(model)
+        class_name = type(model).__name__
+        kinds = (kind for ending, kind in _TASK_TYPES.items() if class_name.endswith(ending))
+        config.task_type = next(kinds, None)
     if not config.is_prompt_learning:
-        choose_targets(model, config, fresh)
+        adapter_config.choose_targets(model, config, fresh)
     elif config.task_type is None:
         raise ConfigurationError(
             f"{config.peft_type.value} needs a language model or a classifier of transformers; "
             f"{type(model).__name__} is neither. Use --lora-rank instead."
         )
-    uncalled = list_uncalled(model)
+    uncalled = adapter_config.list_uncalled(model)
     with _explain(model, config):
         adapted = get_peft_model(model, config)
     inner = get_inner(adapted)
     if uncalled:
-        check_called(inner, uncalled)
-        forget_excluded(config, adapted)
+        adapter_config.check_called(inner, uncalled)
+        adapter_config.forget_excluded(config, adapted)
     return inner
 
 
@@ -158,10 +148,14 @@ def call_adapted_layers(model: nn.Module) -> None:
 
 def get_inner(model: Any) -> nn.Module:
     """The model inside a ``PeftModel``, which holds all of its weights; other models unchanged."""
-    if not _is_wrapped(model) or model.active_peft_config.is_prompt_learning:
+    # By name: a run without adapters must not import peft.
+    is_wrapped = any(
+        cls.__name__ == "PeftModel" and cls.__module__ == "peft.peft_model"
+        for cls in type(model).__mro__
+    )
+    if not is_wrapped or model.active_peft_config.is_prompt_learning:
         return model  # type: ignore[no-any-return]
-    inner: nn.Module = model.get_base_model()
-    return inner
+    return model.get_base_model()  # type: ignore[no-any-return]
 
 
 def find_adapter(model: Any) -> Adapter | None:
@@ -171,7 +165,9 @@ def find_adapter(model: Any) -> Adapter | None:
         return None
     name = next(iter(configs))
     if len(configs) > 1:
-        name = _find_active(model, name)
+        # A list in peft's layers; models of transformers have a method of that name.
+        lists = (getattr(module, "active_adapters", None) for module in model.modules())
+        name = next((names[0] for names in lists if isinstance(names, list) and names), name)
     config = configs[name]
     return Adapter(config=config, name=name, base=config.base_model_name_or_path or None)
 
@@ -223,25 +219,6 @@ def forget_resized_base(model: Any) -> str | None:
     )
 
 
-def _is_wrapped(model: Any) -> bool:
-    # By name: a run without adapters must not import peft.
-    return any(
-        cls.__name__ == "PeftModel" and cls.__module__ == "peft.peft_model"
-        for cls in type(model).__mro__
-    )
-
-
-def _find_active(model: Any, first: str) -> str:
-    # A list in peft's layers; models of transformers have a method of that name.
-    found = (getattr(module, "active_adapters", None) for module in model.modules())
-    return next((names[0] for names in found if isinstance(names, list) and names), first)
-
-
-def _find_task_type(model: nn.Module) -> str | None:
-    name = type(model).__name__
-    return next((kind for ending, kind in _TASK_TYPES.items() if name.endswith(ending)), None)
-
-
 @contextmanager
 def _explain(model: nn.Module, config: Any) -> Iterator[None]:
     """peft's refusals as one sentence; its warnings about layouts it handles are dropped."""
@@ -253,6 +230,6 @@ def _explain(model: nn.Module, config: Any) -> Iterator[None]:
         text = " ".join(str(reason).split()).rstrip(".")
         raise ModelError(
             f"{config.peft_type.value} adapters cannot be added to {type(model).__name__}: {text}. "
-            f"Its linear and embedding layers are {list_layers(model)}: choose with "
+            f"Its linear and embedding layers are {adapter_config.list_layers(model)}: choose with "
             "--lora-target-modules."
         ) from None

@@ -7,11 +7,13 @@ fp32, whatever the file holds: mixed precision is applied in training. A head of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.host_memory import measure_free_memory
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.adapter_folder import (
     find_files,
@@ -20,14 +22,8 @@ from rapidformer.models.adapter_folder import (
     load_adapter,
     read_base,
 )
-from rapidformer.models.adapters import (
-    add_adapters,
-    find_adapter,
-    forget_base,
-    hide_learned_tokens,
-)
-from rapidformer.models.configuration import load_config
-from rapidformer.models.loading_report import check_names, find_trunk
+from rapidformer.models.adapters import add_adapters, find_adapter, forget_base, hide_learned_tokens
+from rapidformer.models.configuration import get_size, load_config
 from rapidformer.models.location import (
     check_folder,
     check_has_tokenizer,
@@ -41,14 +37,16 @@ from rapidformer.models.location import (
     loads_checkpoint,
     quiet_transformers,
 )
-from rapidformer.models.memory import check_fits
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
+from rapidformer.models.weight_names import check_names, find_trunk, list_some
 
 if TYPE_CHECKING:
     from torch import nn
 
 # To check these flags, the model itself is run once, so it must be built whole.
 _TRIED_OUT = ("packing", "reset_attention_mask", "reset_position_ids")
+_BYTES = 4  # of a weight: models are built in fp32
+_GIB = 2**30
 
 
 def build_pretrained(
@@ -56,9 +54,8 @@ def build_pretrained(
 ) -> nn.Module:
     """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
 
-    One that ``must_be_trained`` is refused if its head is new or was trained for another task.
-
-    If the run splits weights, they are created later: each rank reads its shard.
+    One that ``must_be_trained`` is refused if its head is new or was trained for another task. If
+    the run splits weights, they are created later: each rank reads its shard.
     """
     from rapidformer.models.deferred import build_for_split, splits_weights
 
@@ -70,14 +67,43 @@ def build_pretrained(
     return build_for_split(args, lambda: _build(auto_class_name, args, config, must_be_trained))
 
 
+def check_fits(config: Any, build: Callable[[], nn.Module]) -> None:
+    """Refuse a model whose weights do not fit into host memory, before it is built.
+
+    Linux grants more memory than there is, and kills the process that uses it: a run would spend
+    minutes on initial weights and then end without a message.
+    """
+    layers, width = get_size(config, "num_layers"), get_size(config, "hidden_size")
+    if not isinstance(layers, int) or not isinstance(width, int):
+        return
+    free = measure_free_memory()
+    # A block has about 12 x width^2 weights. Only a model that may be too large is counted exactly.
+    if 12 * layers * width**2 * _BYTES < free:
+        return
+    import torch
+
+    try:
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in build().parameters())
+    except Exception:  # not every model can be built without values
+        return
+    if count * _BYTES > free:
+        raise ModelError(
+            f"The model is too large for this machine: the weights of {count / 1e9:,.1f} G "
+            f"parameters take {count * _BYTES / _GIB:,.0f} GiB, and {free / _GIB:,.0f} GiB of "
+            "memory are free. Choose a smaller model, or split it over the ranks of several "
+            "machines (--zero-3-memory-optimization, --tensor-model-parallel-size)."
+        )
+
+
 def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: bool) -> nn.Module:
     import torch
     import transformers
 
     if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
         # Weights of a checkpoint are loaded later, into a model that is already split.
-        initialised = _build_fresh(auto_class_name, args, config)
-        adapted = hide_learned_tokens(add_adapters(initialised, args))
+        fresh = _build_fresh(auto_class_name, args, config)
+        adapted = hide_learned_tokens(add_adapters(fresh, args))
         forget_base(adapted)
         return adapted
     location = str(get_model_location(args))
@@ -88,14 +114,9 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     auto_class = getattr(transformers, auto_class_name)
     with quiet_transformers(base), explain_failure(base, auto_class_name):
         model, report = auto_class.from_pretrained(
-            base,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **get_hub_options(base, args),
-            **get_quantization(args),
-        )
+            base, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
+            output_loading_info=True, **get_hub_options(base, args), **get_quantization(args),
+        )  # fmt: skip
     trunk = find_trunk(model)
     model = prepare_quantized(model, args)
     if base != location:
@@ -150,16 +171,17 @@ def load_image_processor(args: Settings) -> Any:
     """The image processor of the model, or ViT's for the model's image size if it has none."""
     location = find_files(get_model_location(args), "preprocessor_config.json")
     if location is None or lacks_file(location, "preprocessor_config.json"):
-        return _make_image_processor(load_config(args))
+        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+        size = getattr(load_config(args), "image_size", None) or 224
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return ViTImageProcessorPil(size={"height": height, "width": width})
     check_folder(location)
     # From its own module: the public name requires torchvision, which Pillow can replace.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with quiet_transformers(location), explain_failure(location, "image processor"):
         return AutoImageProcessor.from_pretrained(location, **get_hub_options(location, args))
-
-
-# --- tokenizers and image processors without a model ---------------------------------------------
 
 
 def _make_tokenizer(args: Settings) -> Any:
@@ -184,42 +206,32 @@ def _make_tokenizer(args: Settings) -> Any:
     return BertTokenizer(vocab=args.vocab_file, do_lower_case=kind == "BertWordPieceLowerCase")
 
 
-def _make_image_processor(config: Any) -> Any:
-    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-    size = getattr(config, "image_size", None) or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return ViTImageProcessorPil(size={"height": height, "width": width})
-
-
 # --- newly initialised weights --------------------------------------------------------------------
 
 
 def _list_fresh(report: dict[str, Any]) -> list[str]:
     """The weights that the files do not have, or not in this shape."""
-    mismatched = [_get_name(entry) for entry in report.get("mismatched_keys", ())]
+    mismatched = [entry[0] for entry in report.get("mismatched_keys", ())]
     return sorted({*report.get("missing_keys", ()), *mismatched})
 
 
 def _drop_known(report: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """The report without the weights that an adapter brings."""
-    return {
-        kind: [entry for entry in report.get(kind, ()) if _get_name(entry) not in known]
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    rest: dict[str, Any] = {
+        kind: [name for name in report.get(kind, ()) if name not in known]
+        for kind in ("missing_keys", "unexpected_keys")
     }
-
-
-def _get_name(entry: Any) -> str:
-    return str(entry) if isinstance(entry, str) else str(entry[0])
+    rest["mismatched_keys"] = [e for e in report.get("mismatched_keys", ()) if e[0] not in known]
+    return rest
 
 
 def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
     fresh = _list_fresh(report)
     if fresh:
-        names = ", ".join(fresh[:4]) + (f" and {len(fresh) - 4} more" if fresh[4:] else "")
         raise ModelError(
-            f"{location} was never trained for this task: it has no weights for {names}. Train it "
-            "first and name that run, or pass --allow-untrained to continue with random ones."
+            f"{location} was never trained for this task: it has no weights for "
+            f"{list_some(fresh, 4)}. Train it first and name that run, or pass --allow-untrained "
+            "to continue with random ones."
         )
 
 
@@ -234,23 +246,17 @@ def _warn_of_ignored_flags(model: nn.Module, args: Settings, location: str) -> N
 
 
 def _report_fresh_weights(report: dict[str, Any], location: str) -> None:
-    mismatched = [_describe_mismatch(entry) for entry in report.get("mismatched_keys", ())]
+    mismatched = [
+        f"{name} (saved {tuple(saved)}, needed {tuple(needed)})"
+        for name, saved, needed in report.get("mismatched_keys", ())
+    ]
     if mismatched:
         warn(
-            "Weights of %s whose shape does not fit this task are newly initialised: %s.",
-            location,
-            "; ".join(sorted(mismatched)),
+            f"Weights of {location} whose shape does not fit this task are newly initialised: "
+            f"{'; '.join(sorted(mismatched))}."
         )
     missing = sorted(report.get("missing_keys", ()))
     if missing:
-        names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if missing[8:] else "")
         get_logger().info(
-            "Weights that %s does not have are newly initialised: %s.", location, names
+            f"Weights that {location} does not have are newly initialised: {list_some(missing, 8)}."
         )
-
-
-def _describe_mismatch(entry: Any) -> str:
-    if isinstance(entry, str):
-        return entry
-    name, saved, needed = entry
-    return f"{name} (saved {tuple(saved)}, needed {tuple(needed)})"

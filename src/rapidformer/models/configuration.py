@@ -53,17 +53,9 @@ _RATES: dict[str, tuple[str, ...]] = {
     "init_method_std": ("initializer_range",),
 }  # fmt: skip
 # These number positions starting after the padding token's id.
-_POSITIONS_AFTER_PADDING = frozenset(
-    {
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "longformer",
-        "mpnet",
-        "xlm-roberta-xl",
-        "data2vec-text",
-    }
-)
+_POSITIONS_AFTER_PADDING = (
+    "roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "xlm-roberta-xl", "data2vec-text",
+)  # fmt: skip
 _NAMING_HELP = (
     "give a model with --pretrained-model-name-or-path (a folder or a name on the Hub), or build "
     "one with --model-type and sizes such as --num-layers, --hidden-size, --num-attention-heads"
@@ -77,7 +69,8 @@ def load_config(args: Settings, **overrides: Any) -> Any:
         raise ModelError(f"There is no model: {_NAMING_HELP}.")
     is_fresh = is_from_scratch(args)
     if location is not None and not (is_fresh and lacks_file(location, "config.json")):
-        config = _load_config_of(location, args)
+        check_folder(location, needed="config.json")
+        config = read_config(location, **get_hub_options(location, args))
     else:
         config = _make_config(args.model_type)
     if is_fresh:
@@ -106,17 +99,18 @@ def get_position_limit(config: Any) -> int | None:
 
 def get_size(config: Any, flag: str) -> Any:
     """A model's size by our flag's name (``num_layers``); None if it has no such size."""
-    return _get(config, flag)
+    names = _list_stored(config, _SIZES[flag])
+    return getattr(config, names[0]) if names else None
 
 
-def _load_config_of(location: str, args: Settings) -> Any:
-    check_folder(location, needed="config.json")
+def read_config(location: str, **options: Any) -> Any:
+    """The configuration in a folder or on the Hub, as it is."""
     from transformers import AutoConfig
 
     import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
 
     with quiet_transformers(location), explain_failure(location, "model"):
-        return AutoConfig.from_pretrained(location, **get_hub_options(location, args))
+        return AutoConfig.from_pretrained(location, **options)
 
 
 def _make_config(model_type: str | None) -> Any:
@@ -142,58 +136,40 @@ def _set_sizes(config: Any, args: Settings) -> None:
     if sizes["hidden_size"] is not None and sizes["ffn_hidden_size"] is None:
         sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
     for flag, value in sizes.items():
-        if value is not None and not _own(config, _SIZES[flag]):
-            warn(
-                "--%s has no effect: %s models have no such size.",
-                flag.replace("_", "-"),
-                config.model_type,
-            )
+        if value is not None and not _list_stored(config, _SIZES[flag]):
+            name = flag.replace("_", "-")
+            warn(f"--{name} has no effect: {config.model_type} models have no such size.")
         _set_all(config, _SIZES[flag], value)
-    _fit_positions(config, args)
-    hidden, heads = _get(config, "hidden_size"), _get(config, "num_attention_heads")
+    limit = get_position_limit(config)
+    # Make room for --seq-length, unless the positions were given.
+    if args.max_position_embeddings is None and limit and (args.seq_length or 0) > limit:
+        stored = get_size(config, "max_position_embeddings")
+        _set_all(config, _SIZES["max_position_embeddings"], stored + args.seq_length - limit)
+    hidden, heads = get_size(config, "hidden_size"), get_size(config, "num_attention_heads")
     if hidden and heads and hidden % heads:
         fitting = [str(n) for n in range(1, hidden + 1) if hidden % n == 0 and n <= 2 * heads]
         raise ConfigurationError(
             f"The hidden size {hidden} does not divide into {heads} attention heads: "
             f"use --num-attention-heads {', '.join(fitting[:-1])} or {fitting[-1]}."
         )
-    if hidden and heads:
-        _set_derived(config, args, hidden, heads)
-
-
-def _set_derived(config: Any, args: Settings, hidden: int, heads: int) -> None:
-    if args.hidden_size is None and args.num_attention_heads is None:
-        return
-    _set_all(config, ("head_dim", "d_kv"), hidden // heads)
-    _set_all(config, ("pooler_hidden_size",), hidden)
-    groups = getattr(config, "num_key_value_heads", None)
-    if groups is not None and heads % groups:
-        config.num_key_value_heads = heads
-
-
-def _fit_positions(config: Any, args: Settings) -> None:
-    """Make room for --seq-length, unless the positions were given."""
-    limit = get_position_limit(config)
-    if (
-        args.max_position_embeddings is None
-        and limit
-        and args.seq_length
-        and args.seq_length > limit
-    ):
-        stored = _get(config, "max_position_embeddings")
-        _set_all(config, _SIZES["max_position_embeddings"], stored + args.seq_length - limit)
+    if hidden and heads and (args.hidden_size or args.num_attention_heads) is not None:
+        _set_all(config, ("head_dim", "d_kv"), hidden // heads)
+        _set_all(config, ("pooler_hidden_size",), hidden)
+        groups = getattr(config, "num_key_value_heads", None)
+        if groups is not None and heads % groups:
+            config.num_key_value_heads = heads
 
 
 def _check_sizes(config: Any, args: Settings, location: str) -> None:
     problems = []
     for flag in _SIZES:
-        given, own = getattr(args, flag), _get(config, flag)
+        wanted, actual = getattr(args, flag), get_size(config, flag)
         # An unset size (GPT-2's n_inner) means four times the width.
-        if own is None and flag == "ffn_hidden_size":
-            own = 4 * (_get(config, "hidden_size") or 0) or None
-        if given is not None and own is not None and given != own:
+        if actual is None and flag == "ffn_hidden_size":
+            actual = 4 * (get_size(config, "hidden_size") or 0) or None
+        if wanted is not None and actual is not None and wanted != actual:
             problems.append(
-                f"--{flag.replace('_', '-')} {given} contradicts {location}, which has {own}: "
+                f"--{flag.replace('_', '-')} {wanted} contradicts {location}, which has {actual}: "
                 f"leave the flag out, or add --from-scratch for fresh weights of that size."
             )
     if args.model_type is not None and args.model_type != config.model_type:
@@ -205,18 +181,13 @@ def _check_sizes(config: Any, args: Settings, location: str) -> None:
         raise ConfigurationError(problems)
 
 
-def _own(config: Any, names: tuple[str, ...]) -> list[str]:
+def _list_stored(config: Any, names: tuple[str, ...]) -> list[str]:
     """The names that the configuration stores itself (not as a view of another name)."""
     views = getattr(config, "attribute_map", {})
     return [name for name in names if name not in views and hasattr(config, name)]
 
 
-def _get(config: Any, flag: str) -> Any:
-    names = _own(config, _SIZES[flag])
-    return getattr(config, names[0]) if names else None
-
-
 def _set_all(config: Any, names: tuple[str, ...], value: Any) -> None:
     if value is not None:
-        for name in _own(config, names):
+        for name in _list_stored(config, names):
             setattr(config, name, value)

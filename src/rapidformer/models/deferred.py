@@ -1,8 +1,5 @@
 """Models whose weights are created only once it is known which part of them this rank keeps.
 
-    model = build_for_split(args, lambda: AutoModel.from_pretrained(folder))
-    get_deferred(model).read("layers.0.weight", spans)
-
 If a run splits weights, ``build`` runs under a recording: parameters have no memory, and the recipe
 of each is stored by name. Blocks may be removed before anything is created; what is never requested
 is never read or drawn. Buffers are real from the start, since every rank needs them whole.
@@ -11,41 +8,37 @@ is never read or drawn. Buffers are real from the start, since every rank needs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.config import Settings
-from rapidformer.dist.collectives import broadcast_object, is_alone
+from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.log import get_logger
 from rapidformer.models.adapters import add_adapters
-from rapidformer.models.recording import Recording, record
-from rapidformer.models.steps import RecordingError, Spans, take
+from rapidformer.models.recording import Recording, RecordingError, Spans, record, take
 from rapidformer.models.weight_files import record_files
-from rapidformer.overlay import drop_fact, find_fact, put_fact
+from rapidformer.overlay import find_fact, put_fact
 
 _CONTAINERS = (Tensor, list, tuple, dict)
 
 
+@dataclass(frozen=True, eq=False)
 class DeferredWeights:
     """The recipes of a model's parameters, by name."""
 
-    def __init__(self, recording: Recording, parameters: dict[str, Tensor]) -> None:
-        self._recording = recording
-        self._parameters = parameters
-
-    def knows(self, name: str) -> bool:
-        """Whether the parameter existed when the model was built."""
-        return name in self._parameters
+    recording: Recording
+    parameters: dict[str, Tensor]
+    """All that existed when the model was built."""
 
     def read(self, name: str, spans: Spans) -> Tensor:
         """A part of a parameter, with the values one process would have."""
-        parameter = self._parameters[name]
-        if self._recording.holds(parameter):
-            return self._recording.read(parameter, spans)
+        parameter = self.parameters[name]
+        if self.recording.holds(parameter):
+            return self.recording.read(parameter, spans)
         return take(parameter, spans)
 
 
@@ -57,22 +50,13 @@ def splits_weights(args: Settings) -> bool:
     """
     if args.world_size == 1 or args.deepspeed is not None:
         return False
-    sizes = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.expert_model_parallel_size,
-    )
-    return bool(args.zero_stage == 3) or max(sizes) > 1
+    splits = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    return bool(args.zero_stage == 3) or max(*splits, args.expert_model_parallel_size) > 1
 
 
 def get_deferred(model: nn.Module) -> DeferredWeights | None:
     """The recipes of a model without weights; None for any other model."""
     return find_fact(model, DeferredWeights)
-
-
-def forget_deferred(model: nn.Module) -> None:
-    """Drop the recipes, once everything is created."""
-    drop_fact(model, DeferredWeights)
 
 
 def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module:
@@ -92,11 +76,10 @@ def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module
     model, reason = None, ""
     try:
         model = _build_recorded(build_adapted)
-    except (
-        Exception
-    ) as error:  # whatever it is: a plain build follows, and fails if the error is real
+    except Exception as error:  # a plain build follows, and fails if the error is real
         reason = f"{type(error).__name__}: {error}"
-    reasons = _gather_reasons(reason)
+    # All ranks must go the same way.
+    reasons = [text for text in gather_from_all(reason) if text]
     if model is not None and not reasons:
         return model
     get_logger().debug("the model is built whole on every process: %s", reasons[0])
@@ -104,27 +87,14 @@ def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module
     return build_adapted()
 
 
-def _gather_reasons(reason: str) -> list[str]:
-    """Why some rank could not record; all ranks must go the same way."""
-    everyone = [reason]
-    if not is_alone():
-        everyone = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, reason)
-    return [each for each in everyone if each]
-
-
 def _build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
     with record() as recording, record_files(recording):
         model = build()
     _make_buffers(model, recording)
     parameters = _clear_parameters(model)
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.is_meta and not recording.has_values(parameter)
-    ]
-    if missing:
-        raise RecordingError(f"nothing gives {missing[0]} its values")
+    for name, parameter in parameters.items():
+        if parameter.is_meta and not recording.has_values(parameter):
+            raise RecordingError(f"nothing gives {name} its values")
     put_fact(model, DeferredWeights(recording, parameters))
     return model
 
@@ -150,14 +120,14 @@ def _make_buffers(model: nn.Module, recording: Recording) -> None:
 
 def _clear_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter's recipe or value; allocated ones are replaced by ones without memory."""
-    found: dict[str, Tensor] = {}
+    recipes: dict[str, Tensor] = {}
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in get_parameter_table(module).items():
             if parameter is None:
                 continue
-            found[f"{prefix}.{name}" if prefix else name] = parameter.detach()
+            recipes[f"{prefix}.{name}" if prefix else name] = parameter.detach()
             if not parameter.is_meta:
                 empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                 get_parameter_table(module)[name] = replaced.setdefault(id(parameter), empty)
-    return found
+    return recipes

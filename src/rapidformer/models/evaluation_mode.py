@@ -1,4 +1,4 @@
-"""Evaluation mode for a while, which leaves no trace."""
+"""Evaluation mode for a while."""
 
 from __future__ import annotations
 

@@ -14,15 +14,12 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
-from rapidformer.models.adapter_folder import is_adapter_folder
-from rapidformer.models.hub_adapter import fetch_adapter
+from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder
 
 _WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 DESCRIPTION = "model"
 """The folder in a checkpoint with its model's configuration and tokenizer."""
 # Every tokenizer has a file whose name contains one of these.
@@ -37,10 +34,7 @@ _HEADS = (
 
 
 def get_model_location(args: Settings) -> str | None:
-    """The folder or Hub name to load the model from; a model folder in --load takes precedence.
-
-    An adapter on the Hub is downloaded first.
-    """
+    """Where to load the model from, --load first; an adapter on the Hub is downloaded here."""
     if args.load and is_model_folder(Path(args.load).expanduser()):
         return str(Path(args.load).expanduser())
     location = args.pretrained_model_name_or_path

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.errors import ModelError
-from rapidformer.log import warn_once
 from rapidformer.models.adapters import Adapter
-from rapidformer.models.location import quiet_transformers
-from rapidformer.models.quantizing import describe_merge, forget_quantization
+from rapidformer.models.location import check_folder, explain_failure, quiet_transformers
+from rapidformer.models.quantizing import forget_quantization
 from rapidformer.overlay import get_own_class
 
 
@@ -41,17 +40,30 @@ def build_merged(
             f"{type(model).__name__} has no config to build a second one from, so its adapters "
             "cannot be merged: export them with merge=False."
         )
-    base, fresh = _build_base(model, adapter)
-    if adapter.base is not None:
+    cls, config, fresh = get_own_class(model), copy.deepcopy(model.config), set[str]()
+    if adapter.base is None:
+        with torch.device("meta"):
+            base = cls(config)
+    else:
+        # In full precision: a run may have rounded its own copy.
+        forget_quantization(config, adapter.base)
+        base, fresh = load_base(cls, adapter.base, config)
         check_base({name: w for name, w in base.state_dict().items() if name not in fresh})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted: Any = get_peft_model(base, copy.deepcopy(adapter.config), adapter.name)
     inner = adapted.get_base_model()
     # peft merges in place, and without sharding these are the trained model's own tensors.
-    own = {name: w.clone() if ".base_layer." in name else w for name, w in weights.items()}
-    result = inner.load_state_dict(own, strict=False, assign=True)
-    _refuse_random(adapter, fresh & {n.replace(".base_layer.", ".") for n in result.missing_keys})
+    copies = {name: w.clone() if ".base_layer." in name else w for name, w in weights.items()}
+    result = inner.load_state_dict(copies, strict=False, assign=True)
+    random = fresh & {name.replace(".base_layer.", ".") for name in result.missing_keys}
+    if random:
+        raise ModelError(
+            f"the base model {adapter.base} lacks {', '.join(sorted(random))} in the shape that "
+            "this model has (was its vocabulary resized?), so the adapter cannot be merged: train "
+            "and save these layers with it (modules_to_save), or save the changed model first and "
+            "train on that."
+        )
     inner.tie_weights()
     return merge(adapted)
 
@@ -65,36 +77,15 @@ def check_mergeable(adapter: Adapter | None) -> None:
         )
 
 
-def _build_base(model: Any, adapter: Adapter) -> tuple[nn.Module, set[str]]:
-    """The frozen model in full precision (a run may have rounded its own copy).
-
-    Also returns the names of weights that its files do not have in this shape.
-    """
-    cls, config = get_own_class(model), copy.deepcopy(model.config)
-    if adapter.base is None:
-        with torch.device("meta"):
-            return cls(config), set()
-    if forget_quantization(config, adapter.base):
-        warn_once(describe_merge(adapter.base))
-    with quiet_transformers(adapter.base):
-        base, report = cls.from_pretrained(
-            adapter.base,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    return base, {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-
-
-def _refuse_random(adapter: Adapter, names: set[str]) -> None:
-    if names:
-        raise ModelError(
-            f"the base model {adapter.base} lacks {', '.join(sorted(names))} in the shape that "
-            "this model has (was its vocabulary resized?), so the adapter cannot be merged: train "
-            "and save these layers with it (modules_to_save), or save the changed model first and "
-            "train on that."
-        )
+def load_base(cls: Any, location: str, config: Any) -> tuple[nn.Module, set[str]]:
+    """A model in full precision, and the names of weights that its files lack in this shape."""
+    check_folder(location, needs_weights=True)
+    with quiet_transformers(location), explain_failure(location, "model"):
+        model, report = cls.from_pretrained(
+            location, config=copy.deepcopy(config), dtype=torch.float32,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    return model, {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
 
 
 def merge(adapted: Any) -> nn.Module:

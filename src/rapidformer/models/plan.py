@@ -29,9 +29,7 @@ class ModelPlan:
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of parameter names that refer to the same parameter."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """How layers are split over ranks: a module name pattern to a style (``{"layers.*.query":
-    "colwise", "layers.*.output": "rowwise"}``).
-    """
+    """How layers are split over ranks, by patterns of names: ``{"layers.*.query": "colwise"}``"""
     divided: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Attributes of modules that count heads; each rank then has its part of them."""
     has_split_sequences: bool = False
@@ -43,7 +41,7 @@ class ModelPlan:
     heads, tokens, size], so that --context-parallel-size may split them.
     """
     token_dims: Mapping[str, int] = field(default_factory=dict)
-    """Block arguments with a value per token, mapped to the token dimension; those of shape [batch,
+    """Block arguments with a value per token, and their token dimension; those of shape [batch,
     tokens] and [batch, tokens, size] are found automatically.
     """
     has_split_losses: bool = False
@@ -76,7 +74,6 @@ _KEYS = (
     "blocks", "tensor", "divided", "has_split_sequences", "has_split_losses", "before", "after",
     "has_split_attention", "token_dims", "experts",
 )  # fmt: skip
-_LISTS = ("before", "after", "experts")
 _LEAST_SIZE = 0.1
 """Another list has blocks too if it has this fraction of the largest list's weights."""
 MARKED = "blocks marked by transformers"
@@ -87,19 +84,17 @@ def find_plan(model: nn.Module, given: GivenPlan | None = None) -> ModelPlan:
     known = find_fact(model, ModelPlan)
     if known is not None:
         return known
-    own = getattr(model, "rapidformer_plan", None)
-    if callable(own):
+    write = getattr(model, "rapidformer_plan", None)
+    if callable(write):
         author = f"{type(model).__name__}.rapidformer_plan()"
-        found = replace(
-            _read_plan(model, own(), author, _find_blocks(model)),
-            source="the model's rapidformer_plan()",
-        )
+        plan = _read_plan(model, write(), author, _find_blocks(model))
+        plan = replace(plan, source="the model's rapidformer_plan()")
     else:
-        found = _find_blocks(model)
+        plan = _find_blocks(model)
     if given is not None:
         author = "the plan given to compose()"
-        found = replace(_read_plan(model, given, author, found), source=author)
-    return found
+        plan = replace(_read_plan(model, given, author, plan), source=author)
+    return plan
 
 
 def expand_patterns(model: nn.Module, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -116,7 +111,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _find_blocks(model: nn.Module) -> ModelPlan:
-    tied = _find_tied(model)
+    tied = find_tied(model)
     for source, names in (
         (MARKED, _find_marked_blocks(model)),
         ("the block that all layers share", _find_shared_block(model)),
@@ -131,16 +126,14 @@ def _read_plan(model: nn.Module, plan: GivenPlan, author: str, other: ModelPlan)
     """A written plan; what it leaves out is taken from the other one."""
     if isinstance(plan, ModelPlan):
         fields = (*_KEYS, "pipeline_problem")
-        given = {name: getattr(plan, name) for name in fields if getattr(plan, name)}
+        values = {name: getattr(plan, name) for name in fields if getattr(plan, name)}
     else:
-        given = _check_mapping(model, plan, author)
-    if "blocks" in given:
-        blocks = given["blocks"]
-        names = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-        given["blocks"] = _expand_blocks(model, names, author)
-    for key in given.keys() & set(_LISTS):
-        given[key] = (given[key],) if isinstance(given[key], str) else tuple(given[key])
-    return replace(other, **given)
+        values = _check_mapping(model, plan, author)
+    for key in values.keys() & {"blocks", "before", "after", "experts"}:
+        values[key] = (values[key],) if isinstance(values[key], str) else tuple(values[key])
+    if "blocks" in values:
+        values["blocks"] = _expand_blocks(model, values["blocks"], author)
+    return replace(other, **values)
 
 
 def _expand_blocks(model: nn.Module, names: tuple[str, ...], author: str) -> tuple[str, ...]:
@@ -184,19 +177,15 @@ def _check_mapping(model: nn.Module, plan: Mapping[str, Any], author: str) -> di
 
 
 def _find_marked_blocks(model: nn.Module) -> list[str]:
-    try:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-    except ImportError:
-        return []
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module)
-            and all(isinstance(child, GradientCheckpointingLayer) for child in module)
-        ):
-            found += [f"{name}.{i}" for i in range(len(module))]
-    return found
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [
+        f"{name}.{i}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and all(isinstance(child, GradientCheckpointingLayer) for child in module)
+        for i in range(len(module))
+    ]
 
 
 def _find_shared_block(model: nn.Module) -> list[str]:
@@ -215,15 +204,16 @@ def _find_block_lists(model: nn.Module) -> list[str]:
     Experts are inside blocks, which have more weights and so come first.
     """
     lists = list(_iterate_block_lists(model))
-    lists.sort(key=lambda each: (not each.has_single_layers, each.size), reverse=True)
-    found: list[_BlockList] = []
-    for each in lists:
-        is_inside = any(each.name.startswith(other.prefix) for other in found)
-        is_like_largest = not found or (each.is_stack and each.size >= _LEAST_SIZE * found[0].size)
-        if is_like_largest and not is_inside:
-            found.append(each)
-    found.sort(key=lambda each: each.place)
-    return [name for each in found for name in each.members]
+    lists.sort(key=lambda blocks: (not blocks.has_single_layers, blocks.size), reverse=True)
+    chosen: list[_BlockList] = []
+    for blocks in lists:
+        prefixes = [f"{other.name}.".removeprefix(".") for other in chosen]
+        is_inside = blocks.name.startswith(tuple(prefixes))
+        is_like_largest = blocks.is_stack and blocks.size >= _LEAST_SIZE * lists[0].size
+        if not chosen or (is_like_largest and not is_inside):
+            chosen.append(blocks)
+    chosen.sort(key=lambda blocks: blocks.place)
+    return [name for blocks in chosen for name in blocks.members]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,11 +233,6 @@ class _BlockList:
     Funnel's, which differ in how they call their members, only the largest is taken.
     """
 
-    @property
-    def prefix(self) -> str:
-        """How the names of everything inside begin."""
-        return f"{self.name}." if self.name else ""
-
 
 def _iterate_block_lists(model: nn.Module) -> Iterator[_BlockList]:
     for place, (name, module) in enumerate(model.named_modules()):
@@ -260,13 +245,11 @@ def _iterate_block_lists(model: nn.Module) -> Iterator[_BlockList]:
         has_parts = bool(list(children[0].children()))
         if any(True for _ in module.parameters()) and _is_similar(children):
             yield _BlockList(
-                name=name,
-                place=place,
+                name=name, place=place, size=sum(p.numel() for p in module.parameters()),
                 members=[f"{name}.{i}".removeprefix(".") for i in range(len(children))],
-                size=sum(p.numel() for p in module.parameters()),
                 has_single_layers=_is_from(children[0], "torch") and not has_parts,
                 is_stack=has_parts and not is_in_list,
-            )
+            )  # fmt: skip
 
 
 def _is_similar(members: Sequence[nn.Module]) -> bool:
@@ -279,7 +262,7 @@ def _is_similar(members: Sequence[nn.Module]) -> bool:
     if len(kinds) == 1:
         return True
     # Of its own layers, transformers marks those that can be used as blocks.
-    if not all(list(each.children()) and not _is_from(each, "transformers") for each in members):
+    if not all(list(block.children()) and not _is_from(block, "transformers") for block in members):
         return False
     has_one_class = len({type(member) for member in members}) == 1
     if min(kinds.values()) > 1 or (has_one_class and len(kinds) < len(members)):
@@ -304,7 +287,8 @@ def _iterate_parts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
             yield name, _describe_kind(part)
 
 
-def _find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that share a parameter."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,11 +29,9 @@ def get_quantization(args: Settings) -> dict[str, Any]:
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:
         config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
-        )
+        )  # fmt: skip
     device = torch.cuda.current_device() if has_gpu else "cpu"
     # Quantized weights are made on their device, and never moved.
     return {"quantization_config": config, "device_map": {"": device}}
@@ -49,13 +48,14 @@ def prepare_quantized(model: nn.Module, args: Settings) -> nn.Module:
     return prepared
 
 
-def forget_quantization(config: Any, base: str) -> bool:
+def forget_quantization(config: Any, base: str, *, merges: bool = True) -> None:
     """Describe a run's model in full precision, as its base model's files have it.
 
-    Returns whether the run had quantized it (``--quantize-base``).
+    An adapter of quantized weights (``--quantize-base``) that ``merges`` into them gives other
+    outputs than in training, which is said.
     """
     if getattr(config, "quantization_config", None) is None:
-        return False
+        return
     from transformers import PreTrainedConfig
 
     if PreTrainedConfig.get_config_dict(base)[0].get("quantization_config"):
@@ -65,12 +65,8 @@ def forget_quantization(config: Any, base: str) -> bool:
             "(rapidformer export ADAPTER FOLDER --base MODEL)."
         )
     del config.quantization_config
-    return True
-
-
-def describe_merge(base: str) -> str:
-    """What to say when an adapter of quantized weights is merged."""
-    return (
-        f"the adapter was trained on quantized weights and is merged into those of {base} in full "
-        "precision: outputs differ slightly from those in training."
-    )
+    if merges:
+        warn_once(
+            f"the adapter was trained on quantized weights and is merged into those of {base} in "
+            "full precision: outputs differ slightly from those in training."
+        )

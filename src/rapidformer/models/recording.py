@@ -5,6 +5,9 @@ it values becomes a step. Later any tensor can be created, alone and in any orde
 bits one process would have had: a step that draws random numbers remembers the generator's state
 before it. Random steps do draw while recording, into memory that is discarded at once, because the
 generator has to advance exactly as in a plain build.
+
+Tensors are identified by their place in a piece of memory, never by the object. Parameters, views
+and detached copies of one tensor are therefore the same thing.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,22 +30,10 @@ from rapidformer.compat.torch_dispatch import (
     without_torch_function,
 )
 from rapidformer.compat.torch_tensors import get_storage_key
-from rapidformer.models.steps import (
-    CPU,
-    META,
-    Blank,
-    PartialSource,
-    RecordingError,
-    Spans,
-    Step,
-    View,
-    find_written,
-    on_cpu,
-    on_meta,
-    take,
-    to_meta,
-)
 
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""A part of a tensor: for each dimension, the ranges that belong to it, in order."""
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 # Steps that leave nothing of the earlier values, if they cover the whole memory.
 _OVERWRITING = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_"}
 _WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -51,11 +43,97 @@ _tensor_class: Any = Tensor
 _GET_IS_META, _GET_DEVICE = _tensor_class.is_meta.__get__, _tensor_class.device.__get__
 
 
+class RecordingError(Exception):
+    """Something only a plain build can do."""
+
+
+class PartialSource(Protocol):
+    """A source of a whole tensor that can also be read in part, such as a file."""
+
+    def __call__(self) -> Tensor: ...
+
+    def read(self, spans: Spans) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor by its place in a piece of memory: views need no steps of their own."""
+
+    storage: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """A tensor of which only the shape matters."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class _Step:
+    """An operation with its arguments; recorded tensors are identified by their place."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: list[_View]
+    """New memory that the step returns; empty if it writes into existing memory."""
+    random_state: Tensor | None
+    overwrites: bool
+
+
+def take(whole: Tensor, spans: Spans) -> Tensor:
+    """The part of a tensor given by the spans."""
+    for dim, stretches in enumerate(spans):
+        if list(stretches) != [(0, whole.shape[dim])]:
+            parts = [whole.narrow(dim, start, end - start) for start, end in stretches]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
+
+
+def _find_written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operation writes into."""
+    written = []
+    for position, argument in enumerate(get_schema(function).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += _list_tensors(value)
+    return written
+
+
+def _list_tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _takes_device(function: Any) -> bool:
+    return any(argument.name == "device" for argument in get_schema(function).arguments)
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
+
+
+def _describe(tensor: Tensor) -> _View:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return _View(get_storage_key(tensor), int(tensor.storage_offset()), shape, stride, tensor.dtype)
+
+
+def _set_memory(memory: torch.UntypedStorage, place: _View) -> Tensor:
+    """A tensor at this place of a piece of memory."""
+    tensor = torch.empty(0, dtype=place.dtype)
+    return tensor.set_(memory, place.offset, place.size, place.stride)  # type: ignore[call-overload, no-any-return]
+
+
 class Recording:
     """The steps of a build, and what can be created from them."""
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[_Step] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
         # Kept alive: the address of a freed tensor could be reused.
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -71,7 +149,7 @@ class Recording:
 
     def read(self, tensor: Tensor, spans: Spans | None = None) -> Tensor:
         """The tensor's values, or a part of them; from a file, only that part is read."""
-        view = self._describe(tensor)
+        view = _describe(tensor)
         if spans is not None:
             source = self._find_source(view)
             if source is not None:
@@ -81,29 +159,20 @@ class Recording:
 
     def add_source(self, source: PartialSource, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A recorded tensor whose values come from elsewhere."""
-        tensor = torch.empty(tuple(size), dtype=dtype, device=META)
+        tensor = torch.empty(tuple(size), dtype=dtype, device=_META)
         self._add_storage(tensor)
-        step = Step(
-            function=source,
-            args=(),
-            kwargs={},
-            results=[self._describe(tensor)],
-            random_state=None,
-            overwrites=True,
-        )
-        self._add(step, [tensor])
+        self._add(_Step(source, (), {}, [_describe(tensor)], None, overwrites=True), [tensor])
         return tensor
 
     # ---- recording -----------------------------------------------------------------------------
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operation of the build: run on ``meta`` and recorded, or run as it is."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not self._concerns(function, tensors, kwargs):
+        if not self._concerns(function, _list_tensors((args, kwargs)), kwargs):
             return function(*args, **kwargs)
         name = get_schema(function).name.partition("::")[2]
-        written = find_written(function, args, kwargs)
-        gives_tensors = any("Tensor" in str(each.type) for each in get_schema(function).returns)
+        written = _find_written(function, args, kwargs)
+        gives_tensors = any("Tensor" in str(value.type) for value in get_schema(function).returns)
         if not gives_tensors or any(not tensor.is_meta for tensor in written):
             return function(*self._realize(args), **self._realize(kwargs))
         if name in _CHANGES_MEMORY or kwargs.get("generator") is not None:
@@ -112,22 +181,37 @@ class Recording:
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = torch.get_rng_state()
             self._draw(function, args, kwargs, written)
+        options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        options |= {"device": _META} if _takes_device(function) else {}
+        meta_args, options = tree_map_only(
+            Tensor, lambda t: t if t.is_meta else t.to(_META), (args, options)
+        )
         try:
-            output = function(*to_meta(args), **to_meta(on_meta(function, kwargs)))
+            output = function(*meta_args, **options)
         except NotImplementedError:  # the shape depends on the values
             return function(*self._realize(args), **self._realize(kwargs))
-        self._note(function, name, args, kwargs, output, written, state)
+        new = [tensor for tensor in _list_tensors(output) if not self.holds(tensor)]
+        if not new and not written:
+            return output  # a view
+        args, kwargs = tree_map_only(Tensor, lambda t: self._freeze(name, t), (args, kwargs))
+        for tensor in new:
+            self._add_storage(tensor)
+        if name not in _WITHOUT_VALUES:
+            covers = [t.numel() * t.element_size() == t.untyped_storage().nbytes() for t in written]
+            results = [_describe(tensor) for tensor in new]
+            overwrites = not written or (name in _OVERWRITING and all(covers))
+            step = _Step(function, args, _on_cpu(kwargs), results, state, overwrites)
+            self._add(step, [*new, *written])
         return output
 
     def _concerns(self, function: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
         if any(self.holds(tensor) for tensor in tensors):
             return True
         device = kwargs.get("device")
+        is_cpu = device is not None and torch.device(device).type == "cpu"
         if not tensors:
-            is_factory = any(each.name == "device" for each in get_schema(function).arguments)
-            return is_factory and (device is None or torch.device(device).type == "cpu")
-        is_copied = device is not None and torch.device(device).type == "cpu"
-        return is_copied and any(tensor.is_meta for tensor in tensors)
+            return _takes_device(function) and (device is None or is_cpu)
+        return is_cpu and any(tensor.is_meta for tensor in tensors)
 
     def _draw(self, function: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """Advance the generator as the step would have."""
@@ -135,93 +219,45 @@ class Recording:
 
         def get(tensor: Tensor) -> Tensor:
             if len(places) == 1 and id(tensor) in places:
-                return self._get_scratch(tensor)
+                # Reused: thousands of pieces would not be returned to the system.
+                size = tensor.untyped_storage().nbytes()
+                if self._scratch is None or self._scratch.nbytes() < size:
+                    self._scratch = torch.UntypedStorage(size, device="cpu")
+                return _set_memory(self._scratch, replace(_describe(tensor), offset=0))
             if id(tensor) in places or not self.holds(tensor):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             return self.read(tensor)
 
         args, kwargs = tree_map_only(Tensor, get, (args, kwargs))
-        function(*args, **on_cpu(kwargs))
+        function(*args, **_on_cpu(kwargs))
 
-    def _get_scratch(self, tensor: Tensor) -> Tensor:
-        """Scratch memory for a draw, reused: thousands of pieces would not be returned to the
-        system.
-        """
-        size = tensor.untyped_storage().nbytes()
-        if self._scratch is None or self._scratch.nbytes() < size:
-            self._scratch = torch.UntypedStorage(size, device="cpu")
-        place = torch.empty(0, dtype=tensor.dtype)
-        return place.set_(self._scratch, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
-
-    def finish(self) -> None:
+    def drop_scratch(self) -> None:
         """Drop what only recording needs."""
         self._scratch = None
 
-    def _note(
-        self,
-        function: Any,
-        name: str,
-        args: Any,
-        kwargs: dict[str, Any],
-        output: Any,
-        written: list[Tensor],
-        state: Tensor | None,
-    ) -> None:
-        new = [
-            tensor
-            for tensor in tree_leaves(output)
-            if isinstance(tensor, Tensor) and not self.holds(tensor)
-        ]
-        if not new and not written:
-            return  # a view
-        freeze = tree_map_only(Tensor, lambda tensor: self._freeze(name, tensor), (args, kwargs))
-        for tensor in new:
-            self._add_storage(tensor)
-        if name in _WITHOUT_VALUES:
-            return
-        covers = [t.numel() * t.element_size() == t.untyped_storage().nbytes() for t in written]
-        step = Step(
-            function=function,
-            args=freeze[0],
-            kwargs=on_cpu(freeze[1]),
-            results=[self._describe(tensor) for tensor in new],
-            random_state=state,
-            overwrites=not written or (name in _OVERWRITING and all(covers)),
-        )
-        self._add(step, [*new, *written])
-
     def _freeze(self, name: str, tensor: Tensor) -> Any:
         if self.holds(tensor):
-            return self._describe(tensor)
+            return _describe(tensor)
         if not tensor.is_meta:
             return tensor.detach().clone()
         if not name.startswith(_ONLY_SHAPES):
             raise RecordingError(f"{name} of a tensor that was made without values")
-        return Blank(tuple(tensor.shape), tensor.dtype)
+        return _Blank(tuple(tensor.shape), tensor.dtype)
 
     def _add_storage(self, tensor: Tensor) -> None:
         self._storages[get_storage_key(tensor)] = tensor.untyped_storage()
 
-    def _add(self, step: Step, changed: list[Tensor]) -> None:
+    def _add(self, step: _Step, changed: list[Tensor]) -> None:
         self._steps.append(step)
         for key in {get_storage_key(tensor) for tensor in changed}:
             self._writers[key].append(len(self._steps) - 1)
-
-    def _describe(self, tensor: Tensor) -> View:
-        return View(
-            get_storage_key(tensor),
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            tensor.dtype,
-        )
 
     def _realize(self, values: Any) -> Any:
         return tree_map_only(Tensor, lambda t: self.read(t) if self.holds(t) else t, values)
 
     # ---- creating ------------------------------------------------------------------------------
 
-    def _find_source(self, view: View) -> PartialSource | None:
+    def _find_source(self, view: _View) -> PartialSource | None:
         """The source of the tensor if it comes from there unchanged, except for its type."""
         steps = [self._steps[i] for i in self._find_steps(view.storage, len(self._steps))]
         if len(steps) != 1 or steps[0].results[:1] != [view]:
@@ -231,7 +267,7 @@ class Recording:
             return cast(PartialSource, step.function)
         name = getattr(get_schema(step.function), "name", "")
         earlier = step.args[0] if step.args else None
-        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, View):
+        if name not in ("aten::_to_copy", "aten::clone") or not isinstance(earlier, _View):
             return None
         is_same = earlier.size == view.size and earlier.stride == view.stride
         return self._find_source(earlier) if is_same else None
@@ -239,10 +275,8 @@ class Recording:
     def _find_steps(self, storage: int, before: int) -> list[int]:
         """The steps behind a piece of memory's values at some point of the build."""
         writers = [number for number in self._writers[storage] if number < before]
-        for position in range(len(writers) - 1, -1, -1):
-            if self._steps[writers[position]].overwrites:
-                return writers[position:]
-        return writers
+        wholes = [place for place, number in enumerate(writers) if self._steps[number].overwrites]
+        return writers[wholes[-1] :] if wholes else writers
 
     def _collect(self, storage: int, before: int, needed: set[int]) -> None:
         for number in self._find_steps(storage, before):
@@ -251,20 +285,19 @@ class Recording:
             needed.add(number)
             step = self._steps[number]
             for view in tree_leaves((step.args, step.kwargs)):
-                if isinstance(view, View) and view.storage != storage:
+                if isinstance(view, _View) and view.storage != storage:
                     self._collect(view.storage, number, needed)
 
-    def _make(self, wanted: View) -> Tensor:
+    def _make(self, wanted: _View) -> Tensor:
         needed: set[int] = set()
         self._collect(wanted.storage, len(self._steps), needed)
         memory: dict[int, torch.UntypedStorage] = {}
 
-        def get(view: View) -> Tensor:
+        def get(view: _View) -> Tensor:
             if view.storage not in memory:
                 size = self._storages[view.storage].nbytes()
                 memory[view.storage] = torch.UntypedStorage(size, device="cpu")
-            place = torch.empty(0, dtype=view.dtype)
-            return place.set_(memory[view.storage], view.offset, view.size, view.stride)  # type: ignore[call-overload, no-any-return]
+            return _set_memory(memory[view.storage], view)
 
         state = torch.get_rng_state()
         with torch.no_grad():
@@ -274,17 +307,16 @@ class Recording:
         return get(wanted)
 
     def _repeat(
-        self, step: Step, get: Callable[[View], Tensor], memory: dict[int, torch.UntypedStorage]
+        self, step: _Step, get: Callable[[_View], Tensor], memory: dict[int, torch.UntypedStorage]
     ) -> None:
         if step.random_state is not None:
             torch.set_rng_state(step.random_state)
-        args, kwargs = tree_map_only(View, get, (step.args, step.kwargs))
+        args, kwargs = tree_map_only(_View, get, (step.args, step.kwargs))
         args, kwargs = tree_map_only(
-            Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
+            _Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
         )
         output = step.function(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for view, tensor in zip(step.results, made, strict=False):
+        for view, tensor in zip(step.results, _list_tensors(output), strict=False):
             if tensor.stride() != view.stride:
                 tensor = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(tensor)
             memory[view.storage] = tensor.untyped_storage()
@@ -311,7 +343,7 @@ class _Disguise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_GET_IS_META, _GET_DEVICE) and self.recording.holds(args[0]):
-            return CPU if func == _GET_DEVICE else False
+            return _CPU if func == _GET_DEVICE else False
         return func(*args, **(kwargs or {}))
 
 
@@ -321,4 +353,4 @@ def record() -> Iterator[Recording]:
     recording = Recording()
     with _Recorder(recording), _Disguise(recording):
         yield recording
-    recording.finish()
+    recording.drop_scratch()

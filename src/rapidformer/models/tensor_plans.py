@@ -21,18 +21,18 @@ Styles:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from rapidformer.compat.transformers_models import get_tensor_plan
-from rapidformer.errors import ModelError
-from rapidformer.models.adapter_styles import spread_styles
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
-STYLES = (
+_FLAG = "--tensor-model-parallel-size"
+_STYLES = (
     "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
     "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce", "mla_kv_a_proj",
     "whole", "whole_fused_qkv", "whole_fused_kv",
@@ -72,93 +72,67 @@ class _Family:
 _BERT = _Family(
     tensor={
         "embeddings.word_embeddings": "embedding_rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise", "encoder.layer.*.output.dense": "rowwise",
         **{
             f"encoder.layer.*.{attention}.{layer}": style
             for attention in ("attention", "crossattention")
             for layer, style in (
-                ("self.query", "colwise"),
-                ("self.key", "colwise"),
-                ("self.value", "colwise"),
+                ("self.query", "colwise"), ("self.key", "colwise"), ("self.value", "colwise"),
                 ("output.dense", "rowwise"),
             )
         },
-        "encoder.layer.*.intermediate.dense": "colwise",
-        "encoder.layer.*.output.dense": "rowwise",
     }
-)
+)  # fmt: skip
 _GPT2 = _Family(
     tensor={
         "wte": "embedding_rowwise",
-        "h.*.attn.c_attn": "fused_qkv",
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.crossattention.q_attn": "colwise",
-        "h.*.crossattention.c_attn": "fused_kv",
+        "h.*.attn.c_attn": "fused_qkv", "h.*.attn.c_proj": "rowwise",
+        "h.*.crossattention.q_attn": "colwise", "h.*.crossattention.c_attn": "fused_kv",
         "h.*.crossattention.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise",
     },
     # The width at which the fused output is split again.
     divided={"h.*.attn": ("split_size",), "h.*.crossattention": ("split_size",)},
-)
+)  # fmt: skip
+_T5_ATTENTIONS = ("*.block.*.layer.*.SelfAttention", "*.block.*.layer.*.EncDecAttention")
 _T5 = _Family(
     tensor={
-        "shared": "embedding_rowwise",
-        "*.embed_tokens": "embedding_rowwise",
+        "shared": "embedding_rowwise", "*.embed_tokens": "embedding_rowwise",
         **{
-            f"*.block.*.layer.*.{attention}.{layer}": style
-            for attention in ("SelfAttention", "EncDecAttention")
+            f"{attention}.{layer}": style
+            for attention in _T5_ATTENTIONS
             for layer, style in (
-                ("q", "colwise"),
-                ("k", "colwise"),
-                ("v", "colwise"),
-                ("o", "rowwise"),
+                ("q", "colwise"), ("k", "colwise"), ("v", "colwise"), ("o", "rowwise"),
                 ("relative_attention_bias", "colwise"),
             )
         },
-        "*.block.*.layer.*.DenseReluDense.wi": "colwise",
-        "*.block.*.layer.*.DenseReluDense.wi_0": "colwise",
-        "*.block.*.layer.*.DenseReluDense.wi_1": "colwise",
+        **{f"*.block.*.layer.*.DenseReluDense.wi{end}": "colwise" for end in ("", "_0", "_1")},
         "*.block.*.layer.*.DenseReluDense.wo": "rowwise",
     },
-    divided={
-        "*.block.*.layer.*.SelfAttention": ("n_heads",),
-        "*.block.*.layer.*.EncDecAttention": ("n_heads",),
-    },
+    divided=dict.fromkeys(_T5_ATTENTIONS, ("n_heads",)),
     sequence_problem="its decoder looks at the encoder's output, whose tokens are whole.",
-)
+)  # fmt: skip
 _VIT = _Family(
     tensor={
-        "layers.*.attention.q_proj": "colwise",
-        "layers.*.attention.k_proj": "colwise",
-        "layers.*.attention.v_proj": "colwise",
-        "layers.*.attention.o_proj": "rowwise",
-        "layers.*.mlp.fc1": "colwise",
-        "layers.*.mlp.fc2": "rowwise",
+        "layers.*.attention.q_proj": "colwise", "layers.*.attention.k_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise", "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise", "layers.*.mlp.fc2": "rowwise",
     }
-)
+)  # fmt: skip
 _GPT_OSS = _Family(
     tensor={
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "key_value",
-        "layers.*.self_attn.v_proj": "key_value",
-        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.k_proj": "key_value",
+        "layers.*.self_attn.v_proj": "key_value", "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.self_attn.sinks": "colwise",
     }
-)
+)  # fmt: skip
 _FAMILIES = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "gpt2": _GPT2,
-    "t5": _T5,
-    "vit": _VIT,
-    "gpt_oss": _GPT_OSS,
-}
+    "bert": _BERT, "roberta": _BERT, "gpt2": _GPT2, "t5": _T5, "vit": _VIT, "gpt_oss": _GPT_OSS,
+}  # fmt: skip
 
 
 def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
-    """The plan from the best source that knows the model; otherwise an error that says what is
-    missing.
-    """
+    """The plan from the best source that knows the model; without one, an error says so."""
     vocabulary = _find_vocabulary(model) if hasattr(model, "get_output_embeddings") else {}
     divided: Mapping[str, Sequence[str]] = {}
     problem = ""
@@ -170,15 +144,21 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
         patterns, source = _read_hugging_face(model), "transformers'"
         if not dict(expand_patterns(model, patterns)).keys() - vocabulary.keys():
             # If transformers has no plan for the layers, it may still name the head.
-            family = _find_family(model)
-            prefix = _find_base_prefix(model)
+            family, prefix = _find_family(model), _find_base_prefix(model)
             patterns = {prefix + pattern: style for pattern, style in family.tensor.items()}
             divided = {prefix + pattern: names for pattern, names in family.divided.items()}
             source, problem = "built in", family.sequence_problem
     styles = dict(expand_patterns(model, patterns))
-    _check_styles(model, styles)
+    unknown = {style: name for name, style in styles.items() if style not in _STYLES}
+    if unknown:
+        shown = ", ".join(f"{style} ({name})" for style, name in unknown.items())
+        raise ModelError(
+            f"{_FLAG}: the plan of {describe_model(model)} has styles that "
+            f"cannot be split here: {shown}. Known are {', '.join(_STYLES)}. "
+            "--zero-3-memory-optimization shards any model."
+        )
     return TensorPlan(
-        styles=spread_styles(model, {**vocabulary, **styles}),
+        styles=_spread_styles(model, {**vocabulary, **styles}),
         parameters=_find_parameters(model, patterns),
         divided={name: tuple(names) for name, names in expand_patterns(model, divided)},
         sequence_problem=problem,
@@ -189,7 +169,13 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
 def _find_family(model: nn.Module) -> _Family:
     family = _FAMILIES.get(_get_kind(model))
     if family is None:
-        raise ModelError(_explain_missing(model))
+        raise ModelError(
+            f"{_FLAG}: no plan says how {describe_model(model)} may be split. "
+            "Say it by engine.compose(model, plan={'blocks': 'name.of.list', 'tensor': "
+            "{'layers.*.query': 'colwise', 'layers.*.output': 'rowwise', ...}}), or let a method "
+            f"rapidformer_plan() of {type(model).__name__} return the same; or use "
+            "--zero-3-memory-optimization, which needs no plan."
+        )
     return family
 
 
@@ -208,7 +194,7 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
     kind = _get_kind(model)
     if kind in _WRONG:
         raise ModelError(
-            f"--tensor-model-parallel-size: transformers' plan of {describe_model(model)} does not "
+            f"{_FLAG}: transformers' plan of {describe_model(model)} does not "
             f"hold: {_WRONG[kind]} --zero-3-memory-optimization splits any model over the "
             "processes."
         )
@@ -229,30 +215,30 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
 def _find_parameters(model: nn.Module, patterns: Mapping[str, str]) -> frozenset[str]:
     """Parameters that the plan names directly rather than by their layer."""
     compiled = [(compile_pattern(pattern), style) for pattern, style in patterns.items()]
-    found: set[str] = set()
+    named: set[str] = set()
     for name, parameter in model.named_parameters():
         for style in (style for pattern, style in compiled if pattern.fullmatch(name)):
             if style != "colwise" or parameter.dim() != 1:
                 raise ModelError(
-                    f"--tensor-model-parallel-size: the plan of {describe_model(model)} splits the "
+                    f"{_FLAG}: the plan of {describe_model(model)} splits the "
                     f"parameter {name} of shape {list(parameter.shape)} as {style}: only those of "
                     "one dimension can be named themselves, as colwise. Name the layer instead."
                 )
-            found.add(name)
-    return frozenset(found)
+            named.add(name)
+    return frozenset(named)
 
 
 def _find_vocabulary(model: Any) -> dict[str, str]:
     """The embedding and the head, which plans often leave out: they are large."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     names = {id(module): name for name, module in model.named_modules()}
     for module, kind, style in (
         (model.get_input_embeddings(), nn.Embedding, "embedding_rowwise"),
         (model.get_output_embeddings(), nn.Linear, "colwise_gather_output"),
     ):
         if isinstance(module, kind) and id(module) in names:
-            found[names[id(module)]] = style
-    return found
+            styles[names[id(module)]] = style
+    return styles
 
 
 def _find_base_prefix(model: Any) -> str:
@@ -261,22 +247,85 @@ def _find_base_prefix(model: Any) -> str:
     return next(f"{n}." if n else "" for n, module in model.named_modules() if module is base)
 
 
-def _check_styles(model: nn.Module, styles: Mapping[str, str]) -> None:
-    unknown = {style: name for name, style in styles.items() if style not in STYLES}
-    if unknown:
-        shown = ", ".join(f"{style} ({name})" for style, name in unknown.items())
-        raise ModelError(
-            f"--tensor-model-parallel-size: the plan of {describe_model(model)} has styles that "
-            f"cannot be split here: {shown}. Known are {', '.join(STYLES)}. "
-            "--zero-3-memory-optimization shards any model."
+# ---- layers with adapters ------------------------------------------------------------------------
+#
+# A LoRA layer computes W x + B (A x). If W is split by outputs, so is B, and A stays whole; if W is
+# split by inputs, so is A, and B stays whole. The narrow product A x is whole on every rank.
+
+_INNER = ("base_layer", "original_module", "modules_to_save", "lora_A", "lora_B")
+# Styles that split a layer's inputs; all others split its outputs, or nothing.
+_BY_INPUTS = ("rowwise", "rowwise_split_input")
+# A strided slice of the first dimension would be sharded in the wrong order: B is small, so it
+# stays whole, and each rank reads its own rows.
+_STYLES_OF_B = {"fused_qkv": "whole_fused_qkv", "fused_kv": "whole_fused_kv"}
+
+
+def _spread_styles(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """The styles, with those of layers that have adapters given to the modules inside them."""
+    spread: dict[str, str] = {}
+    for name, style in styles.items():
+        spread |= dict(_spread_style(name, model.get_submodule(name), style))
+    return spread
+
+
+def get_layer_name(name: str) -> str:
+    """The name of the layer that a module is a part of: ``q_proj`` for ``q_proj.lora_B.default``"""
+    parts = name.split(".")
+    inner = [i for i, part in enumerate(parts) if part in _INNER]
+    return ".".join(parts[: inner[0]]) if inner else name
+
+
+def find_unsplittable(model: nn.Module) -> Iterator[str]:
+    """Adapters that replace a parameter while its module runs; a slice cannot be replaced."""
+    for name, module in model.named_modules():
+        if has_adapter(module) and type(module).__name__ == "ParamWrapper":
+            yield (
+                f"{_FLAG} cannot split the adapter of {name}, which changes a parameter instead of "
+                "a layer (a router or experts): leave it out of --lora-target-modules or "
+                "target_parameters, or use --zero-3-memory-optimization instead."
+            )
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a layer is one of peft's, with the model's own layer inside."""
+    # By attributes: a run without adapters must not import peft.
+    return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
+
+
+def _spread_style(name: str, module: Any, style: str) -> Iterator[tuple[str, str]]:
+    if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+        yield f"{name}.original_module", style
+        for key in module.modules_to_save:
+            yield f"{name}.modules_to_save.{key}", style
+        return
+    if not has_adapter(module):
+        yield name, style
+        return
+    _refuse_unknown(name, module, style)
+    yield f"{name}.base_layer", style
+    if style == "replicated_with_grad_allreduce":
+        of_a = of_b = style
+    else:
+        of_a = style if style in _BY_INPUTS else "whole"
+        of_b = "whole" if style in _BY_INPUTS else _STYLES_OF_B.get(style, style)
+    for key in module.lora_A:
+        yield f"{name}.lora_A.{key}", of_a
+        yield f"{name}.lora_B.{key}", of_b
+
+
+def _refuse_unknown(name: str, module: Any, style: str) -> None:
+    """Refuse what only plain LoRA can do: its two factors are the whole adapter."""
+    kind = type(module).__module__.split(".")[-2].upper()
+    variants = getattr(module, "lora_variant", {})
+    if kind != "LORA" or variants:
+        what = "DoRA" if "Dora" in str(variants) else kind
+        raise ConfigurationError(
+            f"{_FLAG} cannot split the {what} adapter of {name}: use plain LoRA (--lora-rank "
+            "without --use-dora), or --zero-3-memory-optimization instead."
         )
-
-
-def _explain_missing(model: nn.Module) -> str:
-    return (
-        f"--tensor-model-parallel-size: no plan says how {describe_model(model)} may be split. "
-        "Say it by engine.compose(model, plan={'blocks': 'name.of.list', 'tensor': "
-        "{'layers.*.query': 'colwise', 'layers.*.output': 'rowwise', ...}}), or let a method "
-        f"rapidformer_plan() of {type(model).__name__} return the same; or use "
-        "--zero-3-memory-optimization, which needs no plan."
-    )
+    padding = getattr(module.base_layer, "padding_idx", None)
+    if style == "embedding_rowwise" and padding is not None:
+        raise ConfigurationError(
+            f"{_FLAG} cannot split the adapter of the embedding {name}, which has a padding row: "
+            "leave it out of --lora-target-modules, or use --zero-3-memory-optimization instead."
+        )

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from rapidformer.compat.torch_modules import list_hooks
+from rapidformer.models.weight_names import list_some
 
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What a Hugging Face model collects from every block."""
-_SHOWN = 3
 # These hooks are safe: sharding's, and those that collect what was requested by name.
 _LIBRARIES = ("torch", "transformers", "deepspeed", "rapidformer")
 
@@ -61,8 +61,7 @@ def find_requested(model: Any, kwargs: Mapping[str, Any]) -> str | None:
 
 def describe_watched(names: list[str]) -> str:
     """The first few of them."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return list_some(names)
 
 
 def is_from_user(hook: Any) -> bool:

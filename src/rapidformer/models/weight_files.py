@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from rapidformer.models.recording import Recording
-from rapidformer.models.steps import RecordingError, Spans
+from rapidformer.models.recording import Recording, RecordingError, Spans
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _DTYPES = {
@@ -44,9 +44,9 @@ class FileTensor:
 
     def read(self, spans: Spans) -> Tensor:
         """The part of it given by the spans."""
-        size = [sum(end - start for start, end in stretches) for stretches in spans]
         if not spans:
             return self()
+        size = [sum(end - start for start, end in stretches) for stretches in spans]
         if 0 in size:
             return torch.empty(size, dtype=self.dtype)
         with _open(self.path) as file:
@@ -65,13 +65,9 @@ def record_files(recording: Recording) -> Iterator[None]:
     """Make ``from_pretrained`` see recorded tensors where it would read files."""
     from transformers import modeling_utils
 
-    class RecordedFile(_RecordedFile):
-        def __init__(self, path: Any, **options: Any) -> None:
-            super().__init__(recording, path)
-
     module: Any = modeling_utils
     original, variable = module.safe_open, os.environ.get(_SYNCHRONOUS)
-    module.safe_open = RecordedFile
+    module.safe_open = lambda path, **options: _RecordedFile(recording, path)
     os.environ[_SYNCHRONOUS] = "1"  # in this thread, which is the one that records
     try:
         yield
@@ -110,8 +106,8 @@ class _RecordedSlice:
 
     def __init__(self, recording: Recording, path: str, key: str) -> None:
         with _open(path) as file:
-            found = file.get_slice(key)
-            self._dtype_name, self._shape = str(found.get_dtype()), list(found.get_shape())
+            part = file.get_slice(key)
+            self._dtype_name, self._shape = str(part.get_dtype()), list(part.get_shape())
         self._recording, self._path, self._key = recording, path, key
 
     def get_dtype(self) -> str:
@@ -142,6 +138,4 @@ def list_file_dtypes(folder: Path) -> Counter[torch.dtype]:
 
 
 def _open(path: str) -> Any:
-    from safetensors import safe_open
-
     return safe_open(path, framework="pt", device="cpu")  # type: ignore[no-untyped-call]

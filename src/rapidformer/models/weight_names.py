@@ -1,21 +1,27 @@
 """Compare the names and shapes of saved weights with a model's, and say what differs.
 
 Thousands of names become a few lines: numbered layers are joined, as in
-``model.layers.{0-31}.mlp.up_proj.weight``.
+``model.layers.{0-31}.mlp.up_proj.weight``. transformers itself only reports: a file with none of
+the model's names gives a random model. Here a new head is fine, a foreign model is not.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from rapidformer.errors import ModelError
+from rapidformer.log import warn
 from rapidformer.nearest import find_nearest
 
 Shape = tuple[int, ...]
 _SHOWN = 12
 _MOST_HINTS = 5
 _MOST_COMPARED = 200
+# Some classes of a family have it and others do not, with the same trunk.
+_OPTIONAL = "pooler"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +46,23 @@ class NameDifferences:
         misshapen = [
             f"{name} (saved {list(saved)}, needed {list(needed)})"
             for (saved, needed), names in by_shapes.items()
-            for name in join_numbered(names)
+            for name in _join_numbered(names)
         ]
-        lines = [
-            *_list("missing", join_numbered(self.missing), len(self.missing)),
-            *_list("unexpected", join_numbered(self.unexpected), len(self.unexpected)),
-            *_list("wrong shape", misshapen, len(self.misshapen)),
-            *_suggest(self.missing, self.unexpected),
-        ]
+        lines = []
+        for title, shown, count in (
+            ("missing", _join_numbered(self.missing), len(self.missing)),
+            ("unexpected", _join_numbered(self.unexpected), len(self.unexpected)),
+            ("wrong shape", misshapen, len(self.misshapen)),
+        ):
+            rest = f", and {len(shown) - _SHOWN} more" if shown[_SHOWN:] else ""
+            lines += [f"{title} ({count}): {', '.join(shown[:_SHOWN])}{rest}"] if shown else []
+        lines += _suggest(self.missing, self.unexpected)
         return "".join(f"\n  {line}" for line in lines)
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def compare_names(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> NameDifferences:
@@ -64,7 +78,7 @@ def compare_names(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Na
     )
 
 
-def join_numbered(names: Iterable[str]) -> list[str]:
+def _join_numbered(names: Iterable[str]) -> list[str]:
     """The same names, with those that differ in one number joined: ``layers.{0-3,5}.weight``."""
     rows = [tuple(name.split(".")) for name in names]
     # From the last number to the first: of experts in layers, the experts are joined first.
@@ -75,8 +89,8 @@ def join_numbered(names: Iterable[str]) -> list[str]:
             key = (*row[:place], "", *row[place + 1 :]) if is_number else row
             groups.setdefault(key, []).append(row[place] if is_number else "")
         rows = [
-            (*key[:place], _join_numbers(found), *key[place + 1 :]) if found[0] else key
-            for key, found in groups.items()
+            (*key[:place], _join_numbers(texts), *key[place + 1 :]) if texts[0] else key
+            for key, texts in groups.items()
         ]
     return [".".join(row) for row in rows]
 
@@ -91,12 +105,6 @@ def _join_numbers(texts: list[str]) -> str:
             spans.append([number, number])
     joined = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return joined if len(numbers) == 1 else f"{{{joined}}}"
-
-
-def _list(title: str, shown: list[str], count: int) -> Iterator[str]:
-    if shown:
-        rest = f", and {len(shown) - _SHOWN} more" if shown[_SHOWN:] else ""
-        yield f"{title} ({count}): {', '.join(shown[:_SHOWN])}{rest}"
 
 
 # ---- hints ---------------------------------------------------------------------------------------
@@ -121,9 +129,9 @@ def _suggest(
         near = find_nearest(name, alike - taken)
         if near is not None:
             taken.add(near)
-            pairs[hide_numbers(name), hide_numbers(near)].append((name, near))
-    for found in list(pairs.values())[:_MOST_HINTS]:
-        wanted, saved = (join_numbered(names)[0] for names in zip(*found, strict=True))
+            pairs[_hide_numbers(name), _hide_numbers(near)].append((name, near))
+    for alike_names in list(pairs.values())[:_MOST_HINTS]:
+        wanted, saved = (_join_numbered(names)[0] for names in zip(*alike_names, strict=True))
         yield f"did you mean: {saved} in the file for {wanted} in the model?"
 
 
@@ -160,6 +168,72 @@ def _numbers(name: str) -> list[str]:
     return [part for part in name.split(".") if part.isdecimal()]
 
 
-def hide_numbers(name: str) -> str:
+def _hide_numbers(name: str) -> str:
     """The name without its numbers: the same for a weight of every layer."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+# ---- what from_pretrained reports ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trunk:
+    """The part of a model that its classes for all tasks share; the rest is the head."""
+
+    class_name: str
+    prefix: str
+    """Of the trunk's names; empty if the model has no head."""
+    shapes: dict[str, Shape]
+    """Of all the model's weights."""
+
+    def has(self, name: str) -> bool:
+        """Whether a weight belongs to the trunk, and every class of the family has it."""
+        return name.startswith(self.prefix) and _OPTIONAL not in name.split(".")
+
+
+def find_trunk(model: Any) -> Trunk:
+    """The trunk of a model of transformers, by the name that its class says."""
+    prefix = getattr(model, "base_model_prefix", "")
+    has_head = bool(prefix) and hasattr(model, prefix)
+    return Trunk(
+        class_name=type(model).__name__,
+        prefix=f"{prefix}." if has_head else "",
+        shapes={name: tuple(weight.shape) for name, weight in model.state_dict().items()},
+    )
+
+
+def check_names(
+    report: dict[str, Any], trunk: Trunk, location: str, *, allows_partial: bool
+) -> None:
+    """Refuse weights of another model; those of a new head are newly initialised anyway."""
+    differences = _find_differences(report, trunk)
+    if not differences:
+        return
+    text = f"The weights in {location} do not match {trunk.class_name}"
+    if not allows_partial:
+        raise ModelError(
+            f"{text}:{differences.describe()}\nChoose the model that they belong to, or pass "
+            "--allow-partial-load to load only what matches; the rest starts from fresh values."
+        )
+    warn(f"{text}, and are loaded in part (--allow-partial-load):{differences.describe()}")
+
+
+def _find_differences(report: dict[str, Any], trunk: Trunk) -> NameDifferences:
+    missing = {
+        name: trunk.shapes.get(name)
+        for name in sorted(report.get("missing_keys", ()))
+        if trunk.has(name)
+    }
+    misshapen = {
+        name: (tuple(saved), tuple(needed))
+        for name, saved, needed in sorted(report.get("mismatched_keys", ()))
+        if trunk.has(name)
+    }
+    unexpected = sorted(report.get("unexpected_keys", ()))
+    if not missing and not misshapen:
+        # An old head is of no use here, but more of the model's own layers are a larger model.
+        patterns = {_hide_numbers(name) for name in trunk.shapes if _hide_numbers(name) != name}
+        unexpected = [n for n in unexpected if trunk.has(n) and _hide_numbers(n) in patterns]
+    return NameDifferences(
+        missing=missing, unexpected=dict.fromkeys(unexpected), misshapen=misshapen
+    )

@@ -50,8 +50,8 @@ class ModelWork:
             return products
         length = tokens / rows
         if self.has_decoder:
-            own = tokens * length + targets * (targets / rows) / 2 + targets * length
-            return products + self.per_pair * own
+            pairs = tokens * length + targets * (targets / rows) / 2 + targets * length
+            return products + self.per_pair * pairs
         attended = min(length, self.window or length)
         return products + self.per_pair * tokens * attended * (0.5 if self.is_causal else 1)
 
@@ -81,14 +81,11 @@ def count_work(model: nn.Module) -> ModelWork:
     config = getattr(model, "config", None)
     window = getattr(config, "sliding_window", None)
     return ModelWork(
-        per_token=per_token,
-        per_target=per_target,
-        per_pair=_count_attention(config),
+        per_token=per_token, per_target=per_target, per_pair=_count_attention(config),
         is_causal=any(getattr(m, "is_causal", False) is True for m in model.modules()),
         window=window if isinstance(window, int) else None,
-        has_decoder=encoder is not None,
-        weights=weights,
-    )
+        has_decoder=encoder is not None, weights=weights,
+    )  # fmt: skip
 
 
 def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
@@ -107,14 +104,9 @@ def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
 
 def _get_used_fraction(config: Any) -> float:
     """How many of its experts a token uses."""
-    total = next(
-        (
-            count
-            for name in ("num_local_experts", "num_experts", "n_routed_experts")
-            if isinstance(count := getattr(config, name, None), int)
-        ),
-        None,
-    )
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = (getattr(config, name, None) for name in names)
+    total = next((count for count in counts if isinstance(count, int)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     return chosen / total if total and isinstance(chosen, int) else 1.0
 
@@ -134,8 +126,8 @@ def _find_encoder(model: nn.Module) -> nn.Module | None:
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     get_encoder: Any = getattr(model, "get_encoder", None)
-    found = get_encoder() if get_encoder is not None else None
-    return found if isinstance(found, nn.Module) else None
+    encoder = get_encoder() if get_encoder is not None else None
+    return encoder if isinstance(encoder, nn.Module) else None
 
 
 def _count(number: float) -> str:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.errors import RapidformerError, WriteError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import BEST, note_best

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.checkpoint.finding import RUN_FILE, find_checkpoint
 from rapidformer.checkpoint.restart import (
     OWNER_FILE,
     claim_folder,
     continue_after_restart,
     find_claimed_folder,
 )
-from rapidformer.checkpoint.run_names import RUN_FILE
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError

@@ -12,12 +12,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.abandoned import ABANDONED, abandon
-from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.finding import (
+    ABANDONED,
+    METRICS_FILE,
+    PREVIOUS,
+    REPLACED,
+    RUN_FILE,
+    TRACKER,
+    abandon,
+    find_checkpoints,
+)
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
-from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.checkpoint.finding import find_checkpoint
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
 from rapidformer.data.fetching import Collate

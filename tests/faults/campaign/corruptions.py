@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rapidformer.checkpoint.checking import check_checkpoint, choose_complete
 from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.loading import check_checkpoint, choose_complete
 from rapidformer.errors import CheckpointError
 
 Damage = Callable[[Path, random.Random], None]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.checking import check_checkpoint
 from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.loading import check_checkpoint
 from rapidformer.errors import CheckpointError
 from tests.processes import PATIENCE, is_alive, wait_until
 

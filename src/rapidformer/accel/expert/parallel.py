@@ -29,9 +29,8 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
 from rapidformer.dist.row_exchange import plan_route
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.adapter_styles import has_adapter
 from rapidformer.models.plan import ModelPlan, expand_patterns
-from rapidformer.models.tensor_plans import describe_model
+from rapidformer.models.tensor_plans import describe_model, has_adapter
 from rapidformer.overlay import extend, get_fact
 
 _FLAG = "--expert-model-parallel-size"

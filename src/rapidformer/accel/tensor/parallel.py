@@ -38,9 +38,14 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
 from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
+from rapidformer.models.tensor_plans import (
+    TensorPlan,
+    describe_model,
+    find_tensor_plan,
+    find_unsplittable,
+    get_layer_name,
+)
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--tensor-model-parallel-size"

@@ -30,9 +30,8 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
-from rapidformer.models.adapter_styles import get_layer_name
 from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import TensorPlan, describe_model
+from rapidformer.models.tensor_plans import TensorPlan, describe_model, get_layer_name
 from rapidformer.models.watched import (
     describe_watched,
     find_requested,

@@ -18,18 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.checkpoint.description import read_adapter_name
-from rapidformer.checkpoint.exporting.naming import name_for_files
 from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.checkpoint.tensors import StoredTensors
+from rapidformer.compat.torch_tensors import get_storage_key
 from rapidformer.errors import CheckpointError, ModelError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models import gpt
 from rapidformer.models.adapter_folder import wrap
 from rapidformer.models.adapters import find_adapter, get_inner
-from rapidformer.models.location import check_folder, explain_failure, quiet_transformers
-from rapidformer.models.merging import check_mergeable, merge
-from rapidformer.models.recording import Recording, record
-from rapidformer.models.steps import Spans, take
+from rapidformer.models.gpt.conversion import convert_config, convert_weights
+from rapidformer.models.merging import check_mergeable, load_base, merge
+from rapidformer.models.recording import Recording, Spans, record, take
 from rapidformer.models.weight_files import list_file_dtypes, record_files
+from rapidformer.models.weight_names import list_some
 
 _PREFIX = "model."
 """What a checkpoint puts before the names of weights, as opposed to optimizer state."""
@@ -65,21 +66,9 @@ class _CheckpointTensor:
         return take(self(), spans)
 
 
-def load_config(folder: Path) -> Any:
-    """The configuration of a model that was trained."""
-    from transformers import AutoConfig
-
-    import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
-
-    with quiet_transformers(str(folder)), explain_failure(str(folder), "model"):
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
-def find_class(config: Any) -> Any:
+def _find_class(config: Any) -> Any:
     """The class that was trained."""
     import transformers
-
-    from rapidformer.models import gpt
 
     name = str(next(iter(config.architectures or ()), ""))
     if name in ("GPTModel", "GPTForCausalLM") and config.model_type == gpt.GPTConfig.model_type:
@@ -100,21 +89,29 @@ def build_model(source: Source, config: Any) -> nn.Module:
 def build_recipes(source: Source, config: Any, *, merges: bool) -> Recipes:
     """The trained model as recipes, with its adapter merged or, without ``merges``, as it is."""
     weights = _read_adapter(source)
-    return _record(lambda recording: _finish(_build(source, config, recording, weights), merges))
+
+    def build(recording: Recording | None) -> nn.Module:
+        model = _build(source, config, recording, weights)
+        if not merges:
+            return get_inner(model)
+        check_mergeable(find_adapter(model))
+        plain: Any = merge(model)
+        plain.tie_weights()
+        return plain  # type: ignore[no-any-return]
+
+    return _record(build)
 
 
 def build_start(source: Source, config: Any) -> tuple[Recipes, set[str]]:
     """The model that training started from, and the names of weights that it does not have."""
-    reports: list[dict[str, Any]] = []
+    fresh: set[str] = set()
 
     def build(_: Recording | None) -> nn.Module:
-        model, report = _load_base(str(source.start), config)
-        reports.append(report)
-        return model  # type: ignore[no-any-return]
+        nonlocal fresh
+        model, fresh = load_base(_find_class(config), str(source.start), config)
+        return model
 
-    recipes = _record(build)
-    mismatched = {entry[0] for entry in reports[-1]["mismatched_keys"]}
-    return recipes, {*reports[-1]["missing_keys"], *mismatched}
+    return _record(build), fresh
 
 
 def _record(build: Callable[[Recording | None], nn.Module]) -> Recipes:
@@ -122,46 +119,71 @@ def _record(build: Callable[[Recording | None], nn.Module]) -> Recipes:
     try:
         with record() as recording, record_files(recording):
             model = build(recording)
-            config, files = _name(model)
+            config, files = _name_for_files(model)
         return Recipes(model, recording, config, files)
     except RapidformerError:
         raise
     except Exception as reason:  # whatever it is: a plain build fails too if the error is real
         get_logger().debug("the model is exported from memory: %r", reason)
         model = build(None)
-        return Recipes(model, Recording(), *_name(model))
+        return Recipes(model, Recording(), *_name_for_files(model))
 
 
-def _name(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    return (model.config, {}) if find_adapter(model) is not None else name_for_files(model)
+def _name_for_files(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The configuration and the tensors to write; must be called while tensors are recorded.
+
+    transformers joins or renames some weights when it loads a model (experts, above all), which is
+    undone here. A model of ours becomes one that transformers has.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if find_adapter(model) is not None:
+        return model.config, {}
+    if isinstance(model, gpt.GPTModel):
+        model = _convert_ours(model)
+    weights: dict[str, Tensor] = drop_ties(model, model.state_dict())
+    return model.config, revert_weight_conversion(model, weights)
 
 
-def _finish(model: Any, merges: bool) -> nn.Module:
-    if not merges:
-        return get_inner(model)
-    check_mergeable(find_adapter(model))
-    plain: Any = merge(model)
-    plain.tie_weights()
-    return plain  # type: ignore[no-any-return]
+def drop_ties(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without further names of tied ones, which transformers ties again."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+
+    def is_tied(name: str) -> bool:
+        first = weights.get(ties.get(name, ""))
+        return first is not None and get_storage_key(first) == get_storage_key(weights[name])
+
+    return {name: tensor for name, tensor in weights.items() if not is_tied(name)}
+
+
+def _convert_ours(model: gpt.GPTModel) -> Any:
+    import transformers
+
+    config = convert_config(model.config)
+    with torch.device("meta"):
+        theirs = getattr(transformers, config.architectures[0])(config)
+    weights = convert_weights(model.config, model.state_dict())
+    # Only further names of tied weights may be missing: tie_weights gives them theirs.
+    problems = theirs.load_state_dict(weights, strict=False, assign=True)
+    left = set(problems.missing_keys) - set(theirs.all_tied_weights_keys)
+    assert not left and not problems.unexpected_keys, (left, problems.unexpected_keys)
+    theirs.tie_weights()
+    return theirs
 
 
 def _build(
-    source: Source,
-    config: Any,
-    recording: Recording | None,
-    adapter_weights: dict[str, Tensor] | None,
+    source: Source, config: Any, recording: Recording | None, adapter: dict[str, Tensor] | None
 ) -> Any:
     """The trained model; inside peft's own class if it has an adapter."""
     location = source.base or (None if source.is_checkpoint else str(source.folder))
     if location is not None:
-        model, _ = _load_base(location, config)
+        model, _ = load_base(_find_class(config), location, config)
     else:
         with torch.device("meta" if recording else "cpu"):
-            model = find_class(config)(copy.deepcopy(config))
+            model = _find_class(config)(copy.deepcopy(config))
     if source.adapter is not None:
         # Not load_adapter: peft's reader of files cannot be recorded.
-        name = read_adapter_name(source.description)
-        model = wrap(model, source.adapter, name, adapter_weights)
+        model = wrap(model, source.adapter, read_adapter_name(source.description), adapter)
     if source.is_checkpoint:
         _fill(get_inner(model), source, recording)
     return model
@@ -175,18 +197,6 @@ def _read_adapter(source: Source) -> dict[str, Tensor] | None:
 
     weights: dict[str, Tensor] = load_peft_weights(str(source.adapter), device="cpu")
     return weights
-
-
-def _load_base(location: str, config: Any) -> tuple[Any, dict[str, Any]]:
-    check_folder(location, needs_weights=True)
-    with quiet_transformers(location), explain_failure(location, "model"):
-        return find_class(config).from_pretrained(  # type: ignore[no-any-return]
-            location,
-            config=copy.deepcopy(config),
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
 
 
 def _fill(model: Any, source: Source, recording: Recording | None) -> None:
@@ -208,48 +218,34 @@ def _fill(model: Any, source: Source, recording: Recording | None) -> None:
         read = _CheckpointTensor(stored, key)
         weights[name] = recording.add_source(read, shape, dtype) if recording else read()
     known = {_PREFIX + name for name in wanted} | set(ties.values())
-    _check_names(source, wanted, weights, [n for n in stored.kinds if n not in known])
+    others = [name for name in stored.kinds if name not in known and name.startswith(_PREFIX)]
+    # The weights of a frozen base are in its own files.
+    missing = [] if source.base else [name for name in wanted if name not in weights]
+    unknown = [name.removeprefix(_PREFIX) for name in others]
+    if missing or unknown:
+        problems = [f"it lacks {list_some(missing)}"] if missing else []
+        problems += [f"the model has no {list_some(unknown)}"] if unknown else []
+        raise CheckpointError(
+            f"{source.folder} does not fit its configuration: {'; '.join(problems)}."
+        )
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
 
 
-def _check_names(
-    source: Source, wanted: Mapping[str, Any], weights: Mapping[str, Any], others: list[str]
-) -> None:
-    frozen = source.base is not None  # whose weights are in the base model's files
-    missing = [] if frozen else [name for name in wanted if name not in weights]
-    unknown = [name.removeprefix(_PREFIX) for name in others if name.startswith(_PREFIX)]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{source.folder} does not fit its configuration: "
-            + "; ".join(
-                f"{what} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" * bool(names[3:]))
-                for what, names in (("it lacks", missing), ("the model has no", unknown))
-                if names
-            )
-            + "."
-        )
-
-
 def find_stored_dtype(source: Source) -> torch.dtype:
-    """The type that most of the trained weights were saved in.
+    """The type of most of the trained weights; on a base, one that loses nothing of either."""
+    sizes: Counter[torch.dtype] = Counter()
+    if source.is_checkpoint:
+        for name, (shape, dtype) in StoredTensors(source.folder / "state").kinds.items():
+            if name.startswith(_PREFIX) and dtype.is_floating_point:
+                sizes[dtype] += shape.numel()
+    else:
+        sizes = list_file_dtypes(source.folder)
+    trained = _get_most_common(sizes)
+    if source.base is None:
+        return trained
+    return torch.promote_types(trained, _get_most_common(list_file_dtypes(Path(source.base))))
 
-    Of an adapter on other weights: one that loses nothing of either.
-    """
-    sizes = _count_by_dtype(source)
-    if source.base is not None:
-        base = list_file_dtypes(Path(source.base))
-        under = base.most_common(1)[0][0] if base else torch.float32
-        trained = sizes.most_common(1)[0][0] if sizes else torch.float32
-        return torch.promote_types(trained, under)
+
+def _get_most_common(sizes: Counter[torch.dtype]) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.float32
-
-
-def _count_by_dtype(source: Source) -> Counter[torch.dtype]:
-    if not source.is_checkpoint:
-        return list_file_dtypes(source.folder)
-    counts: Counter[torch.dtype] = Counter()
-    for name, (shape, dtype) in StoredTensors(source.folder / "state").kinds.items():
-        if name.startswith(_PREFIX) and dtype.is_floating_point:
-            counts[dtype] += shape.numel()
-    return counts

@@ -23,10 +23,9 @@ def compute_outputs(model: Any, rows: Rows) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
     for number, row in enumerate(rows):
         with torch.no_grad():
-            found = dict(model(**row).items())
-        names = [name for name in found if "logits" in name] or ["last_hidden_state"]
-        for name in names:
-            outputs[f"{number}.{name}"] = found[name].float().contiguous()
+            output = dict(model(**row).items())
+        for name in [key for key in output if "logits" in key] or ["last_hidden_state"]:
+            outputs[f"{number}.{name}"] = output[name].float().contiguous()
     return outputs
 
 
@@ -55,12 +54,9 @@ def load_model(folder: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model, report = model_class.from_pretrained(
-        location,
-        config=config,
-        dtype=torch.float32,
+        location, config=config, dtype=torch.float32, output_loading_info=True,
         ignore_mismatched_sizes=adapter.is_file(),
-        output_loading_info=True,
-    )
+    )  # fmt: skip
     if adapter.is_file():
         from peft import PeftModel
 

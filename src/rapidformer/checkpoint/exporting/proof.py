@@ -1,4 +1,9 @@
-"""Prove that an exported folder is the trained model: plain transformers gives the same logits."""
+"""Prove that an export is the trained model, and that the trained model is not the base model.
+
+Plain transformers must give the same logits, and some tensors must differ from those that training
+started from. These are compared in the type that is written: small changes to a 16-bit model may be
+lost by rounding, and then the export is the base model although training did change its weights.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rapidformer.checkpoint.exporting import plain_process
-from rapidformer.checkpoint.exporting.build import build_model
+from rapidformer.checkpoint.exporting.build import Recipes, build_model, build_start, drop_ties
+from rapidformer.checkpoint.exporting.files import cast
 from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.checkpoint.frozen import compare_checksums, compute_checksum
 from rapidformer.errors import ModelError
+from rapidformer.hub import looks_like_path
+from rapidformer.log import get_logger
 from rapidformer.models.configuration import get_position_limit
+from rapidformer.models.location import has_weights
 
 # How far the logits may move, relative to their size.
 _ROUND_OFF = 1e-4
@@ -27,6 +37,7 @@ _ROUND_OFF = 1e-4
 _MARGIN = 4
 """Times the effect of rounding the model's own weights: merged adapters are rounded in the sum."""
 _LENGTHS = (16, 9, 4)
+_SHIFTING_HEADS = ("ForSequenceClassification", "ForQuestionAnswering")
 _SKIP = "--no-verify exports it without the proof"
 
 
@@ -48,33 +59,30 @@ class Proof:
 def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proof:
     """Compare the trained model with the folder, one after the other: only one is in memory."""
     model: Any = build_model(source, config)
-    rows = build_rows(model)
+    rows = _build_rows(model)
     expected = plain_process.compute_outputs(model, rows)
     limit = _ROUND_OFF
     if dtype.itemsize < torch.float32.itemsize:
-        _round_weights(model, dtype)
+        # To the values that the export can hold; the model still computes in its own type.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.copy_(parameter.to(dtype))
         rounded = plain_process.compute_outputs(model, rows)
-        limit += _MARGIN * compare(expected, rounded, 0.0).relative
+        limit += _MARGIN * _compare(expected, rounded, 0.0).relative
     del model
     gc.collect()
-    proof = compare(expected, _compute_plainly(folder, rows), limit)
+    proof = _compare(expected, _compute_plainly(folder, rows), limit)
     if not proof.relative <= proof.limit:  # NaN is not
         raise ModelError(
             f"plain transformers computes other logits from the export than the trained model's: "
             f"{proof.describe()}. Nothing was exported. If --dtype is 16-bit, try fp32; {_SKIP}."
         )
+    get_logger().info("verified  by plain transformers: %s", proof.describe())
     return proof
 
 
-def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """To the values that the export can hold; the model still computes in its own type."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.copy_(parameter.to(dtype))
-
-
-def build_rows(model: Any) -> plain_process.Rows:
+def _build_rows(model: Any) -> plain_process.Rows:
     """A few fixed inputs, each a batch of its own: not every model has a padding token."""
     config, kind = model.config, model.main_input_name
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +103,8 @@ def build_rows(model: Any) -> plain_process.Rows:
         if type(model).__name__.endswith("ForMultipleChoice"):
             ids = torch.stack([ids, ids.flip(-1)], dim=1)
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        if config.is_encoder_decoder and not _builds_decoder_inputs(model):
+        # Heads that label whole inputs shift them for the decoder by themselves.
+        if config.is_encoder_decoder and not type(model).__name__.endswith(_SHIFTING_HEADS):
             rows[-1]["decoder_input_ids"] = ids.clone()
     return rows
 
@@ -111,20 +120,15 @@ def _end_once(ids: Tensor, config: Any) -> Tensor:
     return ids
 
 
-def _builds_decoder_inputs(model: Any) -> bool:
-    """Heads that label whole inputs shift them for the decoder by themselves."""
-    return type(model).__name__.endswith(("ForSequenceClassification", "ForQuestionAnswering"))
-
-
-def compare(expected: dict[str, Tensor], found: dict[str, Tensor], limit: float) -> Proof:
+def _compare(expected: dict[str, Tensor], actual: dict[str, Tensor], limit: float) -> Proof:
     """The largest and the mean difference over all rows."""
-    if expected.keys() != found.keys():
+    if expected.keys() != actual.keys():
         raise ModelError(
-            f"plain transformers returns {', '.join(sorted(found))} for the export, the trained "
+            f"plain transformers returns {', '.join(sorted(actual))} for the export, the trained "
             f"model {', '.join(sorted(expected))}. Nothing was exported."
         )
     ours = torch.cat([expected[name].double().flatten() for name in sorted(expected)])
-    theirs = torch.cat([found[name].double().flatten() for name in sorted(expected)])
+    theirs = torch.cat([actual[name].double().flatten() for name in sorted(expected)])
     if ours.shape != theirs.shape:
         raise ModelError("the export returns logits of another shape. Nothing was exported.")
     difference = ours - theirs
@@ -140,13 +144,10 @@ def _compute_plainly(folder: Path, rows: plain_process.Rows) -> dict[str, Tensor
         # -P: the folder of the script would otherwise be searched for modules first.
         words = [sys.executable, "-P", plain_process.__file__, folder, inputs, outputs]
         done = subprocess.run(
-            [str(word) for word in words],
-            capture_output=True,
-            text=True,
-            check=False,
+            [str(word) for word in words], capture_output=True, text=True, check=False,
             # On the CPU like the trained model's, and without looking for updates of the files.
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        )
+        )  # fmt: skip
         if done.returncode != 0 or not outputs.is_file():
             reason = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")
             raise ModelError(
@@ -154,3 +155,69 @@ def _compute_plainly(folder: Path, rows: plain_process.Rows) -> dict[str, Tensor
                 f"{_SKIP}."
             )
         return load_file(outputs)
+
+
+# ---- what training has changed -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How many tensors there are, and how many are not those of the base model."""
+
+    changed: int
+    total: int
+    base: str
+
+    def describe(self) -> str:
+        return f"{self.changed} of {self.total} tensors differ from the base model {self.base}"
+
+
+def count_changes(
+    recipes: Recipes, source: Source, config: Any, dtype: torch.dtype, *, allow_unchanged: bool
+) -> Changes | None:
+    """Compare tensor by tensor, if there is something to compare with.
+
+    Refuses an export that is the base model, and a base that the adapter was not trained on.
+    """
+    problem = _find_missing_start(source)
+    if problem is not None:
+        get_logger().info("changes   not counted: %s", problem)
+        return None
+    start, fresh = build_start(source, config)
+    before, after = start.model.state_dict(), recipes.model.state_dict()
+    saved = source.run["base"].get("checksums", {}) if source.run and source.base else {}
+    saved = {name.replace(".base_layer.", "."): entry for name, entry in saved.items()}
+    checksums: dict[str, list[Any]] = {}
+    changed, names = 0, list(drop_ties(recipes.model, after))
+    for name in names:
+        if name in fresh or name not in before:
+            changed += 1
+            continue
+        old = start.read(before[name])
+        kind = getattr(torch, str(saved[name][0]), old.dtype) if name in saved else torch.uint8
+        if kind.is_floating_point:  # the packed weights of a quantized base are not comparable
+            checksums[name] = compute_checksum(old.to(kind))
+        new = cast(recipes.read(after[name]), dtype)
+        changed += old.shape != new.shape or not torch.equal(cast(old, dtype), new)
+    compare_checksums(saved, checksums, source.base)
+    changes = Changes(changed, len(names), str(source.start))
+    if changed == 0 and not allow_unchanged:
+        raise ModelError(
+            f"{changes.describe()}: this export is the base model. Check that the run trained "
+            "(steps, learning rate, frozen layers) and, for 16-bit weights, try --dtype fp32; "
+            "--allow-unchanged exports it nevertheless."
+        )
+    get_logger().info("changes   %s", changes.describe())
+    return changes
+
+
+def _find_missing_start(source: Source) -> str | None:
+    """Why there is nothing to compare with; None if there is."""
+    if source.start is None:
+        return "the run names no model whose weights it started from; --base FOLDER names one"
+    start = Path(source.start)
+    if not start.exists() and looks_like_path(source.start):
+        return f"the base model {start} is no longer there; --base FOLDER names another"
+    if source.base is None and start.is_dir() and not has_weights(start):
+        return f"{start} has no weights, so the run started from fresh ones"
+    return None

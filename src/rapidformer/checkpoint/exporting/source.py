@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.checking import choose_complete
 from rapidformer.checkpoint.description import ADAPTER, read_origin
 from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.checkpoint.loading import choose_complete
 from rapidformer.checkpoint.run_file import read_run
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
-from rapidformer.models.adapter_folder import is_adapter_folder, read_base
-from rapidformer.models.hub_adapter import fetch_adapter
+from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, read_base
 from rapidformer.models.location import DESCRIPTION, is_checkpoint_model, is_model_folder
 
 _ARGUMENTS_FILE = "arguments.yaml"
@@ -75,13 +74,9 @@ def _describe_folder(folder: Path, base: str | None) -> Source:
     is_adapter = is_adapter_folder(folder)
     under = (base or read_base(folder)) if is_adapter else None
     return Source(
-        folder=folder,
-        description=folder,
-        adapter=folder if is_adapter else None,
-        base=under,
-        start=under or base or _find_start(folder),
-        run=None,
-    )
+        folder=folder, description=folder, adapter=folder if is_adapter else None, base=under,
+        start=under or base or _find_start(folder), run=None,
+    )  # fmt: skip
 
 
 def _describe_checkpoint(folder: Path, base: str | None) -> Source:
@@ -98,13 +93,10 @@ def _describe_checkpoint(folder: Path, base: str | None) -> Source:
         )
     under = (base or read_origin(description) or run["base"].get("name")) if "base" in run else None
     return Source(
-        folder=folder,
-        description=description,
+        folder=folder, description=description, base=under, run=run,
         adapter=description / ADAPTER if has_adapter else None,
-        base=under,
         start=under or base or read_origin(description) or _find_start(folder),
-        run=run,
-    )
+    )  # fmt: skip
 
 
 def _find_start(folder: Path) -> str | None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
-from rapidformer.checkpoint.random_states import get_random_states, set_random_states
+from rapidformer.checkpoint.state import get_random_states, set_random_states
 from rapidformer.dialects.accelerate.saving import SavingVerbs
 from rapidformer.dialects.accelerate.settings import (
     build_accelerator_settings,

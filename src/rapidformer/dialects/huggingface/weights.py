@@ -13,8 +13,7 @@ from torch import nn
 
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
-from rapidformer.models.adapter_folder import is_adapter_folder, replace_adapter
-from rapidformer.models.hub_adapter import fetch_adapter
+from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, replace_adapter
 from rapidformer.models.weight_names import compare_names
 from rapidformer.training.run_folder import BEST, LAST
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.checkpoint.run_names import PREVIOUS
+from rapidformer.checkpoint.finding import PREVIOUS
 from rapidformer.config import Settings
 from rapidformer.dialects.calls import MINDFORMERS
 from rapidformer.dialects.huggingface.trainer import Trainer

@@ -1,13 +1,9 @@
-"""``GPTModel`` and its configuration; importing this registers them with transformers' Auto
-classes.
-"""
+"""``GPTModel`` and its configuration; importing this registers them with transformers."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rapidformer.models.gpt.arguments import config_from_arguments
-from rapidformer.models.gpt.causal_lm import GPTForCausalLM
-from rapidformer.models.gpt.configuration import GPTConfig
-from rapidformer.models.gpt.model import GPTModel
+from rapidformer.models.gpt.configuration import GPTConfig, config_from_arguments
+from rapidformer.models.gpt.model import GPTForCausalLM, GPTModel
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
 AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)

@@ -110,17 +110,13 @@ def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         # Grouped products are not on autocast's list.
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    if _can_multiply_grouped(rows, weights):
+    # torch has one kernel for all experts if they are bf16 on a GPU, with rows aligned to 16 bytes.
+    is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
+    if rows.is_cuda and rows.dtype is torch.bfloat16 and is_aligned:
         product: Tensor = functional.grouped_mm(rows, weights, offs=ends)
     else:
         product = _multiply_in_turn(rows, weights, ends)
     return product
-
-
-def _can_multiply_grouped(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch has one kernel for all experts: bf16 on a GPU, rows aligned to 16 bytes."""
-    is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    return rows.is_cuda and rows.dtype is torch.bfloat16 and is_aligned
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,24 +19,25 @@ from transformers import Cache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rapidformer.errors import ModelError
-from rapidformer.models.gpt.arguments import config_from_context
-from rapidformer.models.gpt.attention import ResidualLinear, build_rotation, build_visibility
-from rapidformer.models.gpt.configuration import GPTConfig
+from rapidformer.models.gpt.configuration import GPTConfig, config_from_context
 from rapidformer.models.gpt.experts import Experts, MixtureOfExperts
-from rapidformer.models.gpt.layers import TransformerLayer, build_norm, compute_token_losses
+from rapidformer.models.gpt.layers import (
+    ResidualLinear,
+    TransformerLayer,
+    build_norm,
+    build_rotation,
+    build_visibility,
+    compute_token_losses,
+)
 from rapidformer.models.plan import ModelPlan
 
 _TENSOR_PLAN = {
-    "word_embeddings": "embedding_rowwise",
-    "output": "colwise_gather_output",
-    "layers.*.attention.query": "colwise",
-    "layers.*.attention.key": "key_value",
-    "layers.*.attention.value": "key_value",
-    "layers.*.attention.output": "rowwise",
-    "layers.*.feed_forward.gate": "colwise",
-    "layers.*.feed_forward.up": "colwise",
+    "word_embeddings": "embedding_rowwise", "output": "colwise_gather_output",
+    "layers.*.attention.query": "colwise", "layers.*.attention.key": "key_value",
+    "layers.*.attention.value": "key_value", "layers.*.attention.output": "rowwise",
+    "layers.*.feed_forward.gate": "colwise", "layers.*.feed_forward.up": "colwise",
     "layers.*.feed_forward.down": "rowwise",
-}
+}  # fmt: skip
 
 
 class GPTModel(PreTrainedModel, GenerationMixin):
@@ -66,15 +67,23 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         pre_process: bool = True,
         post_process: bool = True,
     ) -> None:
-        _check_megatron_options(num_tokentypes, pre_process, post_process)
+        if num_tokentypes:
+            raise ModelError(
+                f"GPTModel(num_tokentypes={num_tokentypes}): a GPT has no token types, leave it at "
+                "0."
+            )
+        if not (pre_process and post_process):
+            raise ModelError(
+                "GPTModel builds the whole model, never a stage of it: pre_process and "
+                "post_process must be True."
+            )
         config = config if config is not None else config_from_context()
         super().__init__(config)
         size = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, size)
+        has_positions = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = (
-            nn.Embedding(config.max_position_embeddings, size)
-            if config.position_embedding_type == "learned_absolute"
-            else None
+            nn.Embedding(config.max_position_embeddings, size) if has_positions else None
         )
         self.layers = nn.ModuleList(TransformerLayer(config, i) for i in range(config.num_layers))
         self.final_norm = build_norm(config)
@@ -113,8 +122,7 @@ class GPTModel(PreTrainedModel, GenerationMixin):
         )
         logits = self.output(hidden[:, -logits_to_keep:])
         if return_dict or past_key_values is not None:
-            # Only `generate` has a cache; some of its decoding strategies do not ask for an output
-            # object.
+            # Only `generate` has a cache, and some of its strategies do not ask for an object.
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         if labels is None:
             return logits
@@ -167,20 +175,13 @@ class GPTModel(PreTrainedModel, GenerationMixin):
 
     def rapidformer_plan(self) -> ModelPlan:
         """Where the blocks are and how layers may be split."""
+        problem = "adds a loss of its own in every mixture of experts, which stages cannot pass on."
+        has_experts = any(isinstance(module, MixtureOfExperts) for module in self.modules())
         return ModelPlan(
-            blocks=("layers",),
-            tensor=_TENSOR_PLAN,
-            has_split_sequences=True,
-            has_split_losses=True,
-            has_split_attention=True,
-            token_dims={"rotation": 2},
-            experts=("layers.*.feed_forward.experts",),
-            pipeline_problem=(
-                "adds a loss of its own in every mixture of experts, which stages cannot pass on."
-                if any(isinstance(module, MixtureOfExperts) for module in self.modules())
-                else ""
-            ),
-        )
+            blocks=("layers",), tensor=_TENSOR_PLAN, experts=("layers.*.feed_forward.experts",),
+            has_split_sequences=True, has_split_losses=True, has_split_attention=True,
+            token_dims={"rotation": 2}, pipeline_problem=problem if has_experts else "",
+        )  # fmt: skip
 
     def get_input_embeddings(self) -> nn.Module:
         return self.word_embeddings
@@ -215,13 +216,37 @@ class GPTModel(PreTrainedModel, GenerationMixin):
             initialization.zeros_(bias)
 
 
-def _check_megatron_options(num_tokentypes: int, pre_process: bool, post_process: bool) -> None:
-    if num_tokentypes:
-        raise ModelError(
-            f"GPTModel(num_tokentypes={num_tokentypes}): a GPT has no token types, leave it at 0."
+class GPTForCausalLM(GPTModel):
+    """``GPTModel`` with Hugging Face's interface: what ``AutoModelForCausalLM`` returns.
+
+    Weights and configuration are the same, so a model pre-trained in Megatron's form can be
+    fine-tuned, evaluated and sampled from in this one. Here labels equal the inputs and the model
+    shifts them, and True in a mask means "may look".
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits and, with labels, the mean loss over labelled tokens plus the mixtures' losses."""
+        if attention_mask is not None and attention_mask.dtype is torch.bool:
+            attention_mask = ~attention_mask if attention_mask.dim() == 4 else attention_mask
+        hidden, moe_losses = self.transform(
+            input_ids, position_ids, attention_mask, past_key_values
         )
-    if not (pre_process and post_process):
-        raise ModelError(
-            "GPTModel builds the whole model, never a stage of it: pre_process and post_process "
-            "must be True."
-        )
+        logits = self.output(hidden[:, -logits_to_keep:])
+        loss: Any = None
+        if labels is not None:
+            following = functional.pad(labels[:, 1:], (0, 1), value=-100)
+            count = (following != -100).sum().clamp(min=1)
+            loss = compute_token_losses(logits, following).sum() / count
+            if moe_losses:
+                loss = loss + self.moe_loss_coeff * sum(moe_losses)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -6,10 +6,9 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import ModelError
-from rapidformer.models.build import build_pretrained, load_tokenizer
+from rapidformer.models.build import build_pretrained, check_fits, load_tokenizer
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location, is_from_scratch
-from rapidformer.models.memory import check_fits
 from rapidformer.tasks.pretraining.documents import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,

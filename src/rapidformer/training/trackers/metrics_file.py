@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.publish import replace_text
-from rapidformer.checkpoint.run_names import METRICS_FILE
 from rapidformer.checkpoint.writing import writing
 from rapidformer.errors import WriteError
 from rapidformer.log import warn_once

@@ -1,0 +1,94 @@
+"""What an export consists of: weights, one shard in memory at a time, and what describes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rapidformer.checkpoint.description import ORIGIN
+from rapidformer.checkpoint.exporting.build import Recipes
+from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.log import get_logger
+from rapidformer.models.location import has_tokenizer, quiet_transformers
+
+_INDEX = "model.safetensors.index.json"
+_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}
+_GENERATION = "generation_config.json"
+_TEMPLATES = "additional_chat_templates"
+# Written by the export itself, or about another folder.
+_OTHERS = {"config.json", "adapter_config.json", _INDEX, ORIGIN}
+_OTHERS |= {"pytorch_model.bin.index.json", "export.json", "trainer_state.json"}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as it is written: only floating-point numbers are converted."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def write_shards(
+    recipes: Recipes, folder: Path, dtype: torch.dtype, max_shard_size: int | str
+) -> tuple[int, int]:
+    """Write the tensors in this type; returns how many files and bytes they take."""
+    weights = recipes.files
+
+    def get_size(tensor: Tensor) -> int:
+        is_cast = tensor.is_floating_point()
+        return tensor.numel() * (dtype.itemsize if is_cast else tensor.element_size())
+
+    plan = split_state_dict_into_shards_factory(
+        weights, get_storage_size=get_size, filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )  # fmt: skip
+    for file, names in plan.filename_to_tensors.items():
+        shard = {
+            name: cast(recipes.read(weights[name]), dtype).contiguous().clone() for name in names
+        }
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return len(plan.filename_to_tensors), int(plan.metadata["total_size"])
+
+
+def copy_texts(source: Source, target: Path) -> None:
+    """Copy what describes the model; of an adapter without a tokenizer, its base model's."""
+    for path in sorted(source.description.iterdir()):
+        if path.is_file() and path.suffix in _SUFFIXES and path.name not in _OTHERS:
+            shutil.copyfile(path, target / path.name)
+    if (source.description / _TEMPLATES).is_dir():
+        shutil.copytree(source.description / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
+    if source.base is not None:
+        generation = Path(source.base) / _GENERATION
+        if generation.is_file() and not (target / _GENERATION).exists():
+            shutil.copyfile(generation, target / _GENERATION)
+        if not _has_processor(target):
+            _save_processor(source.base, target)
+    if not _has_processor(target):
+        get_logger().info("tokenizer none was saved with the model: add one to the export yourself")
+
+
+def _has_processor(folder: Path) -> bool:
+    return has_tokenizer(folder) or (folder / "preprocessor_config.json").is_file()
+
+
+def _save_processor(base: str, target: Path) -> None:
+    from transformers import AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    for kind in (AutoTokenizer, AutoImageProcessor):
+        if Path(base).is_dir() and kind is AutoTokenizer and not has_tokenizer(Path(base)):
+            continue  # transformers would build an empty one
+        try:
+            with quiet_transformers(base):
+                processor = kind.from_pretrained(base)
+        except (OSError, ValueError, KeyError) as reason:  # it has none of this kind, or a bad one
+            get_logger().debug("%s of %s: %s", kind.__name__, base, reason)
+            continue
+        processor.save_pretrained(target)
+        return
