@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
@@ -30,55 +30,74 @@ class BadRowError(Exception):
     """A row that is not a conversation; the caller adds the row number."""
 
 
-def read_turns(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[list[Message]]:
-    """The turns of each row; the error names every bad row and the reason."""
-    if names.messages is None:
-        prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
-        extra = [
-            read_optional(columns, indices, split, name)
-            for name in (names.response, names.context, names.system)
-        ]
-        return [
-            build_messages(p, response=r if names.response else None, context=c, system=s)
-            for p, r, c, s in zip(prompts, *extra, strict=True)
-        ]
-    turns: list[list[Message]] = []
-    problems: dict[str, list[int]] = defaultdict(list)
-    for number, value in zip(indices, columns[names.messages], strict=True):
-        try:
-            turns.append(read_messages(value))
-        except BadRowError as reason:
-            problems[str(reason)].append(number + 1)
-    if problems:
-        messages = [
-            f"{split}, {name_rows(rows)}: the column {names.messages} {reason}."
-            for reason, rows in problems.items()
-        ]
-        raise DataError(" ".join(messages))
-    return turns
+class ChatRows(NamedTuple):
+    """Some rows of a split, with their numbers in it."""
 
+    columns: dict[str, list[Any]]
+    indices: Sequence[int]
+    split: str
+    names: ChatColumns
 
-def read_tools(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[list[Any] | None]:
-    """The tools that each row's conversation may call; None for rows without any."""
-    if names.tools is None:
-        return [None] * len(indices)
-    schemas: list[list[Any] | None] = []
-    bad: list[int] = []
-    for number, value in zip(indices, columns[names.tools], strict=True):
-        try:
-            schemas.append(_read_schemas(value))
-        except (ValueError, TypeError):
-            bad.append(number + 1)
-    if bad:
-        raise DataError(
-            f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON "
-            "schemas; rename it if it holds something else."
-        )
-    return schemas
+    def read_turns(self) -> list[list[Message]]:
+        """The turns of each row; the error names every bad row and the reason."""
+        if self.names.messages is None:
+            answers: Sequence[str | None] = [None] * len(self.indices)
+            if self.names.response is not None:
+                answers = self.read_texts(self.names.response)
+            contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
+            parts = zip(systems, self._read_prompts(), contexts, answers, strict=True)
+            return [_build_turns(*row) for row in parts]
+        turns: list[list[Message]] = []
+        problems: dict[str, list[int]] = defaultdict(list)
+        for number, value in zip(self.indices, self.columns[self.names.messages], strict=True):
+            try:
+                turns.append(_read_messages(value))
+            except BadRowError as reason:
+                problems[str(reason)].append(number + 1)
+        if problems:
+            messages = [
+                f"{self.split}, {name_rows(rows)}: the column {self.names.messages} {reason}."
+                for reason, rows in problems.items()
+            ]
+            raise DataError(" ".join(messages))
+        return turns
+
+    def read_tools(self) -> list[list[Any] | None]:
+        """The tools that each row's conversation may call; None for rows without any."""
+        if self.names.tools is None:
+            return [None] * len(self.indices)
+        schemas: list[list[Any] | None] = []
+        bad: list[int] = []
+        for number, value in zip(self.indices, self.columns[self.names.tools], strict=True):
+            try:
+                schemas.append(_read_schemas(value))
+            except (ValueError, TypeError):
+                bad.append(number + 1)
+        if bad:
+            raise DataError(
+                f"{self.split}, {name_rows(bad)}: the column {self.names.tools} must hold a list "
+                "of JSON schemas; rename it if it holds something else."
+            )
+        return schemas
+
+    def read_prompts(self) -> list[str]:
+        """Prompts without a template: system message, prompt, context, and blank lines between."""
+        prompts = self._read_prompts()
+        if self.names.context is None and self.names.system is None:
+            return prompts
+        contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
+        return [_join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
+
+    def _read_prompts(self) -> list[str]:
+        name = str(self.names.prompt)
+        return check_row_texts(self.columns[name], name, self.split, self.indices[0])
+
+    def read_texts(self, name: str | None) -> list[str]:
+        """The texts of a column that may be missing or have empty cells."""
+        if name is None:
+            return [""] * len(self.indices)
+        values = ["" if value is None else value for value in self.columns[name]]
+        return check_row_texts(values, name, self.split, self.indices[0])
 
 
 def _read_schemas(value: Any) -> list[Any] | None:
@@ -97,27 +116,6 @@ def _drop_absent(value: Any) -> Any:
     return [_drop_absent(item) for item in value] if isinstance(value, list) else value
 
 
-def read_prompts(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[str]:
-    """Prompts without a template: system message, prompt and context, separated by blank lines."""
-    prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
-    if names.context is None and names.system is None:
-        return prompts
-    contexts = read_optional(columns, indices, split, names.context)
-    systems = read_optional(columns, indices, split, names.system)
-    return [join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
-
-
-def read_optional(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, name: str | None
-) -> list[str]:
-    if name is None:
-        return [""] * len(indices)
-    values = ["" if value is None else value for value in columns[name]]
-    return check_row_texts(values, name, split, indices[0])
-
-
 def name_rows(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"row {numbers[0]}"
@@ -129,7 +127,7 @@ def name_rows(numbers: Sequence[int]) -> str:
 # ---- one conversation --------------------------------------------------------------------------
 
 
-def read_messages(value: Any) -> list[Message]:
+def _read_messages(value: Any) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:
@@ -142,18 +140,15 @@ def read_messages(value: Any) -> list[Message]:
     return [_read_message(item) for item in value]
 
 
-def build_messages(
-    prompt: str, *, response: str | None = None, context: str = "", system: str = ""
-) -> list[Message]:
-    """A prompt and its answer as turns."""
+def _build_turns(system: str, prompt: str, context: str, answer: str | None) -> list[Message]:
     turns = [{"role": "system", "content": system}] if system.strip() else []
-    turns.append({"role": "user", "content": join_prompt(prompt, context)})
-    if response is not None:
-        turns.append({"role": "assistant", "content": response})
+    turns.append({"role": "user", "content": _join_prompt(prompt, context)})
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
     return turns
 
 
-def join_prompt(*parts: str) -> str:
+def _join_prompt(*parts: str) -> str:
     """The non-empty parts of a prompt, separated by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 

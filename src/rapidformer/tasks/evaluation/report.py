@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.strict_json import drop_not_finite, format_json
-from rapidformer.tasks.metrics.tables import ReportTable, start_table
+from rapidformer.tasks.metrics.tally import ReportTable, start_table
 
 if TYPE_CHECKING:
     from rich.console import Console

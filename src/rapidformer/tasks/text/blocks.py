@@ -11,24 +11,22 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts, get_mean_loss
-from rapidformer.tasks.metrics.tally import TokenTally, compute_perplexity
+from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
     import torch
 
-    from rapidformer.tasks.metrics.tally import Tally
+TEXT = ColumnRole(
+    "text", "text_column", "the text",
+    ("text", "content", "sentence", "document", "article", "review", "code"),
+)  # fmt: skip
 
 
 def encode_blocks(
-    rows: Any,
-    split: str,
-    column: str,
-    parts: TextParts,
-    *,
-    add_special: bool,
+    rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
 ) -> Any:
     """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
     otherwise the end-of-text token, if there is one, follows each text.
@@ -39,10 +37,9 @@ def encode_blocks(
     end = [] if add_special or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        texts = [
-            t for t in check_row_texts(columns[column], column, split, indices[0]) if t.strip()
-        ]
-        ids = _tokenize(texts, tokenizer) if texts else []
+        texts = check_row_texts(columns[column], column, split, indices[0])
+        texts = [text for text in texts if text.strip()]
+        ids = tokenize(texts, tokenizer) if texts else []
         if groups:
             joined = list(chain.from_iterable([*text, *end] for text in ids))
             pieces = [joined[start : start + room] for start in range(0, len(joined), room)]
@@ -57,8 +54,8 @@ def encode_blocks(
     return result
 
 
-def _tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    # No length, or the tokenizer would warn about texts that are cut later anyway.
+def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids without special tokens, at full length; says nothing about what is cut later."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [list(ids) for ids in encoded]
 
@@ -71,14 +68,6 @@ def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
         if framed[start : start + len(probe)] == probe:
             return framed[:start], framed[start + len(probe) :]
     return [], []
-
-
-TEXT = ColumnRole(
-    name="text",
-    candidates=("text", "content", "sentence", "document", "article", "review", "code"),
-    holds="the text",
-    setting="text_column",
-)
 
 
 class LanguageModel(Task):
@@ -94,20 +83,16 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
     """One record per row: summed loss, labelled tokens, correct tokens."""
     from rapidformer.tasks.evaluation.scoring import score_tokens
 
-    losses, counts, hits = score_tokens(logits, labels)
-    return [
-        {"loss": loss, "count": count, "hits": hit}
-        for loss, count, hit in zip(losses, counts, hits, strict=True)
-    ]
+    names = ("loss", "count", "hits")
+    rows = zip(*score_tokens(logits, labels), strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def describe_blocks(records: list[Record]) -> list[dict[str, Any]]:
+def describe_blocks(records: list[Record]) -> Answers:
     """The perplexity of each block, if there is nothing to generate or fill in."""
+    counts = [record["count"] for record in records]
+    losses = [r["loss"] / r["count"] if r["count"] else float("nan") for r in records]
     return [
-        {
-            "loss": get_mean_loss([record]),
-            "perplexity": compute_perplexity(get_mean_loss([record])),
-            "tokens": record["count"],
-        }
-        for record in records
+        {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}
+        for loss, count in zip(losses, counts, strict=True)
     ]

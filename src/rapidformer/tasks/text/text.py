@@ -37,8 +37,8 @@ class TextParts(NamedTuple):
         self,
         features: Mapping[str, Any],
         extras: Mapping[str, Any],
-        *,
         settings: Mapping[str, Any] | None = None,
+        *,
         side: str | None = None,
         collate: Any = None,
     ) -> PreparedData:
@@ -47,10 +47,7 @@ class TextParts(NamedTuple):
             **features,
             collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
-            model_settings={
-                **(settings or {}),
-                **get_text_settings(self.args, self.tokenizer, self.config),
-            },
+            model_settings={**(settings or {}), **self._get_model_settings()},
             extras=extras,
         )
 
@@ -64,6 +61,29 @@ class TextParts(NamedTuple):
             processor=self.tokenizer,
             extras={"labelled": {"test": False}, **extras},
         )
+
+    def _get_model_settings(self) -> dict[str, Any]:
+        """Settings of the model that follow from the tokenizer."""
+        from rapidformer.models.location import is_from_scratch
+
+        tokenizer, config = self.tokenizer, self.config
+        # Ids may have gaps, so the largest id counts, not the number of tokens.
+        needed = max(tokenizer.get_vocab().values(), default=0) + 1
+        settings: dict[str, Any] = {}
+        if is_from_scratch(self.args):
+            if self.args.vocab_size is None:
+                settings["vocab_size"] = needed
+            settings |= _get_special_ids(tokenizer, config)
+        elif config.pad_token_id is None:
+            # Classifiers on GPT-like models look for the last token that is not padding.
+            settings["pad_token_id"] = tokenizer.pad_token_id
+        size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
+        if size is not None and needed > size:
+            raise ModelError(
+                f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
+                "model's own tokenizer."
+            )
+        return settings
 
 
 def load_text_parts(args: Settings, **options: Any) -> TextParts:
@@ -105,44 +125,18 @@ def get_context_length(tokenizer: Any, config: Any) -> int:
     return int(min(get_position_limit(config) or _NO_LIMIT, tokenizer.model_max_length, _NO_LIMIT))
 
 
-def get_text_settings(args: Settings, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Model settings that follow from the tokenizer."""
-    from rapidformer.models.location import is_from_scratch
-
-    # Ids may have gaps, so the largest id counts, not the number of tokens.
-    needed = max(tokenizer.get_vocab().values(), default=0) + 1
-    settings: dict[str, Any] = {}
-    if is_from_scratch(args):
-        if args.vocab_size is None:
-            settings["vocab_size"] = needed
-        settings |= _get_special_ids(tokenizer, config)
-    elif config.pad_token_id is None:
-        # Classifiers on GPT-like models look for the last token that is not padding.
-        settings["pad_token_id"] = tokenizer.pad_token_id
-    size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
-    if size is not None and needed > size:
-        raise ModelError(
-            f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
-            "model's own tokenizer."
-        )
-    return settings
-
-
 def _get_special_ids(tokenizer: Any, config: Any) -> dict[str, Any]:
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": _first(tokenizer.bos_token_id, tokenizer.cls_token_id),
-        "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
+        "bos_token_id": tokenizer.cls_token_id if begin is None else begin,
+        "eos_token_id": tokenizer.sep_token_id if end is None else end,
     }
     if config.is_encoder_decoder:
         # As in T5: the decoder starts with padding, which no target begins with.
         ids["decoder_start_token_id"] = ids["pad_token_id"]
         ids["forced_eos_token_id"] = None
     return ids
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def build_text_collator(tokenizer: Any, side: str | None = None) -> PadCollator:
@@ -165,9 +159,7 @@ def get_tokenizer_key(tokenizer: Any) -> str:
 
 
 def check_is_fast(tokenizer: Any, task: str) -> None:
-    """Some tasks need to know which characters a token came from, which slow tokenizers cannot
-    tell.
-    """
+    """Refuse a slow tokenizer, which cannot tell which characters a token came from."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{task} needs a fast tokenizer (tokenizer.json), which {tokenizer.name_or_path} does "
