@@ -50,7 +50,7 @@ class ImageClassification(Classifier):
         columns = find_columns((LABEL, IMAGE), available, args)
         label, image = columns["label"], columns["image"]
         space, labelled = read_labels(tables, label, args, get_model_classes(config))
-        images = {
+        images: dict[str, Any] = {
             split: _ImageRows(
                 _without_decoding(rows, image), image, parts["processor"], split,
                 (label, space) if labelled[split] else None,

@@ -36,8 +36,7 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjecti
     """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
-    config = load_config(args)
-    return _choose_class(config)(args, tokenizer)
+    return _choose_class(load_config(args))(args, tokenizer)
 
 
 def _choose_class(config: Any) -> type[PretrainingObjective]:
@@ -70,23 +69,19 @@ def build_model(objective: PretrainingObjective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
         return _build_gpt(args, tokenizer)
-    model = _build_hugging_face(objective)
-    if isinstance(objective, NextToken):
-        check_documents(objective, model)
-    return model
-
-
-def _build_hugging_face(objective: PretrainingObjective) -> nn.Module:
-    args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
         size = load_config(args).vocab_size
         is_from_sizes = get_model_location(args) is None
         if size < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
-            settings["vocab_size"] = _pad_vocabulary(args, tokenizer)
+            multiple = args.make_vocab_size_divisible_by
+            settings["vocab_size"] = -(-tokenizer.vocab_size // multiple) * multiple
         if is_from_sizes:
             settings |= objective.get_token_ids()
-    return build_pretrained(objective.auto_class, args, **settings)
+    model = build_pretrained(objective.auto_class, args, **settings)
+    if isinstance(objective, NextToken):
+        check_documents(objective, model)
+    return model
 
 
 def count_usable_tokens(objective: PretrainingObjective) -> int:
@@ -120,11 +115,6 @@ def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
     return build_for_split(args, lambda: GPTModel(config))
 
 
-def _pad_vocabulary(args: Settings, tokenizer: Tokenizer) -> int:
-    multiple = args.make_vocab_size_divisible_by
-    return -(-tokenizer.vocab_size // multiple) * multiple
-
-
 def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     """The transformers version of the tokenizer, saved with the model; None if there is none.
 
@@ -140,12 +130,8 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
         )
     processor = load_tokenizer(args)
     tokens = {token_id: token for token, token_id in tokenizer.vocab.items()}
-    added = [
-        tokens[token_id]
-        for token_id in range(len(processor), tokenizer.vocab_size)
-        if token_id in tokens
-    ]
-    processor.add_tokens(added, special_tokens=True)
+    added = range(len(processor), tokenizer.vocab_size)
+    processor.add_tokens([tokens[id_] for id_ in added if id_ in tokens], special_tokens=True)
     for role in ("bos", "eos"):
         # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):

@@ -20,6 +20,7 @@ from rapidformer.models.evaluation_mode import evaluation_mode
 
 Batch = dict[str, Any]
 _MARK = "packed_attention"
+_BY_POSITIONS, _BY_MASK, _BY_MASKS = "positions", "a mask", "a mask for each kind of layer"
 _SIZES: tuple[int, ...] = (5, 7, 4)
 # A longer window would make the proof too slow.
 _LONGEST_PROVED_WINDOW = 256
@@ -52,34 +53,22 @@ def get_inputs(model: Any, batch: Batch) -> Batch:
     # The batch's mask marks only padding. With a mask, models ignore the positions; and padding
     # comes last, where no token of a causal model sees it.
     inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
-    return _WAYS[getattr(model, _MARK)](model, inputs)
+    return _separate(model, inputs, getattr(model, _MARK))
 
 
 def _say_nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _use_positions(model: Any, inputs: Batch) -> Batch:
+def _separate(model: Any, inputs: Batch, way: str) -> Batch:
     # No cache: with one, models treat the row as a single text.
-    return {**inputs, "use_cache": False}
-
-
-def _use_mask(model: Any, inputs: Batch) -> Batch:
-    return {**inputs, "use_cache": False, "attention_mask": _build_mask(model, inputs)}
-
-
-def _use_masks_by_layer(model: Any, inputs: Batch) -> Batch:
-    masks = {
-        "full_attention": _build_mask(model, inputs),
-        "sliding_attention": _build_mask(model, inputs, _get_window(model.config)),
-    }
-    return {**inputs, "use_cache": False, "attention_mask": masks}
-
-
-_WAYS: dict[str, Callable[[Any, Batch], Batch]] = {
-    "positions": _use_positions,
-    "a mask": _use_mask,
-    "a mask for each kind of layer": _use_masks_by_layer,
-}
+    inputs = {**inputs, "use_cache": False}
+    if way == _BY_POSITIONS:
+        return inputs
+    mask: Any = _build_mask(model, inputs)
+    if way == _BY_MASKS:
+        window = _get_window(model.config)
+        mask = {"full_attention": mask, "sliding_attention": _build_mask(model, inputs, window)}
+    return {**inputs, "attention_mask": mask}
 
 
 def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.Tensor:
@@ -146,7 +135,7 @@ class _Proof:
                 "omit --packing."
             )
         findings = []
-        for way in _WAYS:
+        for way in (_BY_POSITIONS, _BY_MASK, _BY_MASKS):
             measured = self._try_way(way, alone)
             if measured is not None and measured.is_good:
                 get_logger().info(
@@ -156,12 +145,8 @@ class _Proof:
                     self.name, way, measured.difference, measured.effect, joined.effect,
                 )  # fmt: skip
                 return way
-            result = (
-                "not possible"
-                if measured is None
-                else f"{measured.difference:.0e}, {measured.effect:.0e}"
-            )
-            findings.append(f"by {way}: {result}")
+            shown = measured and f"{measured.difference:.0e}, {measured.effect:.0e}"
+            findings.append(f"by {way}: {shown or 'not possible'}")
         raise ModelError(
             f"--packing: {self.name} does not keep the examples of a packed row apart. Measured: "
             "the difference between packed and alone, and the effect of an example on those after "
@@ -169,14 +154,18 @@ class _Proof:
         )
 
     def _try_way(self, way: str, alone: torch.Tensor) -> _Finding | None:
-        if way != "positions" and not self._is_window_seen():
+        # Whether the test would notice if our mask ignored the model's sliding window.
+        window = _get_window(self.model.config)
+        is_seen = window is None or window >= self.length or max(self.rows.sizes[0]) > window
+        if way != _BY_POSITIONS and not is_seen:
             return None
-        positions, get_packed = self.rows.positions, _WAYS[way]
+
+        def get_inputs(ids: torch.Tensor) -> Batch:
+            inputs = {"input_ids": ids, "position_ids": self.rows.positions}
+            return _separate(self.model, inputs, way)
+
         try:
-            return self._measure(
-                lambda ids: get_packed(self.model, {"input_ids": ids, "position_ids": positions}),
-                alone,
-            )
+            return self._measure(get_inputs, alone)
         except Exception:
             # A model may fail on a mask with any exception; this method does not work for it.
             return None
@@ -193,11 +182,6 @@ class _Proof:
             effect=float((packed - with_change)[is_later].abs().max() / scale),
         )
 
-    def _is_window_seen(self) -> bool:
-        """Whether the test would notice if our mask ignored the model's sliding window."""
-        window = _get_window(self.model.config)
-        return window is None or window >= self.length or max(self.rows.sizes[0]) > window
-
     def _build_rows(self) -> _Rows:
         config, sizes = self.model.config.get_text_config(), _SIZES
         window = _get_window(config)
@@ -207,7 +191,8 @@ class _Proof:
         if sum(sizes) > limit:
             sizes = tuple(max(1, limit // len(_SIZES)) for _ in _SIZES)
         # Any tokens will do, except those with a special meaning to the model.
-        special = _flatten(config.pad_token_id, config.bos_token_id, config.eos_token_id)
+        named = (config.pad_token_id, config.bos_token_id, config.eos_token_id)
+        special = {token for ids in named for token in (ids if isinstance(ids, list) else [ids])}
         count = self.model.get_input_embeddings().num_embeddings
         usual = torch.tensor([i for i in range(min(count, 5000)) if i not in special])
         dice = torch.Generator().manual_seed(0)
@@ -220,18 +205,12 @@ class _Proof:
         return _Rows(usual[picked].to(device), usual[other].to(device), positions.to(device), cuts)
 
     def _run_alone(self) -> torch.Tensor:
-        results: list[list[torch.Tensor]] = []
+        rows = []
         for ids, sizes in zip(self.rows.ids, self.rows.sizes, strict=True):
-            parts = ids.split(list(sizes))
-            results.append([self._run({"input_ids": part[None]})[0] for part in parts])
-        return torch.stack([torch.cat(row) for row in results])
+            examples = ids.split(list(sizes))
+            rows.append(torch.cat([self._run({"input_ids": part[None]})[0] for part in examples]))
+        return torch.stack(rows)
 
     def _run(self, inputs: Batch) -> torch.Tensor:
         logits: torch.Tensor = self.model(**inputs).logits
         return logits.float()
-
-
-def _flatten(*ids: Any) -> set[int]:
-    """The ids of special tokens, each given as one id, a list or None."""
-    lists = [value if isinstance(value, list) else [value] for value in ids if value is not None]
-    return {token for some in lists for token in some}
