@@ -168,8 +168,8 @@ class BoundObjective:
             for micro_batch, counted in zip(update, counts, strict=True)
         ]
         if any(isinstance(value, Tensor) for line in table for value in line):
-            lines = [torch.stack([_to_double(value, device) for value in line]) for line in table]
-            totals = torch.stack(lines).sum(0)
+            lines = [[torch.as_tensor(v).to(device, torch.float64) for v in line] for line in table]
+            totals = torch.stack([torch.stack(line) for line in lines]).sum(0)
         else:
             totals = torch.tensor(table, dtype=torch.float64, device="cpu").sum(0)
             if device.type == "cuda":
@@ -195,10 +195,6 @@ def _get_count(name: str, term: Term) -> Count:
             "Term(mean, count), or Term.from_sum(total, count)."
         )
     return term.count
-
-
-def _to_double(value: Count, device: torch.device) -> Tensor:
-    return torch.as_tensor(value).to(device, torch.float64)
 
 
 # ---- the first pass ----------------------------------------------------------------------------

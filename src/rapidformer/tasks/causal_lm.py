@@ -39,18 +39,16 @@ from rapidformer.tasks.rows.rows import (
     get_splits,
     take_rows,
 )
-from rapidformer.tasks.text.blocks import (
+from rapidformer.tasks.text.text import (
     TEXT,
     LanguageModel,
-    describe_blocks,
-    encode_blocks,
-    score_blocks,
-)
-from rapidformer.tasks.text.text import (
     TextParts,
     build_text_collator,
+    describe_blocks,
+    encode_blocks,
     get_context_length,
     load_text_parts,
+    score_blocks,
 )
 
 if TYPE_CHECKING:

@@ -48,12 +48,12 @@ class ImageClassification(Classifier):
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         columns = find_columns((LABEL, IMAGE), available, args)
-        label, image = columns["label"], columns["image"]
-        space, labelled = read_labels(tables, label, args, get_model_classes(config))
+        image, classes = columns["image"], get_model_classes(config)
+        space, labelled = read_labels(tables, columns["label"], args, classes)
         images: dict[str, Any] = {
             split: _ImageRows(
                 _without_decoding(rows, image), image, parts["processor"], split,
-                (label, space) if labelled[split] else None,
+                space if labelled[split] else None,
             )
             for split, rows in tables.items()
         }  # fmt: skip
@@ -101,7 +101,7 @@ class _ImageRows:
     column: str
     processor: Any
     split: str
-    labels: tuple[str, LabelSpace] | None
+    space: LabelSpace | None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -113,9 +113,8 @@ class _ImageRows:
         image = _open_image(row[self.column], f"{self.split}, row {index + 1}")
         pixels = np.asarray(self.processor(images=image)["pixel_values"][0], dtype=np.float32)
         result: dict[str, Any] = {"pixel_values": pixels}
-        if self.labels is not None:
-            column, space = self.labels
-            result["labels"] = space.encode(row[column])
+        if self.space is not None:
+            result["labels"] = self.space.encode(row[self.space.column])
         return result
 
     def get_name(self, index: int) -> str:

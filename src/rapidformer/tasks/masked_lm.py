@@ -14,14 +14,15 @@ from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
-from rapidformer.tasks.text.blocks import (
+from rapidformer.tasks.text.text import (
     TEXT,
     LanguageModel,
+    TextParts,
     describe_blocks,
     encode_blocks,
+    load_text_parts,
     score_blocks,
 )
-from rapidformer.tasks.text.text import TextParts, load_text_parts
 
 if TYPE_CHECKING:
     from torch import nn

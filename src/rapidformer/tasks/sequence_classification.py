@@ -127,7 +127,7 @@ class SequenceClassification(Classifier):
         texts = _find_texts(available, args, taken=label)
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
         features = {
-            split: _encode(rows, split, texts, parts, (label, space) if labelled[split] else None)
+            split: _encode(rows, split, texts, parts, space if labelled[split] else None)
             for split, rows in tables.items()
         }
         extras = {
@@ -200,25 +200,20 @@ def _find_texts(
 
 
 def _encode(
-    rows: Any,
-    split: str,
-    texts: Sequence[str],
-    parts: TextParts,
-    labels: tuple[str, LabelSpace] | None,
+    rows: Any, split: str, texts: Sequence[str], parts: TextParts, space: LabelSpace | None
 ) -> Any:
     """The token ids of every row, and its label."""
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         values = [check_row_texts(columns[name], name, split, indices[0]) for name in texts]
         result = dict(parts.tokenizer(*values, truncation=True, max_length=parts.length))
-        if labels is not None:
-            column, space = labels
-            result["labels"] = [space.encode(value) for value in columns[column]]
+        if space is not None:
+            result["labels"] = [space.encode(value) for value in columns[space.column]]
         return result
 
     for name in texts:
         check_column(rows, split, name)
-    return parts.map_rows(rows, encode, "texts", texts, labels)
+    return parts.map_rows(rows, encode, "texts", texts, space)
 
 
 def get_problem_type(config: Any) -> str:

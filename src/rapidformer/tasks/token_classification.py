@@ -72,7 +72,7 @@ class TokenClassification(Task):
         tags, words = columns["tags"], columns["words"]
         space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
         features = {
-            split: _encode(rows, split, words, (tags, space) if labelled[split] else None, parts)
+            split: _encode(rows, split, words, space if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
         if "train" in features:
@@ -98,16 +98,11 @@ class TokenClassification(Task):
         confidences, guesses = logits.float().softmax(dim=-1).max(dim=-1)
         guesses, confidences = guesses.cpu().numpy(), confidences.cpu().numpy()
         truths = labels.cpu().numpy()
-        marked = truths != IGNORED_LABEL
+        columns = {"guesses": guesses, "scores": confidences, "labels": truths}
         return [
-            {
-                "guesses": guesses[row][marked[row]],
-                "scores": confidences[row][marked[row]],
-                "labels": truths[row][marked[row]],
-                "loss": losses[row],
-                "count": counts[row],
-            }
-            for row in range(len(truths))
+            {name: values[row][is_marked] for name, values in columns.items()}
+            | {"loss": losses[row], "count": counts[row]}
+            for row, is_marked in enumerate(truths != IGNORED_LABEL)
         ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
@@ -176,11 +171,9 @@ def _as_tags(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else list(value)
 
 
-def _encode(
-    rows: Any, split: str, words: str, labels: tuple[str, LabelSpace] | None, parts: TextParts
-) -> Any:
+def _encode(rows: Any, split: str, words: str, space: LabelSpace | None, parts: TextParts) -> Any:
     every_piece = bool(parts.args.label_all_tokens) and split == "train"
-    inside = _get_inside_tags(labels[1].names) if labels and every_piece else None
+    inside = _get_inside_tags(space.names) if space and every_piece else None
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         sentences = [_as_words(value) for value in columns[words]]
@@ -189,14 +182,13 @@ def _encode(
         )
         aligned = []
         for row, sentence in enumerate(sentences):
-            if labels is None:
-                ids = [0] * len(sentence)
-            else:
-                ids = [labels[1].encode(tag) for tag in _as_tags(columns[labels[0]][row])]
+            ids = [0] * len(sentence)
+            if space is not None:
+                ids = [space.encode(tag) for tag in _as_tags(columns[space.column][row])]
             aligned.append(_align(result.word_ids(row), ids, inside))
         return {**result, "labels": aligned}
 
-    return parts.map_rows(rows, encode, "words", words, labels, every_piece)
+    return parts.map_rows(rows, encode, "words", words, space, every_piece)
 
 
 def _align(

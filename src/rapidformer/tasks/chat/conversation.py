@@ -12,7 +12,7 @@ from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
 from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.text.blocks import tokenize
+from rapidformer.tasks.text.text import tokenize
 
 _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
 

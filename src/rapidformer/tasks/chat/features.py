@@ -31,8 +31,7 @@ from rapidformer.tasks.rows.rows import (
     map_rows,
     select_rows,
 )
-from rapidformer.tasks.text.blocks import get_frame, tokenize
-from rapidformer.tasks.text.text import get_tokenizer_key
+from rapidformer.tasks.text.text import get_frame, get_tokenizer_key, tokenize
 
 _NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)

@@ -19,7 +19,7 @@ from rapidformer.tasks.chat.features import ChatEncoder, build_encoder, tokenize
 from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, name_rows
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
-from rapidformer.tasks.text.blocks import TEXT, tokenize
+from rapidformer.tasks.text.text import TEXT, tokenize
 
 
 def name_column(rows: Sequence[Row], tokenizer: Any, args: Settings) -> str:

@@ -20,8 +20,7 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty
-from rapidformer.tasks.text.blocks import get_frame
-from rapidformer.tasks.text.text import check_is_fast
+from rapidformer.tasks.text.text import check_is_fast, get_frame
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
@@ -81,10 +80,10 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
     ) -> str:
         """The conversation as text; ``lets_answer`` adds the generation prompt at the end."""
-        variables = {**self.variables, **variables, "add_generation_prompt": lets_answer}
+        variables = {**self.variables, **variables}
         with _reporting_refusals():
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, **variables
+                list(messages), tokenize=False, add_generation_prompt=lets_answer, **variables
             )
         return text
 

@@ -7,7 +7,7 @@ that memory does not grow with the split. Each rank ends with the same tally.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,30 +31,6 @@ from rapidformer.tasks.rows.rows import take_first
 _HELD_EXAMPLES = 1024
 
 
-def iterate_records(
-    engine: RapidformerEngine,
-    task: Task,
-    model: Any,
-    loader: DistributedLoader,
-    prepared: PreparedData,
-    advance: Callable[[int], None] = lambda count: None,
-) -> Iterator[list[Record]]:
-    """The records of the whole split in the order of the data, a few at a time, on every rank.
-
-    ``advance`` is called with the number of examples that all ranks together have done.
-    """
-    held: list[list[Record]] = []
-    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
-    step = partial(task.evaluate_step, model, prepared=prepared)
-    for micro_batch, records in run_batches(loader, step):
-        held.append(records[: micro_batch.info.rows])
-        advance(loader.samples_per_round)
-        if len(held) == limit:
-            yield gather_rounds(held, engine.runtime.topology)
-            held = []
-    yield gather_rounds(held, engine.runtime.topology)
-
-
 def measure(
     engine: RapidformerEngine,
     task: Task,
@@ -64,10 +40,21 @@ def measure(
     split: str,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """The metrics of a labelled split."""
+    """The metrics of a labelled split, the same on every rank.
+
+    ``advance`` is called with the number of examples that all ranks together have done.
+    """
     tally = task.build_tally(prepared, split)
-    for records in iterate_records(engine, task, model, loader, prepared, advance):
-        tally.update(records)
+    held: list[list[Record]] = []
+    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
+    step = partial(task.evaluate_step, model, prepared=prepared)
+    for micro_batch, records in run_batches(loader, step):
+        held.append(records[: micro_batch.info.rows])
+        advance(loader.samples_per_round)
+        if len(held) == limit:
+            tally.update(gather_rounds(held, engine.runtime.topology))
+            held = []
+    tally.update(gather_rounds(held, engine.runtime.topology))
     return tally
 
 

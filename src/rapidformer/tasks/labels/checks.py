@@ -143,7 +143,6 @@ def check_count(count: int, args: Settings, split: str) -> None:
 
 def check_known(
     values: Mapping[str, list[Any]],
-    column: str,
     space: LabelSpace,
     args: Settings,
     learned: ModelClasses,
@@ -157,7 +156,7 @@ def check_known(
             problem = next((item for item in value if item not in space.ids), None)
         if problem is None:
             continue
-        place = f"{split}, row {number}: the label {problem!r} in the column {column}"
+        place = f"{split}, row {number}: the label {problem!r} in the column {space.column}"
         known = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
         if space.is_multi_hot:
             known = f"lists of {space.num_labels} numbers"

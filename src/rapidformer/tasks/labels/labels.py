@@ -30,6 +30,7 @@ REGRESSION = "regression"
 class LabelSpace:
     """The labels of the data, and how its values map to them."""
 
+    column: str
     problem_type: str
     names: tuple[str, ...] = ()
     ids: Mapping[Any, int] = field(default_factory=dict)
@@ -123,7 +124,7 @@ def read_labels(
         checks.check_numbers(values, column)
         if args.problem_type is None and learned.problem_type is None and args.num_labels != 1:
             checks.warn_about_few_fractions(values[first], first, column)
-        return LabelSpace(problem_type=kind), labelled
+        return LabelSpace(column=column, problem_type=kind), labelled
     names = get_class_names(splits[first], column)
     read = _read_multi_label if kind == MULTI else read_classes
     if kind == SINGLE:
@@ -157,8 +158,8 @@ def read_classes(
         # A head with one output would mean regression.
         warn("All rows have the same label, %s: there is nothing to learn.", chosen[0])
         chosen = (*chosen, f"not {chosen[0]}")
-    space = LabelSpace(problem_type=SINGLE, names=chosen, ids=ids)
-    checks.check_known(values, column, space, args, learned, names)
+    space = LabelSpace(column=column, problem_type=SINGLE, names=chosen, ids=ids)
+    checks.check_known(values, space, args, learned, names)
     return space
 
 
@@ -211,8 +212,10 @@ def _read_multi_label(
         model if texts is not None and texts <= set(model.names) else learned,
         lambda: len(rows[0]) if is_multi_hot else args.num_labels or max(items) + 1,
     )
-    space = LabelSpace(problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot)
-    checks.check_known(values, column, space, args, learned, names)
+    space = LabelSpace(
+        column=column, problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot
+    )
+    checks.check_known(values, space, args, learned, names)
     return space
 
 

@@ -81,7 +81,8 @@ def load_metric(path: str, config_name: str | None = None, **settings: Any) -> M
 
 def _find_glue(task: str | None) -> _Compute:
     if task == "stsb":
-        return lambda p, r: {k: v for k, v in compute_regression(p, r).items() if "m" not in k[:1]}
+        keys = ("pearson", "spearmanr")
+        return lambda p, r: {k: v for k, v in compute_regression(p, r).items() if k in keys}
     if task not in GLUE_METRICS:
         raise ConfigurationError(
             f"glue has no task {task!r}: use one of {', '.join([*GLUE_METRICS, 'stsb'])}."
@@ -102,16 +103,14 @@ def _classify(name: str) -> _Compute:
         predictions: list[int], references: list[int], average: str | None = "binary"
     ) -> _Scores:
         import torch
-        from torchmetrics.functional import classification
+        from torchmetrics import functional
 
-        predicted, wanted = torch.tensor(predictions), torch.tensor(references)
-        function = "f1_score" if name == "f1" else name
-        if average == "binary":
-            score = getattr(classification, f"binary_{function}")(predicted, wanted)
-        else:
+        options: dict[str, Any] = {"task": "binary"}
+        if average != "binary":
             classes = _count_classes(predictions, references)
-            compute_each = getattr(classification, f"multiclass_{function}")
-            score = compute_each(predicted, wanted, num_classes=classes, average=average or "none")
+            options = {"task": "multiclass", "num_classes": classes, "average": average or "none"}
+        compute_score = getattr(functional, "f1_score" if name == "f1" else name)
+        score = compute_score(torch.tensor(predictions), torch.tensor(references), **options)
         return {name: score.tolist()}
 
     return compute
