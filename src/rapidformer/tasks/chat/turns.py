@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
 from rapidformer.tasks.chat.columns import ChatColumns
 
 Message = dict[str, Any]
-
+_Cell = TypeVar("_Cell")
 _SHOWN_ROWS = 5
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -40,45 +40,37 @@ class ChatRows(NamedTuple):
 
     def read_turns(self) -> list[list[Message]]:
         """The turns of each row; the error names every bad row and the reason."""
-        if self.names.messages is None:
-            answers: Sequence[str | None] = [None] * len(self.indices)
-            if self.names.response is not None:
-                answers = self.read_texts(self.names.response)
-            contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
-            parts = zip(systems, self._read_prompts(), contexts, answers, strict=True)
-            return [_build_turns(*row) for row in parts]
-        turns: list[list[Message]] = []
-        problems: dict[str, list[int]] = defaultdict(list)
-        for number, value in zip(self.indices, self.columns[self.names.messages], strict=True):
-            try:
-                turns.append(_read_messages(value))
-            except BadRowError as reason:
-                problems[str(reason)].append(number + 1)
-        if problems:
-            messages = [
-                f"{self.split}, {name_rows(rows)}: the column {self.names.messages} {reason}."
-                for reason, rows in problems.items()
-            ]
-            raise DataError(" ".join(messages))
-        return turns
+        if self.names.messages is not None:
+            return self._read_cells(self.names.messages, _read_messages)
+        prompts = self._read_prompts()
+        answers: Sequence[str | None] = [None] * len(self.indices)
+        if self.names.response is not None:
+            answers = self.read_texts(self.names.response)
+        contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
+        parts = zip(systems, prompts, contexts, answers, strict=True)
+        return [_build_turns(*row) for row in parts]
 
     def read_tools(self) -> list[list[Any] | None]:
         """The tools that each row's conversation may call; None for rows without any."""
         if self.names.tools is None:
             return [None] * len(self.indices)
-        schemas: list[list[Any] | None] = []
-        bad: list[int] = []
-        for number, value in zip(self.indices, self.columns[self.names.tools], strict=True):
+        return self._read_cells(self.names.tools, _read_schemas)
+
+    def _read_cells(self, column: str, read: Callable[[Any], _Cell]) -> list[_Cell]:
+        cells: list[_Cell] = []
+        problems: dict[str, list[int]] = defaultdict(list)
+        for number, value in zip(self.indices, self.columns[column], strict=True):
             try:
-                schemas.append(_read_schemas(value))
-            except (ValueError, TypeError):
-                bad.append(number + 1)
-        if bad:
-            raise DataError(
-                f"{self.split}, {name_rows(bad)}: the column {self.names.tools} must hold a list "
-                "of JSON schemas; rename it if it holds something else."
-            )
-        return schemas
+                cells.append(read(value))
+            except BadRowError as reason:
+                problems[str(reason)].append(number + 1)
+        if problems:
+            messages = [
+                f"{self.split}, {name_rows(rows)}: the column {column} {reason}."
+                for reason, rows in problems.items()
+            ]
+            raise DataError(" ".join(messages))
+        return cells
 
     def read_prompts(self) -> list[str]:
         """Prompts without a template: system message, prompt, context, and blank lines between."""
@@ -102,10 +94,13 @@ class ChatRows(NamedTuple):
 
 def _read_schemas(value: Any) -> list[Any] | None:
     """Some data sets store the list, or each schema in it, as JSON text."""
-    listed = json.loads(value or "null") if isinstance(value, str) else value
-    schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in listed or ()]
+    try:
+        listed = json.loads(value or "null") if isinstance(value, str) else value
+        schemas = [json.loads(item) if isinstance(item, str) else item for item in listed or ()]
+    except (ValueError, TypeError):
+        schemas = [None]
     if not all(isinstance(schema, Mapping) for schema in schemas):
-        raise TypeError("a schema is an object")
+        raise BadRowError("must hold a list of JSON schemas; rename it if it holds something else")
     return _drop_absent(schemas) or None
 
 

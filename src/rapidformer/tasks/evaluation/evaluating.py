@@ -52,9 +52,11 @@ def measure(
         held.append(records[: micro_batch.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
-            tally.update(gather_rounds(held, engine.runtime.topology))
+            everyone = gather_rounds(held, engine.runtime.topology)
+            tally.update(everyone)
             held = []
-    tally.update(gather_rounds(held, engine.runtime.topology))
+    everyone = gather_rounds(held, engine.runtime.topology)
+    tally.update(everyone)
     return tally
 
 

@@ -6,7 +6,6 @@ What is said of labels follows from the confusion matrix, which torchmetrics cou
 from __future__ import annotations
 
 import math
-import warnings
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -165,21 +164,14 @@ def _correlate(counts: torch.Tensor) -> float:
 class RegressionTally(Tally):
     """Pearson and Spearman correlation, mean squared and mean absolute error.
 
-    Ranks depend on all values at once: for Spearman alone, two numbers (16 bytes) are kept per row.
-    The correlation with a constant is undefined; it is reported as 0, so that an untrained model
-    does not put NaN into the results.
+    Spearman's ranks depend on all values at once, so two numbers (16 bytes) are kept per row, and
+    everything is computed from them, in fp64 (torchmetrics computes ranks in fp32). The correlation
+    with a constant is undefined; it is reported as 0, so that an untrained model does not put NaN
+    into the results.
     """
 
     def __init__(self) -> None:
-        import torch
-        from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef
-
         super().__init__()
-        self._metrics = {
-            "pearson": PearsonCorrCoef().set_dtype(torch.float64),
-            "mse": MeanSquaredError().set_dtype(torch.float64),
-            "mae": MeanAbsoluteError().set_dtype(torch.float64),
-        }
         self._predicted, self._wanted = array("d"), array("d")
 
     def add(self, records: Sequence[Record]) -> None:
@@ -189,11 +181,6 @@ class RegressionTally(Tally):
 
     def add_numbers(self, predicted: Sequence[float], wanted: Sequence[float]) -> None:
         """Add predicted and true numbers."""
-        import torch
-
-        pair = [torch.as_tensor(values, dtype=torch.float64) for values in (predicted, wanted)]
-        for metric in self._metrics.values():
-            metric.update(*pair)
         self._predicted.extend(predicted)
         self._wanted.extend(wanted)
 
@@ -203,15 +190,16 @@ class RegressionTally(Tally):
         predicted = torch.as_tensor(self._predicted, dtype=torch.float64)
         wanted = torch.as_tensor(self._wanted, dtype=torch.float64)
         varies = bool(predicted.ne(predicted[0]).any() and wanted.ne(wanted[0]).any())
-        with warnings.catch_warnings():
-            # torchmetrics warns about numbers that vary little, which the result shows anyway.
-            warnings.simplefilter("ignore")
-            pearson = float(self._metrics["pearson"].compute()) if varies else 0.0
+        pearson, spearman = (
+            float(torch.corrcoef(torch.stack(pair))[0, 1].nan_to_num(0.0)) if varies else 0.0
+            for pair in ((predicted, wanted), (_rank(predicted), _rank(wanted)))
+        )
+        errors = predicted - wanted
         return {
-            "pearson": 0.0 if math.isnan(pearson) else pearson,
-            "spearmanr": _correlate_ranks(predicted, wanted) if varies else 0.0,
-            "mse": float(self._metrics["mse"].compute()),
-            "mae": float(self._metrics["mae"].compute()),
+            "pearson": pearson,
+            "spearmanr": spearman,
+            "mse": float(errors.square().mean()),
+            "mae": float(errors.abs().mean()),
         }
 
 
@@ -220,14 +208,6 @@ def compute_regression(predictions: Sequence[float], labels: Sequence[float]) ->
     tally = RegressionTally()
     tally.add_numbers([float(value) for value in predictions], [float(value) for value in labels])
     return tally.score()
-
-
-def _correlate_ranks(predicted: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Spearman's correlation in fp64; torchmetrics computes the ranks in fp32."""
-    import torch
-
-    ranks = torch.stack([_rank(predicted), _rank(wanted)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 def _rank(values: torch.Tensor) -> torch.Tensor:

@@ -51,10 +51,6 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjecti
     """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
-    return _choose_class(load_config(args))(args, tokenizer)
-
-
-def _choose_class(config: Any) -> type[PretrainingObjective]:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -62,17 +58,19 @@ def _choose_class(config: Any) -> type[PretrainingObjective]:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
+    config = load_config(args)
     kind = config.model_type
     if kind in _GPT_NAMES:
-        return NextTokenInMegatronsForm
+        return NextTokenInMegatronsForm(args, tokenizer)
     if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
-        return HiddenSpans
+        return HiddenSpans(args, tokenizer)
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         model_class: Any = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
         takes = inspect.signature(model_class.forward).parameters if model_class else {}
-        return HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+        objective = HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+        return objective(args, tokenizer)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return NextToken
+        return NextToken(args, tokenizer)
     raise ModelError(
         f"--task pretraining does not know what a {kind} model learns from text: it needs a "
         "causal, a masked or a sequence-to-sequence language model. Write a PreTrainer for it."
