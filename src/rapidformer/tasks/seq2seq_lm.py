@@ -28,6 +28,7 @@ from rapidformer.tasks.rows.rows import (
     get_splits,
     has_labels,
     take_rows,
+    to_rows,
 )
 from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH, TextParts, load_text_parts
 
@@ -69,7 +70,8 @@ class Seq2SeqLM(Task):
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        (_find_pair if has_answers else _find_source)(rows, args)
+        find = _find_pair if has_answers else _find_source
+        find(rows, args)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
@@ -130,7 +132,7 @@ class Seq2SeqLM(Task):
         }
         if prepared.is_labelled(split):
             columns["expected"] = _read_column(rows, prepared.extras["target"])
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return to_rows(columns)
 
 
 def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.tasks.base import Batch, PreparedData, Record
 from rapidformer.tasks.metrics.generation import AnswerScores
 from rapidformer.tasks.metrics.tally import ReportTable, Tally
-from rapidformer.tasks.rows.rows import get_column, get_column_names, take_rows
+from rapidformer.tasks.rows.rows import get_column, get_column_names, take_rows, to_rows
 from rapidformer.tasks.text.windows import read_texts
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def find_best_spans(output: Any, mask: torch.Tensor, count: int) -> list[Record]
         inside = logits.masked_fill(mask == 0, float("-inf"))
         values, places = inside.topk(min(count, starts.shape[1]), dim=1)
         columns[name], columns[f"{name}_score"] = places.cpu().numpy(), values.cpu().numpy()
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return to_rows(columns)
 
 
 def compute_window_losses(output: Any, batch: Batch) -> torch.Tensor:
@@ -135,9 +135,7 @@ class AnswerTally(Tally):
     def _read_windows(self, count: int) -> list[dict[str, Any]]:
         part = take_rows(self._windows, self._next_window, count)
         self._next_window += count
-        names = get_column_names(part)
-        columns = [get_column(part, name) for name in names]
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        return to_rows({name: get_column(part, name) for name in get_column_names(part)})
 
     def _read_examples(self, first: int, last: int) -> None:
         part = take_rows(self._rows, first, last - first + 1)

@@ -113,7 +113,7 @@ def _are_placeholders(names: Sequence[str]) -> bool:
 
 
 def read_labels(
-    splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses = _NO_CLASSES
+    splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The checked labels of all splits, and which splits have labels."""
     values, labelled = checks.collect_labels(splits, column)
@@ -204,14 +204,10 @@ def _read_multi_label(
         raise DataError("The labels are lists, but every list is empty.")
     is_multi_hot = names is None and _is_multi_hot(rows, learned.count)
     texts = {str(item) for item in items} if isinstance(items[0], str) else None
-    chosen, ids = _choose_classes(
-        texts,
-        names,
-        model,
-        # A part of the model's labels is enough: rows without any say nothing about the others.
-        model if texts is not None and texts <= set(model.names) else learned,
-        lambda: len(rows[0]) if is_multi_hot else args.num_labels or max(items) + 1,
-    )
+    # If the model knows all of these labels, they are a part of its own.
+    known = model if texts is not None and texts <= set(model.names) else learned
+    size = len(rows[0]) if is_multi_hot else args.num_labels
+    chosen, ids = _choose_classes(texts, names, model, known, lambda: size or max(items) + 1)
     space = LabelSpace(
         column=column, problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot
     )

@@ -36,18 +36,12 @@ DEFAULT_METRICS = ("accuracy", "f1")
 class ClassTally(Tally):
     """One label per row. F1 is that of class 1 for two classes, otherwise the mean over classes."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        metrics: Sequence[str] = DEFAULT_METRICS,
-        *,
-        has_positive_class: bool | None = None,
-    ) -> None:
+    def __init__(self, names: Sequence[str], metrics: Sequence[str] = DEFAULT_METRICS) -> None:
         from torchmetrics.classification import MulticlassConfusionMatrix
 
         super().__init__()
         self._names, self._metrics = list(names), metrics
-        self._has_positive = len(names) == 2 if has_positive_class is None else has_positive_class
+        self._has_positive = len(names) == 2
         self._matrix = MulticlassConfusionMatrix(max(2, len(names)), validate_args=False)
 
     def add(self, records: Sequence[Record]) -> None:

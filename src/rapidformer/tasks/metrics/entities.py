@@ -115,7 +115,8 @@ class TagTally(ClassTally):
     """Each tag counts by itself; even of two tags, neither is "the" positive one."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names, has_positive_class=False)
+        super().__init__(names)
+        self._has_positive = False
 
     def add(self, records: Sequence[Record]) -> None:
         for record in records:

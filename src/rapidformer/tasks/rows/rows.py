@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,14 @@ def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
         part = rows[start : start + _BATCH]
         columns = {name: [row.get(name) for row in part] for name in names}
         result = function(columns, list(range(start, start + len(part))))
-        cells = zip(*result.values(), strict=True)
-        features.extend(dict(zip(result, values, strict=True)) for values in cells)
+        features.extend(to_rows(result))
     return features
+
+
+def to_rows(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
+    """Rows of columns of equal length."""
+    cells = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, values, strict=True)) for values in cells]
 
 
 def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import RowFunction, map_rows
+from rapidformer.tasks.rows.rows import RowFunction, map_rows, to_rows
 
 if TYPE_CHECKING:
     import torch
@@ -243,9 +243,8 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
     """One record per row: summed loss, labelled tokens, correct tokens."""
     from rapidformer.tasks.evaluation.scoring import score_tokens
 
-    names = ("loss", "count", "hits")
-    rows = zip(*score_tokens(logits, labels), strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    losses, counts, hits = score_tokens(logits, labels)
+    return to_rows({"loss": losses, "count": counts, "hits": hits})
 
 
 def describe_blocks(records: list[Record]) -> Answers:
