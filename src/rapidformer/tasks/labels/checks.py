@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
 from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
-
-if TYPE_CHECKING:
-    from rapidformer.tasks.labels.labels import LabelSpace, ModelClasses
 
 
 def is_unlabelled(values: Sequence[Any]) -> bool:
@@ -53,7 +50,7 @@ def _check_present(values: list[Any], column: str, split: str) -> None:
         )
 
 
-def _iterate(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, Any]]:
+def iterate_labels(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, Any]]:
     """The split, the number of the row and the label of every row."""
     for split, items in values.items():
         for number, value in enumerate(items, start=1):
@@ -62,7 +59,7 @@ def _iterate(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, Any]]:
 
 def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
     """Check that regression labels are numbers."""
-    for split, number, value in _iterate(values):
+    for split, number, value in iterate_labels(values):
         try:
             float(value)
         except (TypeError, ValueError):
@@ -92,7 +89,7 @@ def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
     """Check that multi-label rows hold lists."""
-    for split, number, value in _iterate(values):
+    for split, number, value in iterate_labels(values):
         if not isinstance(value, (list, tuple)):
             raise DataError(
                 f"{split}, row {number}: the label {value!r} in the column {column} is not a "
@@ -123,15 +120,6 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     return len(present)
 
 
-def check_contradiction(args: Settings, learned: ModelClasses) -> None:
-    """Check --num-labels against the classes of the model being evaluated."""
-    if learned.count and args.num_labels not in (None, learned.count):
-        raise DataError(
-            f"--num-labels {args.num_labels} contradicts the model, which was trained for "
-            f"{learned.count} labels: omit the flag."
-        )
-
-
 def check_count(count: int, args: Settings, split: str) -> None:
     """Check --num-labels against the number of classes in the data."""
     if args.num_labels is not None and args.num_labels != count:
@@ -139,38 +127,3 @@ def check_count(count: int, args: Settings, split: str) -> None:
             f"--num-labels {args.num_labels}, but {split} has {count} different labels: omit the "
             "flag, or check the data."
         )
-
-
-def check_known(
-    values: Mapping[str, list[Any]],
-    space: LabelSpace,
-    args: Settings,
-    learned: ModelClasses,
-    declared: Sequence[str] | None,
-) -> None:
-    """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
-    for split, number, value in _iterate(values):
-        if space.is_multi_hot:
-            problem = None if len(value) == space.num_labels else value
-        else:
-            problem = next((item for item in value if item not in space.ids), None)
-        if problem is None:
-            continue
-        place = f"{split}, row {number}: the label {problem!r} in the column {space.column}"
-        known = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
-        if space.is_multi_hot:
-            known = f"lists of {space.num_labels} numbers"
-        if learned.count:
-            is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
-            name = f" ({declared[problem]})" if declared and is_named else ""
-            raise DataError(
-                f"{place}{name} is unknown to the model, which was trained for {known}."
-            )
-        if not space.is_multi_hot and not isinstance(problem, str):
-            reason = f" (--num-labels {args.num_labels})" if args.num_labels else ""
-            known = f"0 to {len(space.ids) - 1}{reason}"
-        if "train" in values and split != "train" and args.num_labels is None:
-            raise DataError(
-                f"{place} does not occur in the training data, whose labels are {known}."
-            )
-        raise DataError(f"{place} is out of range: the labels are {known}.")

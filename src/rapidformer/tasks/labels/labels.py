@@ -141,7 +141,7 @@ def read_classes(
 ) -> LabelSpace:
     """One class per item, for rows of items: a row's single label, or the tags of its words."""
     split, learned = get_leading_split(values), _get_learned(values, model)
-    checks.check_contradiction(args, learned)
+    _check_contradiction(args, learned)
     rows = values[split]
     first = next((item for row in rows for item in row), None)
     if isinstance(first, (list, tuple, dict, float)) or first is None:
@@ -159,7 +159,7 @@ def read_classes(
         warn("All rows have the same label, %s: there is nothing to learn.", chosen[0])
         chosen = (*chosen, f"not {chosen[0]}")
     space = LabelSpace(column=column, problem_type=SINGLE, names=chosen, ids=ids)
-    checks.check_known(values, space, args, learned, names)
+    _check_known(values, space, args, learned, names)
     return space
 
 
@@ -196,7 +196,7 @@ def _read_multi_label(
     model: ModelClasses,
 ) -> LabelSpace:
     learned = _get_learned(values, model)
-    checks.check_contradiction(args, learned)
+    _check_contradiction(args, learned)
     checks.check_lists(values, column)
     rows = values[get_leading_split(values)]
     items = [item for row in rows for item in row]
@@ -211,7 +211,7 @@ def _read_multi_label(
     space = LabelSpace(
         column=column, problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot
     )
-    checks.check_known(values, space, args, learned, names)
+    _check_known(values, space, args, learned, names)
     return space
 
 
@@ -259,3 +259,50 @@ def _sort_names(names: set[str]) -> tuple[str, ...]:
     if all(name.lstrip("-").isdigit() for name in names):
         return tuple(sorted(names, key=int))
     return tuple(sorted(names))
+
+
+# --- the data against the model ------------------------------------------------------------------
+
+
+def _check_contradiction(args: Settings, learned: ModelClasses) -> None:
+    """Check --num-labels against the classes of the model being evaluated."""
+    if learned.count and args.num_labels not in (None, learned.count):
+        raise DataError(
+            f"--num-labels {args.num_labels} contradicts the model, which was trained for "
+            f"{learned.count} labels: omit the flag."
+        )
+
+
+def _check_known(
+    values: Mapping[str, list[Any]],
+    space: LabelSpace,
+    args: Settings,
+    learned: ModelClasses,
+    declared: Sequence[str] | None,
+) -> None:
+    """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
+    for split, number, value in checks.iterate_labels(values):
+        if space.is_multi_hot:
+            problem = None if len(value) == space.num_labels else value
+        else:
+            problem = next((item for item in value if item not in space.ids), None)
+        if problem is None:
+            continue
+        place = f"{split}, row {number}: the label {problem!r} in the column {space.column}"
+        known = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
+        if space.is_multi_hot:
+            known = f"lists of {space.num_labels} numbers"
+        if learned.count:
+            is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
+            name = f" ({declared[problem]})" if declared and is_named else ""
+            raise DataError(
+                f"{place}{name} is unknown to the model, which was trained for {known}."
+            )
+        if not space.is_multi_hot and not isinstance(problem, str):
+            reason = f" (--num-labels {args.num_labels})" if args.num_labels else ""
+            known = f"0 to {len(space.ids) - 1}{reason}"
+        if "train" in values and split != "train" and args.num_labels is None:
+            raise DataError(
+                f"{place} does not occur in the training data, whose labels are {known}."
+            )
+        raise DataError(f"{place} is out of range: the labels are {known}.")
