@@ -146,7 +146,8 @@ class CausalLM(LanguageModel):
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         from rapidformer.tasks.text.packed_attention import get_inputs
 
-        return super().forward(model, get_inputs(model, batch))
+        loss: torch.Tensor = model(**get_inputs(model, batch)).loss
+        return loss
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import shift_labels
