@@ -15,7 +15,7 @@ import rapidformer
 from rapidformer.cli.output import format_lines, write_predictions
 from rapidformer.errors import DataError
 from rapidformer.tasks.evaluation.report import EvaluationReport
-from rapidformer.tasks.metrics.tables import ScoreTable
+from rapidformer.tasks.metrics.tally import ScoreTable
 from tests.small import make_model_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from rapidformer.config import Settings
+
 _TEXT = """
 the a an is was in of and to not good bad fine great awful movie film book cat dog sat on mat who
 what where when lives john mary paris london berlin red green blue one two three hello world yes no
@@ -26,35 +28,17 @@ PIECES = [
 ]
 VOCABULARY = list(dict.fromkeys([*SPECIAL, *WORDS, *PIECES]))
 
-DEFAULTS: dict[str, Any] = {
-    "task": None, "pretrained_model_name_or_path": None, "load": None, "data_path": None,
-    "data_name": None, "data_dir": None, "train_data": None, "valid_data": None, "test_data": None,
-    "seq_length": None, "decoder_seq_length": None, "doc_stride": None, "max_answer_length": 30,
-    "n_best": 20, "mask_prob": 0.15, "seed": 1234, "text_column": None, "text_pair_column": None,
-    "label_column": None, "question_column": None, "context_column": None, "answers_column": None,
-    "choice_columns": None, "image_column": None, "target_column": None, "source_prefix": None,
-    "num_labels": None, "problem_type": None, "label_all_tokens": False, "group_texts": True,
-    "max_train_samples": None, "max_eval_samples": None, "max_predict_samples": None,
-    "trust_remote_code": False, "cache_dir": None, "num_beams": 1, "max_new_tokens": None,
-    "preprocessing_workers": None, "num_layers": None, "hidden_size": None,
-    "num_attention_heads": None, "ffn_hidden_size": None, "max_position_embeddings": None,
-    "vocab_size": None, "model_type": None, "from_scratch": False, "hidden_dropout": None,
-    "allow_partial_load": False,
-    "attention_dropout": None, "init_method_std": None, "tokenizer_type": None, "vocab_file": None,
-    "merge_file": None, "image_size": None, "patch_size": None, "world_size": 1,
-    "validation_split": None, "lora_rank": None, "peft_config": None, "quantize_base": None,
-}  # fmt: skip
-
 MakeArgs = Callable[..., SimpleNamespace]
 
 
 def make_args(**values: Any) -> SimpleNamespace:
-    unknown = set(values) - set(DEFAULTS)
+    defaults = vars(Settings())
+    unknown = set(values) - set(defaults)
     assert not unknown, unknown
     for name in ("data_path", "pretrained_model_name_or_path", "load"):
         if isinstance(values.get(name), Path):
             values[name] = str(values[name])
-    return SimpleNamespace(**{**DEFAULTS, **values})
+    return SimpleNamespace(**{**defaults, **values})
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -170,6 +154,15 @@ def run_split(task: Any, model: Any, prepared: Any, split: str, batch_size: int 
             assert len(found) == len(part)
             records += found
     return records
+
+
+def compute_metrics(task: Any, records: list[Any], prepared: Any, split: str) -> dict[str, float]:
+    """What an evaluation reports; nothing for a split without labels."""
+    if not records or not prepared.is_labelled(split):
+        return {}
+    tally = task.build_tally(prepared, split)
+    tally.update(records)
+    return dict(tally.compute())
 
 
 def train_steps(task: Any, model: Any, prepared: Any, steps: int = 3) -> list[float]:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from rapidformer.log import warn_once
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.text.packed_attention import apply_packed_attention, get_inputs
 
-from .conftest import make_args, run_split, train_steps, write_jsonl
+from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
 
 TASK = get_task("causal_lm")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "chat.sh"
@@ -69,19 +68,6 @@ SHARE = [
     {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]}
     for m in TURNS
 ]
-EXTRA = {
-    "messages_column": None, "prompt_column": None, "response_column": None, "system_column": None,
-    "tools_column": None, "chat_template": None, "chat_template_kwargs": None,
-    "train_on_prompts": False, "packing": False,
-}  # fmt: skip
-
-
-def chat_args(**values: Any) -> SimpleNamespace:
-    extra = {name: values.pop(name, default) for name, default in EXTRA.items()}
-    args = make_args(**values)
-    for name, value in extra.items():
-        setattr(args, name, value)
-    return args
 
 
 def build_tokenizer() -> Any:
@@ -151,7 +137,7 @@ def said() -> Iterator[list[str]]:
 
 
 def prepare(folder: Path, rows: list[Any], split: str = "train", **values: Any) -> Any:
-    return TASK.prepare(chat_args(pretrained_model_name_or_path=folder, **values), {split: rows})
+    return TASK.prepare(make_args(pretrained_model_name_or_path=folder, **values), {split: rows})
 
 
 def read_trained(prepared: Any, index: int = 0) -> str:
@@ -283,7 +269,7 @@ def test_a_template_without_an_end_is_reported_in_training_alone(
 ) -> None:
     warn_once.cache_clear()
     values = {"chat_template": CHATML.replace("<|im_end|>", "")}
-    args = chat_args(pretrained_model_name_or_path=folder, **values)
+    args = make_args(pretrained_model_name_or_path=folder, **values)
     TASK.prepare_for_prediction(args, [{"messages": TURNS[:-1]}])
     assert not any("nothing after an answer" in line for line in said)
     prepare(folder, [{"messages": TURNS}], **values)
@@ -430,7 +416,7 @@ def test_bad_rows_are_named(folder: Path) -> None:
         prepare(folder, [{"prompt": ["x"], "response": "y"}])
     with pytest.raises(DataError, match=r"validation has no column response: all splits need"):
         TASK.prepare(
-            chat_args(pretrained_model_name_or_path=folder),
+            make_args(pretrained_model_name_or_path=folder),
             {"train": [{"prompt": "a", "response": "b"}], "validation": [{"prompt": "a"}]},
         )
 
@@ -476,7 +462,7 @@ def test_tools_of_a_conversation_reach_the_template(folder: Path) -> None:
     assert all(each.train[0] == shown.train[0] for each in same)
     plain = prepare(folder, [{"messages": TURNS, "tools": []}], chat_template=template)
     assert len(plain.train[0]["input_ids"]) < len(shown.train[0]["input_ids"])
-    args = chat_args(pretrained_model_name_or_path=folder, chat_template=template, max_new_tokens=4)
+    args = make_args(pretrained_model_name_or_path=folder, chat_template=template, max_new_tokens=4)
     asked = TASK.prepare_for_prediction(args, [{"messages": TURNS, "tools": [schema]}])
     assert shown.processor.decode(asked.test[0]["input_ids"]).startswith('the {"name": "look"}')
     with pytest.raises(DataError, match=r"train, row 1: the column tools must hold a list of JSON"):
@@ -489,13 +475,13 @@ def test_variables_of_the_template(folder: Path) -> None:
     given = {"chat_template": template, "chat_template_kwargs": '{"is_brief": true}'}
     prepared = prepare(folder, rows, **given)
     assert prepared.processor.decode(prepared.train[0]["input_ids"]).startswith("be brief")
-    args = chat_args(pretrained_model_name_or_path=folder, max_new_tokens=4, **given)
+    args = make_args(pretrained_model_name_or_path=folder, max_new_tokens=4, **given)
     asked = TASK.prepare_for_prediction(args, rows)
     assert prepared.processor.decode(asked.test[0]["input_ids"]).startswith("be brief")
 
 
 def test_a_test_split_may_have_no_answers(folder: Path) -> None:
-    args = chat_args(pretrained_model_name_or_path=folder)
+    args = make_args(pretrained_model_name_or_path=folder)
     rows = [{"prompt": "what", "response": "blue"}]
     for test in ([{"prompt": "what"}], [{"prompt": "what", "response": ""}]):
         prepared = TASK.prepare(args, {"train": rows, "test": test})
@@ -509,7 +495,7 @@ def test_a_test_split_may_have_no_answers(folder: Path) -> None:
 
 
 def test_predict_answers_conversations_and_prompts_and_continues_texts(folder: Path) -> None:
-    args = chat_args(pretrained_model_name_or_path=folder, max_new_tokens=4)
+    args = make_args(pretrained_model_name_or_path=folder, max_new_tokens=4)
     tokenizer = prepare(folder, [{"messages": TURNS}]).processor
     asked = tokenizer.apply_chat_template(TURNS[:-1], add_generation_prompt=True)["input_ids"]
     ready = TASK.prepare_for_prediction(args, [{"messages": TURNS}, {"messages": TURNS[:-1]}])
@@ -529,13 +515,13 @@ def test_predict_answers_conversations_and_prompts_and_continues_texts(folder: P
     assert text == "<|im_start|>user\nwhat is the sky ?<|im_end|>\n<|im_start|>assistant\n"
     row = TASK.predictions(run_split(TASK, model, ready, "test"), ready, "test")[0]
     assert list(row) == ["prompt", "generated"]
-    named = chat_args(pretrained_model_name_or_path=folder, prompt_column="q", max_new_tokens=4)
+    named = make_args(pretrained_model_name_or_path=folder, prompt_column="q", max_new_tokens=4)
     ready = TASK.prepare_for_prediction(named, ["what is the sky ?"])
     assert tokenizer.decode(ready.test[0]["input_ids"]) == text
 
     ready = TASK.prepare_for_prediction(args, ["what is the sky ?"])
     assert tokenizer.decode(ready.test[0]["input_ids"]) == text, "a chat model answers"
-    bare = chat_args(pretrained_model_name_or_path=folder, chat_template="none", max_new_tokens=4)
+    bare = make_args(pretrained_model_name_or_path=folder, chat_template="none", max_new_tokens=4)
     for given, how in ((["what is"], bare), ([{"text": "what is"}], args)):
         ready = TASK.prepare_for_prediction(how, given)
         assert tokenizer.decode(ready.test[0]["input_ids"]) == "what is"
@@ -546,7 +532,7 @@ def test_predict_answers_conversations_and_prompts_and_continues_texts(folder: P
 def test_predict_without_a_template_asks_as_training_did(
     plain_folder: Path, said: list[str]
 ) -> None:
-    args = chat_args(pretrained_model_name_or_path=plain_folder, max_new_tokens=4, seq_length=12)
+    args = make_args(pretrained_model_name_or_path=plain_folder, max_new_tokens=4, seq_length=12)
     rows = [{"instruction": "what is", "input": "the sky ?", "output": "blue"}]
     trained = prepare(plain_folder, rows).train[0]
     ready = TASK.prepare_for_prediction(args, rows)
@@ -629,15 +615,15 @@ def test_packed_and_unpacked_have_one_loss_and_one_gradient(
 def test_evaluation_is_the_same_packed(folder: Path, said: list[str]) -> None:
     values = {"pretrained_model_name_or_path": folder, "seq_length": 64}
     splits = {"train": PAIRS, "validation": PAIRS[:7]}
-    args = chat_args(packing=True, **values)
+    args = make_args(packing=True, **values)
     packed = TASK.prepare(args, splits)
     model = TASK.build_model(args, packed)
     losses = train_steps(TASK, model, packed, steps=5)
     assert losses[-1] < losses[0]
     results = []
-    for prepared in (packed, TASK.prepare(chat_args(**values), splits)):
+    for prepared in (packed, TASK.prepare(make_args(**values), splits)):
         records = run_split(TASK, model, prepared, "validation", batch_size=2)
-        results.append(TASK.compute_metrics(records, prepared, "validation"))
+        results.append(compute_metrics(TASK, records, prepared, "validation"))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
     assert set(results[0]) == {"loss", "perplexity", "accuracy"}
     told = "\n".join(said)

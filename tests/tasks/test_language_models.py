@@ -13,7 +13,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.registry import get_task
 
-from .conftest import make_args, run_split, train_steps, write_jsonl
+from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
 
 MASKED, CAUSAL = get_task("masked_lm"), get_task("casual_lm")
 ROWS = [{"text": "the cat sat on the mat . " * n + "hello world"} for n in (1, 3, 2, 5, 1)] + [
@@ -33,7 +33,7 @@ def test_masked_lm_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Pa
     losses = train_steps(MASKED, model, prepared, steps=10)
     assert losses[-1] < losses[0]
     records = run_split(MASKED, model, prepared, "test")
-    metrics = MASKED.compute_metrics(records, prepared, "test")
+    metrics = compute_metrics(MASKED, records, prepared, "test")
     batch = prepared.collate([prepared.test[i] for i in range(len(prepared.test))])
     with torch.no_grad():
         whole = model(**batch)
@@ -122,7 +122,7 @@ def test_causal_lm_trains_evaluates_and_generates(gpt_folder: Path) -> None:
     losses = train_steps(CAUSAL, model, prepared, steps=10)
     assert losses[-1] < losses[0]
     records = run_split(CAUSAL, model, prepared, "validation", batch_size=2)
-    metrics = CAUSAL.compute_metrics(records, prepared, "validation")
+    metrics = compute_metrics(CAUSAL, records, prepared, "validation")
     rows = [prepared.validation[i] for i in range(len(prepared.validation))]
     batch = prepared.collate(rows)
     with torch.no_grad():

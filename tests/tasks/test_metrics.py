@@ -10,17 +10,11 @@ from hypothesis import strategies as st
 from rapidformer.tasks.metrics.classification import (
     ClassTally,
     MultiLabelTally,
-    compute_multi_label,
+    RegressionTally,
+    compute_regression,
 )
-from rapidformer.tasks.metrics.entities import (
-    EntityScores,
-    compute_entities,
-    find_entities,
-    has_entity_tags,
-)
-from rapidformer.tasks.metrics.generation import TextScores, compute_generation
-from rapidformer.tasks.metrics.regression import RegressionTally, compute_regression
-from rapidformer.tasks.metrics.squad import compute_squad
+from rapidformer.tasks.metrics.entities import EntityTally, find_entities, has_entity_tags
+from rapidformer.tasks.metrics.generation import TextScores, compute_squad
 from rapidformer.tasks.metrics.tally import compute_perplexity
 
 from .squad_scripts import normalize, score_version_1, score_version_2
@@ -51,7 +45,10 @@ def test_entities_equal_seqeval(pairs: list[list[tuple[str, str]]]) -> None:
     guess = [[pair[1] for pair in sentence] for sentence in pairs]
     for tags in truth:
         assert find_entities(tags) == get_entities(tags)
-    found = compute_entities(guess, truth)
+    tally = EntityTally()
+    for guessed, wanted in zip(guess, truth, strict=True):
+        tally.add_tags(guessed, wanted)
+    found = tally.score()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert found["precision"] == pytest.approx(precision_score(truth, guess))
@@ -59,11 +56,8 @@ def test_entities_equal_seqeval(pairs: list[list[tuple[str, str]]]) -> None:
         assert found["f1"] == pytest.approx(f1_score(truth, guess))
         assert found["accuracy"] == pytest.approx(accuracy_score(truth, guess))
         if any(tag != "O" for sentence in [*truth, *guess] for tag in sentence):
-            scores = EntityScores()
-            for guessed, wanted in zip(guess, truth, strict=True):
-                scores.add(guessed, wanted)
             expected = classification_report(truth, guess, output_dict=True)
-            check_report(scores.tables()[0].to_json(), expected)
+            check_report(tally.tables()[0].to_json(), expected)
 
 
 def test_entity_tags_are_recognized() -> None:
@@ -133,13 +127,13 @@ def test_multi_label_equals_sklearn(rows: list[tuple[list[int], list[int]]]) -> 
     from sklearn.metrics import accuracy_score, classification_report, f1_score
 
     guess, truth = [row[0] for row in rows], [row[1] for row in rows]
-    found = compute_multi_label(guess, truth)
+    tally = MultiLabelTally([str(i) for i in range(len(truth[0]))])
+    tally.add_labels(guess, truth)
+    found = tally.score()
     assert found["accuracy"] == pytest.approx(accuracy_score(truth, guess))
     for name, average in (("f1", "micro"), ("f1_macro", "macro")):
         expected = f1_score(truth, guess, average=average, zero_division=0)
         assert found[name] == pytest.approx(expected)
-    tally = MultiLabelTally([str(i) for i in range(len(truth[0]))])
-    tally.add_labels(guess, truth)
     expected = classification_report(truth, guess, output_dict=True, zero_division=0)
     del expected["samples avg"]
     check_report(tally.tables()[0].to_json(), expected)
@@ -218,10 +212,11 @@ def test_generation_equals_the_reference_packages(rows: list[tuple[str, str]]) -
 
 
 def test_texts_without_any_match_score_0() -> None:
-    assert compute_generation(["", ""], ["a", "b"])["bleu"] == 0.0
-    assert compute_generation(["x y z"], ["a b c"]) == dict.fromkeys(
-        ("bleu", "rouge1", "rouge2", "rougeL"), 0.0
-    )
+    nothing, other = TextScores(), TextScores()
+    nothing.add(["", ""], ["a", "b"])
+    assert nothing.score()["bleu"] == 0.0
+    other.add(["x y z"], ["a b c"])
+    assert other.score() == dict.fromkeys(("bleu", "rouge1", "rouge2", "rougeL"), 0.0)
 
 
 def test_perplexity() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rapidformer.config import Settings
 from rapidformer.log import get_logger, warn_once
-from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import build_encoder, encode_chats
 
 from .published_templates import PUBLISHED, build_tokenizer
@@ -33,7 +34,7 @@ def converse(*answers: dict[str, Any] | str) -> list[dict[str, Any]]:
 
 def encode(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
     columns = ChatColumns(messages="messages")
-    encoder = build_encoder(tokenizer, columns, ChatSettings(), 4096)
+    encoder = build_encoder(tokenizer, columns, Settings(), 4096)
     row: dict[str, list[int]] = encode_chats([{"messages": messages}], "train", encoder, None)[0]
     return row
 
@@ -135,5 +136,5 @@ def test_generation_stops_at_the_token_that_was_trained(
 ) -> None:
     published = PUBLISHED[name]
     tokenizer = tokenizers[name]
-    encoder = build_encoder(tokenizer, ChatColumns(messages="messages"), ChatSettings(), 4096)
+    encoder = build_encoder(tokenizer, ChatColumns(messages="messages"), Settings(), 4096)
     assert encoder.get_stop_id() == tokenizer.convert_tokens_to_ids(published.end)

@@ -9,7 +9,7 @@ import torch
 from rapidformer.errors import DataError
 from rapidformer.tasks.registry import get_task
 
-from .conftest import make_args, run_split, train_steps, write_jsonl
+from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
 
 TASK = get_task("seq2seq_lm")
 ROWS = [
@@ -33,7 +33,7 @@ def test_trains_evaluates_and_predicts(t5_folder: Path, tmp_path: Path) -> None:
     losses = train_steps(TASK, model, prepared, steps=60)
     assert losses[-1] < losses[0]
     records = run_split(TASK, model, prepared, "validation", batch_size=2)
-    metrics = TASK.compute_metrics(records, prepared, "validation")
+    metrics = compute_metrics(TASK, records, prepared, "validation")
     batch = prepared.collate([prepared.validation[i] for i in range(3)])
     assert (batch["labels"] == -100).any()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from rapidformer.errors import DataError
 from rapidformer.log import configure_logging
 from rapidformer.tasks.registry import get_task
 
-from .conftest import make_args, run_split, train_steps, write_jsonl
+from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
 
 TASK = get_task("sequence_classification")
 GOOD = ["good movie", "a great film", "fine book . the cat sat on the mat", "the movie is good"]
@@ -41,7 +41,7 @@ def test_trains_evaluates_and_predicts_from_files(bert_folder: Path, tmp_path: P
     assert losses[-1] < losses[0]
 
     records = run_split(TASK, model, prepared, "validation")
-    metrics = TASK.compute_metrics(records, prepared, "validation")
+    metrics = compute_metrics(TASK, records, prepared, "validation")
     batch = prepared.collate([prepared.validation[i] for i in range(4)])
     with torch.no_grad():
         whole = model(**batch)
@@ -71,7 +71,7 @@ def test_text_labels_are_sorted_and_saved_with_the_model(bert_folder: Path, tmp_
     found = TASK.predictions(run_split(TASK, again, ready, "test"), ready, "test")
     assert [row["text"] for row in found] == ["good movie", "bad film"]
     assert {row["label"] for row in found} <= {"negative", "positive"}
-    assert TASK.compute_metrics([], ready, "test") == {}
+    assert compute_metrics(TASK, [], ready, "test") == {}
 
     # Evaluating the saved model: its own order of names holds, and one class may be missing.
     only = TASK.prepare(saved, {"validation": [{"text": "good", "label": "positive"}]})
@@ -116,7 +116,7 @@ def test_regression(bert_folder: Path) -> None:
     model = TASK.build_model(args, prepared)
     train_steps(TASK, model, prepared)
     records = run_split(TASK, model, prepared, "validation")
-    metrics = TASK.compute_metrics(records, prepared, "validation")
+    metrics = compute_metrics(TASK, records, prepared, "validation")
     assert metrics["loss"] == pytest.approx(metrics["mse"], rel=1e-5)
     from scipy.stats import pearsonr, spearmanr
 
@@ -163,7 +163,7 @@ def test_several_labels_a_row(bert_folder: Path) -> None:
     assert model.config.problem_type == "multi_label_classification"
     train_steps(TASK, model, prepared)
     records = run_split(TASK, model, prepared, "validation")
-    metrics = TASK.compute_metrics(records, prepared, "validation")
+    metrics = compute_metrics(TASK, records, prepared, "validation")
     from sklearn.metrics import f1_score
 
     truth = np.array([[1, 1], [1, 0], [0, 1], [0, 0]])
@@ -189,7 +189,7 @@ def test_unlabelled_test_split_is_for_prediction_only(bert_folder: Path) -> None
     assert "labels" not in prepared.test[0]
     model = TASK.build_model(args, prepared)
     records = run_split(TASK, model, prepared, "test")
-    assert TASK.compute_metrics(records, prepared, "test") == {}
+    assert compute_metrics(TASK, records, prepared, "test") == {}
     assert len(TASK.predictions(records, prepared, "test")) == 4
 
 

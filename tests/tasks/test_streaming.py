@@ -15,10 +15,13 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation import evaluating
 from rapidformer.tasks.evaluation.answers import AnswerTally
-from rapidformer.tasks.metrics.classification import ClassTally, MultiLabelTally
+from rapidformer.tasks.metrics.classification import (
+    ClassTally,
+    MultiLabelTally,
+    RegressionTally,
+)
 from rapidformer.tasks.metrics.entities import EntityTally, TagTally
 from rapidformer.tasks.metrics.generation import TextTally
-from rapidformer.tasks.metrics.regression import RegressionTally
 from rapidformer.tasks.metrics.tally import ChoiceTally, TokenTally
 
 ROWS = 100_000
@@ -105,7 +108,7 @@ def read_targets(first: int, count: int) -> tuple[list[str], list[str]]:
         (MultiLabelTally(["a", "b", "c"]), {**CLASS, "label": [0.0, 1.0, 1.0]}, ["_matrix"]),
         (TokenTally(), {**LOSS, "hits": 1}, []),
         (ChoiceTally(), CLASS, []),
-        (EntityTally(["O", "B-X", "I-X"]), TAGGED, ["_scores"]),
+        (EntityTally(["O", "B-X", "I-X"]), TAGGED, ["_right", "_guessed", "_wanted"]),
         (TagTally(["NOUN", "VERB", "ADJ"]), TAGGED, ["_matrix"]),
         (
             TextTally(lambda record: "the cat on a mat", read_targets),

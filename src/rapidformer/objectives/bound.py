@@ -1,12 +1,16 @@
 """An objective with its model: the forward step that ``engine.run_update`` takes.
 
 What a micro-batch must know of its whole update travels in its batch, under one key, so that a CUDA
-graph and a pipeline see it like any other input.
+graph and a pipeline see it like any other input. What the losses of its rows must know of all other
+rows comes from a first pass over the update. It has no gradient. The second pass of each
+micro-batch draws the random numbers of its first one again, so both see the same dropout masks, and
+the run goes on as if there had been one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,15 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.data.batch import count_rows
+from rapidformer.data.prefetch import move_micro_batch
 from rapidformer.data.update import Update
-from rapidformer.dist.collectives import sum_over_rows
+from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
-from rapidformer.objectives.first_pass import look, survey
 from rapidformer.objectives.objective import Context, Count, Objective, Term, Terms
 
 _UPDATE = "rapidformer_update"
 """Key of a batch: what is known of its whole update."""
+_MOST_ROWS = 2**24
+"""More than a micro-batch can have: orders rows by micro-batch, then by their place in it."""
 
 
 class ForwardResult(NamedTuple):
@@ -74,7 +80,7 @@ class BoundObjective:
         if not self._objective.has_first_pass:
             return self._context
         if not known:  # outside of an update, a batch is one by itself
-            rows = look(self._objective, self._model, batch)
+            rows = _look(self._objective, self._model, batch)
             places = torch.arange(count_rows(rows), device=next(iter(rows.values())).device)
             return replace(self._context, rows=self._objective.summarize(rows), places=places)
         known["random"].restore()
@@ -140,23 +146,19 @@ class BoundObjective:
             factors = self._sum_counts(update, counts, topology, device)
             known = [{"factors": factors} for _ in update]
         if self._objective.has_first_pass:
-            surveyed = survey(self._objective, self._model, update, topology, device)
+            surveyed = _survey(self._objective, self._model, update, topology, device)
             known = [a | b for a, b in zip(known, surveyed, strict=True)]
-        return replace(
-            update,
-            micro_batches=tuple(
-                micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
-                for micro_batch, facts in zip(update, known, strict=True)
-            ),
+        micro_batches = tuple(
+            micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
+            for micro_batch, facts in zip(update, known, strict=True)
         )
+        return replace(update, micro_batches=micro_batches)
 
+    @staticmethod
     def _sum_counts(
-        self,
-        update: Update,
-        counts: Sequence[Mapping[str, Count]],
-        topology: Topology,
+        update: Update, counts: Sequence[Mapping[str, Count]], topology: Topology,
         device: torch.device,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """For each term, the rows of the update over its count in the update."""
         names = sorted(counts[0])  # the same order on every rank
         table = [
@@ -166,8 +168,8 @@ class BoundObjective:
             for micro_batch, counted in zip(update, counts, strict=True)
         ]
         if any(isinstance(value, Tensor) for line in table for value in line):
-            lines = [torch.stack([_to_double(value, device) for value in line]) for line in table]
-            totals = torch.stack(lines).sum(0)
+            lines = [[torch.as_tensor(v).to(device, torch.float64) for v in line] for line in table]
+            totals = torch.stack([torch.stack(line) for line in lines]).sum(0)
         else:
             totals = torch.tensor(table, dtype=torch.float64, device="cpu").sum(0)
             if device.type == "cuda":
@@ -195,5 +197,71 @@ def _get_count(name: str, term: Term) -> Count:
     return term.count
 
 
-def _to_double(value: Count, device: torch.device) -> Tensor:
-    return torch.as_tensor(value).to(device, torch.float64)
+# ---- the first pass ----------------------------------------------------------------------------
+
+
+class _RandomState:
+    """The state of torch's random numbers on the host and on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        if self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)
+
+
+def _survey(
+    objective: Objective, model: Any, update: Update, topology: Topology, device: torch.device
+) -> list[dict[str, Any]]:
+    """For each micro-batch the rows of the whole update, its places in them, its random state."""
+    if topology.pipeline > 1:
+        raise RapidformerError(
+            f"{type(objective).__name__} looks at the whole update before its losses, which a "
+            "model in stages cannot do: use --tensor-model-parallel-size or "
+            "--zero-3-memory-optimization instead of --pipeline-model-parallel-size."
+        )
+    states, passes = [], []
+    for micro_batch in update:
+        states.append(_RandomState(device))
+        passes.append(_look(objective, model, move_micro_batch(micro_batch, device).batch))
+    counted = list(zip(update, passes, strict=True))
+    sizes = [0 if micro_batch.is_filler else count_rows(rows) for micro_batch, rows in counted]
+    numbers = [_MOST_ROWS * micro_batch.number + torch.arange(size, device=device)
+               for micro_batch, size in zip(update, sizes, strict=True)]  # fmt: skip
+    # In the order of the samples, so that nothing depends on who held which of them.
+    everyone, order = gather_rows(torch.cat(numbers), topology).sort()
+
+    def join(name: str) -> Tensor:
+        mine = [rows[name][:size] for rows, size in zip(passes, sizes, strict=True)]
+        return gather_rows(torch.cat(mine), topology)[order]
+
+    shared = objective.summarize({name: join(name) for name in passes[0]})
+    # A filler's loss does not count, but it is computed: in the place of other rows.
+    places = [
+        torch.searchsorted(everyone, mine) if size else torch.arange(count_rows(rows)).to(device)
+        for mine, rows, size in zip(numbers, passes, sizes, strict=True)
+    ]
+    return [
+        {"random": state, "rows": shared, "places": place}
+        for state, place in zip(states, places, strict=True)
+    ]
+
+
+def _look(objective: Objective, model: Any, batch: Any) -> Mapping[str, Tensor]:
+    """The first pass of one micro-batch."""
+    with torch.no_grad(), _keeping_buffers(model):
+        return objective.first_pass(model, batch)
+
+
+@contextmanager
+def _keeping_buffers(model: Any) -> Iterator[None]:
+    """Running statistics must see a batch once."""
+    buffers = list(model.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)

@@ -26,9 +26,7 @@ class LossFunction(Objective):
     """What a function of the model and the batch returns."""
 
     def __init__(
-        self,
-        function: Callable[[Any, Any], Any],
-        steps: Sequence[Callable[..., Any]] | None = None,
+        self, function: Callable[[Any, Any], Any], steps: Sequence[Callable[..., Any]] | None = None
     ) -> None:
         """``steps`` is the user's code in the function, if that is not the function itself."""
         self._function = function

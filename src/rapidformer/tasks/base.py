@@ -11,21 +11,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
+from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
+from rapidformer.tasks.rows.rows import get_column_names
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from rapidformer.objectives import Objective
-    from rapidformer.tasks.metrics.tally import Tally
 
+Batch: TypeAlias = "dict[str, torch.Tensor]"
 Record = dict[str, Any]
-SPLITS = ("train", "validation", "test")
+Row = dict[str, Any] | str
+"""A row to predict on; a plain string is the text of a row."""
+Answers = list[dict[str, Any]]
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,7 @@ class PreparedData:
     train: Any | None = None
     validation: Any | None = None
     test: Any | None = None
-    collate: Callable[[list[Any]], dict[str, torch.Tensor]]
+    collate: Callable[[list[Any]], Batch]
     processor: Any
     """Tokenizer or image processor, saved with the model by ``save_pretrained``."""
     model_settings: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +49,7 @@ class PreparedData:
     """What the task itself needs later, such as the user's rows and the label names."""
 
     def get_split(self, name: str) -> Any | None:
-        return getattr(self, name) if name in SPLITS else None
+        return {"train": self.train, "validation": self.validation, "test": self.test}.get(name)
 
     def is_labelled(self, split: str) -> bool:
         """Whether metrics can be computed on the split (GLUE's test sets have no labels)."""
@@ -72,8 +77,6 @@ class Task(ABC):
     """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
     """True if position i predicts label i+1, so that the first label of a row does not count."""
-    evaluation_keys: frozenset[str] = frozenset()
-    """Columns of a batch that are for us and not for the model."""
     row_extras: tuple[str, ...] = ()
     """Extras of data prepared for prediction that have one entry per row."""
 
@@ -81,19 +84,15 @@ class Task(ABC):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         """Load the processor and the data, find columns, check labels, tokenize."""
 
-    def check_columns(
-        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
-    ) -> None:
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         """Raise an error if the first rows of the data lack a column; checks nothing else."""
         roles = [role for role in self.columns if role.required]
         if not has_answers:
             roles = [role for role in roles if role.name != self.answer_role]
-        find_columns(roles, list(dict.fromkeys(name for row in rows for name in row)), args)
+        find_columns(roles, get_column_names(rows), args)
 
     @abstractmethod
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         """Rows without labels, as the ``test`` split; label names come from the saved model."""
 
     def count_features(self, prepared: PreparedData) -> list[int] | None:
@@ -110,9 +109,7 @@ class Task(ABC):
         return replace(prepared, extras=extras)
 
     @abstractmethod
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         """One small record per row of the batch, in order."""
 
     @abstractmethod
@@ -120,20 +117,8 @@ class Task(ABC):
         """The running metrics of a labelled split; it gets the split's records in order."""
 
     @abstractmethod
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         """One dictionary, writable as JSON, per example of the user's."""
-
-    def compute_metrics(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> dict[str, float]:
-        """The split's metrics, including its ``loss``; empty for a split without labels."""
-        if not records or not prepared.is_labelled(split):
-            return {}
-        tally = self.build_tally(prepared, split)
-        tally.update(records)
-        return tally.compute()
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
@@ -151,9 +136,9 @@ class Task(ABC):
 
         return LossFunction(self.forward)
 
-    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""
-        loss: torch.Tensor = model(**self.model_inputs(batch)).loss
+        loss: torch.Tensor = model(**batch).loss
         return loss
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
@@ -161,20 +146,9 @@ class Task(ABC):
         return self.best_metric, self.greater_is_better
 
     @staticmethod
-    def drop_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def drop_labels(batch: Batch) -> Batch:
         """The batch without its labels: their loss is computed row by row."""
         return {key: value for key, value in batch.items() if key != "labels"}
-
-    def model_inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batch without the columns that only evaluation uses."""
-        return {key: value for key, value in batch.items() if key not in self.evaluation_keys}
-
-
-def get_mean_loss(records: Sequence[Record]) -> float:
-    """The exact mean over the split: sums over counts, not a mean of means."""
-    total = sum(record["loss"] for record in records)
-    count = sum(record["count"] for record in records)
-    return float(total / count) if count else float("nan")
 
 
 def check_row_texts(values: Sequence[Any], column: str, split: str, first: int = 0) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger, warn, warn_once
-from rapidformer.tasks.base import PreparedData, Record
+from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
     MESSAGES,
@@ -21,7 +21,6 @@ from rapidformer.tasks.chat.columns import (
     RESPONSE,
     SYSTEM,
     ChatColumns,
-    ChatSettings,
     as_optional,
     find_chat_columns,
 )
@@ -29,7 +28,7 @@ from rapidformer.tasks.evaluation.generating import (
     Generation,
     check_stop_strings,
     decode_answers,
-    generate,
+    generate_records,
 )
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
@@ -38,19 +37,18 @@ from rapidformer.tasks.rows.rows import (
     get_column,
     get_column_names,
     get_splits,
-)
-from rapidformer.tasks.text.blocks import (
-    TEXT,
-    LanguageModel,
-    describe_blocks,
-    encode_blocks,
-    score_blocks,
+    take_rows,
 )
 from rapidformer.tasks.text.text import (
+    TEXT,
+    LanguageModel,
     TextParts,
     build_text_collator,
+    describe_blocks,
+    encode_blocks,
     get_context_length,
     load_text_parts,
+    score_blocks,
 )
 
 if TYPE_CHECKING:
@@ -70,95 +68,49 @@ class CausalLM(LanguageModel):
         "models)"
     )
     columns = (
-        as_optional(TEXT),
-        MESSAGES,
-        as_optional(PROMPT),
-        as_optional(RESPONSE),
-        CONTEXT,
-        SYSTEM,
-    )
+        as_optional(TEXT), MESSAGES, as_optional(PROMPT), as_optional(RESPONSE), CONTEXT, SYSTEM,
+    )  # fmt: skip
     auto_class = "AutoModelForCausalLM"
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
     row_extras = ("shown", "expected")
 
-    def check_columns(
-        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
-    ) -> None:
-        settings = ChatSettings.read(args)
-        if find_chat_columns(rows, settings, TEXT, has_answers=has_answers) is None:
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        if find_chat_columns(rows, args, TEXT, has_answers=has_answers) is None:
             find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
-        tokenizer, length = parts.tokenizer, parts.length
-        settings = ChatSettings.read(args)
         tables = get_splits(args, splits)
-        columns = find_chat_columns(next(iter(tables.values())), settings, TEXT, has_answers=True)
-        pad = build_text_collator(tokenizer, side="right")
-        features: dict[str, Any]
-        if columns is None:
-            features = self._encode_texts(tables, parts)
-            is_packed = settings.packing and not args.group_texts
-            extras: dict[str, Any] = {"stop_id": None}
-            collate: Any = pad if is_packed else LabelCollator(pad)
-        else:
-            features, extras = self._encode_chats(tables, columns, parts)
-            is_packed, collate = settings.packing, pad
-            if not is_packed:
-                features = {split: _drop_lengths(rows) for split, rows in features.items()}
-        if is_packed:
-            features = {split: _pack(rows, split, length) for split, rows in features.items()}
-        packed = {"mode": "evaluate", "packed_length": length if is_packed else None}
+        columns = find_chat_columns(next(iter(tables.values())), args, TEXT, has_answers=True)
+        collate: Any = build_text_collator(parts.tokenizer, side="right")
+        is_packed = args.packing and not (columns is None and args.group_texts)
+        features, extras = (
+            _encode_texts(tables, parts)
+            if columns is None
+            else _encode_chats(tables, columns, parts)
+        )
+        for split, rows in features.items():
+            if rows is not None and is_packed:
+                features[split] = _pack(rows, split, parts.length)
+            elif rows is not None and columns is not None:
+                features[split] = drop_columns(rows, ["length"])
+        if columns is None and not is_packed:
+            collate = LabelCollator(collate)
+        packed = {"mode": "evaluate", "packed_length": parts.length if is_packed else None}
         return parts.prepare(features, {**packed, **extras}, collate=collate)
 
-    def _encode_texts(self, tables: Mapping[str, Any], parts: TextParts) -> dict[str, Any]:
-        args = parts.args
-        settings = ChatSettings.read(args)
-        if settings.chat_template is not None or settings.train_on_prompts:
-            warn_once(
-                "--chat-template and --train-on-prompts have no effect on plain text: name the "
-                "columns with --messages-column, or --prompt-column and --response-column."
-            )
-        if settings.packing and args.group_texts:
-            warn_once(
-                "--packing has no effect on plain text, whose rows are already full; with "
-                "--no-group-texts, each text is a separate example."
-            )
-        column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
-        return {
-            split: encode_blocks(rows, split, column, parts, add_special=False)
-            for split, rows in tables.items()
-        }
-
-    def _encode_chats(
-        self, tables: Mapping[str, Any], columns: ChatColumns, parts: TextParts
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        from rapidformer.tasks.chat.features import build_encoder, encode_chats
-
-        settings = ChatSettings.read(parts.args)
-        encoder = build_encoder(parts.tokenizer, columns, settings, parts.length)
-        features = {
-            split: encode_chats(rows, split, encoder, parts.args.preprocessing_workers)
-            for split, rows in tables.items()
-        }
-        labelled = {split: rows is not None for split, rows in features.items()}
-        return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
-
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
 
         parts = load_text_parts(args)
         tokenizer, limit = parts.tokenizer, parts.length
         if args.seq_length is None:
             limit = get_context_length(tokenizer, parts.config)
-        settings = ChatSettings.read(args)
-        table = as_rows(rows, name_column(rows, tokenizer, settings))
-        columns = find_chat_columns(table, settings, TEXT, has_answers=False)
-        usual = _DEFAULT_NEW_TOKENS_IN_CHAT if getattr(args, "chat", False) else _DEFAULT_NEW_TOKENS
+        table = as_rows(rows, name_column(rows, tokenizer, args))
+        columns = find_chat_columns(table, args, TEXT, has_answers=False)
+        usual = _DEFAULT_NEW_TOKENS_IN_CHAT if args.chat else _DEFAULT_NEW_TOKENS
         new_tokens = args.max_new_tokens or min(usual, max(1, limit // 2))
         if new_tokens >= limit:
             raise ConfigurationError(
@@ -167,17 +119,12 @@ class CausalLM(LanguageModel):
             )
         generation = Generation.read(args, max_new_tokens=new_tokens)
         check_stop_strings(generation, tokenizer)
+        length = limit - new_tokens
         if columns is None:
-            features, extras = encode_beginnings(table, tokenizer, limit - new_tokens, args)
+            features, extras = encode_beginnings(table, tokenizer, length, args)
         else:
-            features, extras = encode_questions(
-                table, columns, tokenizer, limit - new_tokens, settings
-            )
-        more = {
-            "mode": "predict",
-            "generation": generation,
-            "prompt_length": limit - new_tokens,
-        }
+            features, extras = encode_questions(table, columns, tokenizer, length, args)
+        more = {"mode": "predict", "generation": generation, "prompt_length": length}
         return parts.prepare_input(features, {**more, **extras}, side="left")
 
     def build_model(
@@ -196,30 +143,22 @@ class CausalLM(LanguageModel):
         built: nn.Module = model
         return built
 
-    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         from rapidformer.tasks.text.packed_attention import get_inputs
 
         loss: torch.Tensor = model(**get_inputs(model, batch)).loss
         return loss
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import shift_labels
         from rapidformer.tasks.text.packed_attention import get_inputs
 
         if prepared.extras["mode"] == "predict":
-            extras = prepared.extras
-            answers = generate(
-                model, batch, prepared.processor, extras["generation"], extras.get("streamer")
-            )
-            return [{"generated": row} for row in answers]
+            return generate_records(model, batch, prepared)
         inputs = get_inputs(model, self.drop_labels(batch))
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
         extras = prepared.extras
@@ -233,11 +172,45 @@ class CausalLM(LanguageModel):
         return result
 
 
+def _encode_texts(
+    tables: Mapping[str, Any], parts: TextParts
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    args = parts.args
+    if args.chat_template is not None or args.train_on_prompts:
+        warn_once(
+            "--chat-template and --train-on-prompts have no effect on plain text: name the "
+            "columns with --messages-column, or --prompt-column and --response-column."
+        )
+    if args.packing and args.group_texts:
+        warn_once(
+            "--packing has no effect on plain text, whose rows are already full; with "
+            "--no-group-texts, each text is a separate example."
+        )
+    column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
+    features = {
+        split: encode_blocks(rows, split, column, parts, add_special=False)
+        for split, rows in tables.items()
+    }
+    return features, {"stop_id": None}
+
+
+def _encode_chats(
+    tables: Mapping[str, Any], columns: ChatColumns, parts: TextParts
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    from rapidformer.tasks.chat.features import build_encoder, encode_chats
+
+    encoder = build_encoder(parts.tokenizer, columns, parts.args, parts.length)
+    features = {
+        split: encode_chats(rows, split, encoder, parts.args.preprocessing_workers)
+        for split, rows in tables.items()
+    }
+    labelled = {split: rows is not None for split, rows in features.items()}
+    return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
+
+
 def _pack(rows: Any, split: str, length: int) -> Any:
     from rapidformer.data.packing import PackedRows, pack_lengths
 
-    if rows is None:
-        return None
     lengths = _get_lengths(rows)
     packed = pack_lengths(lengths, length)
     tokens, longest = sum(lengths), max(lengths)
@@ -257,20 +230,12 @@ def _pack(rows: Any, split: str, length: int) -> Any:
     return PackedRows(rows, packed)
 
 
-def _drop_lengths(rows: Any) -> Any:
-    return None if rows is None else drop_columns(rows, ["length"])
-
-
 def _get_lengths(rows: Any) -> list[int]:
     if "length" in get_column_names(rows[:1] if isinstance(rows, list) else rows):
         return get_column(rows, "length")
     # In chunks: all tokens of a large table as Python integers would not fit into memory.
-    starts = range(0, len(rows), 1000)
-    parts = (rows[start : start + 1000] for start in starts)
-    ids = (
-        [row["input_ids"] for row in p] if isinstance(p, list) else p["input_ids"] for p in parts
-    )
-    return [len(row) for part in ids for row in part]
+    parts = (take_rows(rows, start, 1000) for start in range(0, len(rows), 1000))
+    return [len(ids) for part in parts for ids in get_column(part, "input_ids")]
 
 
 def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
@@ -288,10 +253,8 @@ class LabelCollator:
     def __init__(self, pad: Any) -> None:
         self.pad = pad
 
-    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
-        batch: dict[str, torch.Tensor] = self.pad(rows)
-        labels = batch["input_ids"].clone()
+    def __call__(self, rows: list[Any]) -> Batch:
+        batch: Batch = self.pad(rows)
         # By the mask, not by the id: GPT-2 pads with its end-of-text token, which it must learn.
-        labels[batch["attention_mask"] == 0] = -100
-        batch["labels"] = labels
-        return batch
+        is_padding = batch["attention_mask"] == 0
+        return {**batch, "labels": batch["input_ids"].masked_fill(is_padding, IGNORED_LABEL)}

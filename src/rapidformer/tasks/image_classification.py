@@ -7,127 +7,76 @@ larger than memory can be used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError, MissingPackageError
-from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.labels.labels import read_labels
-from rapidformer.tasks.labels.space import SINGLE, get_model_classes, get_output_names
+from rapidformer.tasks.base import Answers, PreparedData, Record, Row
+from rapidformer.tasks.labels.labels import (
+    LabelSpace,
+    get_model_classes,
+    get_output_names,
+    read_labels,
+)
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from rapidformer.tasks.labels.space import LabelSpace
-    from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
 
 IMAGE = ColumnRole(
-    name="image",
-    candidates=("image", "img", "images", "picture", "file", "path", "image_path", "file_name"),
-    holds="the image, or the path of its file",
-    setting="image_column",
-)
+    "image", "image_column", "the image, or the path of its file",
+    ("image", "img", "images", "picture", "file", "path", "image_path", "file_name"),
+)  # fmt: skip
 LABEL = ColumnRole(
-    name="label",
-    candidates=("label", "labels", "fine_label", "class", "category", "target"),
-    holds="the class: a name, or an integer from 0",
-    setting="label_column",
-)
+    "label", "label_column", "the class: a name, or an integer from 0",
+    ("label", "labels", "fine_label", "class", "category", "target"),
+)  # fmt: skip
 
 
-class ImageClassification(Task):
+class ImageClassification(Classifier):
     name = "image_classification"
     aliases = ("vision",)
     description = "classify images (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"
-    answer_keys = frozenset({"label", "labels", "score", "scores"})
     metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
-    best_metric = "accuracy"
-    greater_is_better = True
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.data.collate import PadCollator
-        from rapidformer.models.build import load_image_processor
-        from rapidformer.models.configuration import load_config
-
-        config, processor = load_config(args), load_image_processor(args)
+        config, parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         columns = find_columns((LABEL, IMAGE), available, args)
-        label, image = columns["label"], columns["image"]
-        space, labelled = read_labels(tables, label, args, get_model_classes(config))
-        images = {
-            split: ImageRows(
-                rows, image, processor, split, (label, space) if labelled[split] else None
+        image, classes = columns["image"], get_model_classes(config)
+        space, labelled = read_labels(tables, columns["label"], args, classes)
+        images: dict[str, Any] = {
+            split: _ImageRows(
+                _without_decoding(rows, image), image, parts["processor"], split,
+                space if labelled[split] else None,
             )
             for split, rows in tables.items()
-        }
-        return PreparedData(
-            **images,
-            collate=PadCollator(),
-            processor=processor,
-            model_settings=space.get_model_settings(),
-            extras={
-                "image": image,
-                "names": space.names,
-                "problem_type": space.problem_type,
-                "labelled": labelled,
-            },
-        )
+        }  # fmt: skip
+        extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
+        settings = space.get_model_settings()
+        return PreparedData(**images, **parts, model_settings=settings, extras=extras)
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-        from rapidformer.data.collate import PadCollator
-        from rapidformer.models.build import load_image_processor
-        from rapidformer.models.configuration import load_config
-        from rapidformer.tasks.sequence_classification import get_problem_type
-
-        config, processor = load_config(args), load_image_processor(args)
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        config, parts = _load_parts(args)
         table = as_rows(rows, args.image_column or "image")
         image = str(find_column(IMAGE, get_column_names(table), args))
-        return PreparedData(
-            test=ImageRows(table, image, processor, "input", None),
-            collate=PadCollator(),
-            processor=processor,
-            extras={
-                "image": image,
-                "names": get_output_names(config),
-                "problem_type": get_problem_type(config),
-                "labelled": {"test": False},
-            },
-        )
+        extras = {
+            "names": get_output_names(config),
+            "problem_type": get_problem_type(config),
+            "labelled": {"test": False},
+        }
+        images = _ImageRows(table, image, parts["processor"], "input", None)
+        return PreparedData(test=images, **parts, extras=extras)
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
-        from rapidformer.tasks.evaluation.scoring import score_classes
-
-        logits = model(pixel_values=batch["pixel_values"]).logits
-        kind = prepared.extras.get("problem_type", SINGLE)
-        return score_classes(logits, batch.get("labels"), kind)
-
-    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        from rapidformer.tasks.sequence_classification import build_classifier_tally
-
-        return build_classifier_tally(prepared.extras["problem_type"], prepared.extras["names"])
-
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.sequence_classification import describe_record
-
-        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         images: Any = prepared.get_split(split)
         return [
-            {"image": images.get_name(index)} | describe_record(record, kind, names)
+            {"image": images.get_name(index)} | self.describe(record, prepared)
             for index, record in enumerate(records, start=prepared.extras.get("first", 0))
         ]
 
@@ -135,41 +84,42 @@ class ImageClassification(Task):
         return replace(prepared, extras={**prepared.extras, "first": start})
 
 
-class ImageRows:
+def _load_parts(args: Settings) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and what every split needs."""
+    from rapidformer.data.collate import PadCollator
+    from rapidformer.models.build import load_image_processor
+    from rapidformer.models.configuration import load_config
+
+    return load_config(args), {"collate": PadCollator(), "processor": load_image_processor(args)}
+
+
+@dataclass(frozen=True, eq=False)
+class _ImageRows:
     """Rows of pixel values, computed on request."""
 
-    def __init__(
-        self,
-        rows: Any,
-        column: str,
-        processor: Any,
-        split: str,
-        labels: tuple[str, LabelSpace] | None,
-    ) -> None:
-        self._rows = _without_decoding(rows, column)
-        self._column = column
-        self._processor = processor
-        self._split = split
-        self._labels = labels
+    rows: Any
+    column: str
+    processor: Any
+    split: str
+    space: LabelSpace | None
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         import numpy as np
 
-        row = self._rows[int(index)]
-        image = _open_image(row[self._column], f"{self._split}, row {index + 1}")
-        pixels = np.asarray(self._processor(images=image)["pixel_values"][0], dtype=np.float32)
+        row = self.rows[int(index)]
+        image = _open_image(row[self.column], f"{self.split}, row {index + 1}")
+        pixels = np.asarray(self.processor(images=image)["pixel_values"][0], dtype=np.float32)
         result: dict[str, Any] = {"pixel_values": pixels}
-        if self._labels is not None:
-            column, space = self._labels
-            result["labels"] = space.encode(row[column])
+        if self.space is not None:
+            result["labels"] = self.space.encode(row[self.space.column])
         return result
 
     def get_name(self, index: int) -> str:
         """The image's file if it has one, otherwise its number."""
-        value = self._rows[index][self._column]
+        value = self.rows[index][self.column]
         path = value.get("path") if isinstance(value, dict) else value
         return path if isinstance(path, str) else str(index)
 

@@ -11,26 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import PreparedData, Record
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
-from rapidformer.tasks.text.blocks import (
+from rapidformer.tasks.text.text import (
     TEXT,
     LanguageModel,
+    TextParts,
     describe_blocks,
     encode_blocks,
-    score_blocks,
-)
-from rapidformer.tasks.text.text import (
-    TextParts,
     load_text_parts,
+    score_blocks,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-IGNORED_LABEL = -100
 _SHOWN_FILLINGS = 5
 
 
@@ -63,10 +59,7 @@ class MaskedLM(LanguageModel):
         collate = MaskingCollator(parts.tokenizer, args.mask_prob)
         return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_text_parts(args)
         tokenizer = parts.tokenizer
         _check_mask(tokenizer, args)
@@ -85,24 +78,17 @@ class MaskedLM(LanguageModel):
         extras = {"mode": "predict", "texts": get_column(table, column)}
         return parts.prepare_input(parts.map_rows(table, encode), extras)
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         if prepared.extras["mode"] == "predict":
             return _fill(model, batch, prepared.processor.mask_token_id)
         logits = model(**self.drop_labels(batch)).logits
         return score_blocks(logits, batch["labels"])
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-        if prepared.extras["mode"] == "predict":
-            texts, tokenizer = prepared.extras["texts"], prepared.processor
-            return [
-                _describe_fillings(text, record, tokenizer)
-                for text, record in zip(texts, records, strict=True)
-            ]
-        return describe_blocks(records)
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        if prepared.extras["mode"] != "predict":
+            return describe_blocks(records)
+        pairs = zip(prepared.extras["texts"], records, strict=True)
+        return [_describe_fillings(text, record, prepared.processor) for text, record in pairs]
 
 
 def _check_mask(tokenizer: Any, args: Settings) -> None:
@@ -132,7 +118,7 @@ def _mask_once(blocks: Any, parts: TextParts) -> Any:
     return parts.map_rows(blocks, mask, "mask", args.seed, args.mask_prob)
 
 
-def _fill(model: nn.Module, batch: dict[str, torch.Tensor], mask_id: int) -> list[Record]:
+def _fill(model: nn.Module, batch: Batch, mask_id: int) -> list[Record]:
     logits = model(**batch).logits
     records: list[Record] = []
     for ids, row in zip(batch["input_ids"], logits, strict=True):

@@ -9,65 +9,38 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.base import Answers, PreparedData, Record, Row, check_row_texts
 from rapidformer.tasks.labels.checks import is_unlabelled
-from rapidformer.tasks.labels.space import SINGLE
-from rapidformer.tasks.metrics.tally import ChoiceTally
+from rapidformer.tasks.labels.labels import SINGLE
+from rapidformer.tasks.metrics.tally import ChoiceTally, Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import (
-    as_full_rows,
-    get_column,
-    get_column_names,
-    get_splits,
-)
-from rapidformer.tasks.text.text import (
-    TextParts,
-    load_text_parts,
-)
+from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.sequence_classification import Classifier, describe_record
+from rapidformer.tasks.text.text import TextParts, load_text_parts
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from rapidformer.tasks.metrics.tally import Tally
-
-CONTEXT = ColumnRole(
-    name="context",
-    candidates=(
-        "sent1", "article", "context", "passage", "ctx", "ctx_a", "premise", "goal", "startphrase",
-        "question", "sentence", "text",
-    ),
-    holds="the text before the choices",
-    setting="context_column",
-)  # fmt: skip
+_LISTS = ("choices", "endings", "options", "candidates", "answers")
+CONTEXT = ColumnRole("context", "context_column", "the text before the choices", (
+    "sent1", "article", "context", "passage", "ctx", "ctx_a", "premise", "goal", "startphrase",
+    "question", "sentence", "text",
+))  # fmt: skip
 QUESTION = ColumnRole(
-    name="question",
-    candidates=("sent2", "ctx_b", "question"),
-    holds="a question, or the beginning of every choice",
-    setting="question_column",
-    required=False,
-)
+    "question", "question_column", "a question, or the beginning of every choice",
+    ("sent2", "ctx_b", "question"), required=False,
+)  # fmt: skip
 CHOICES = ColumnRole(
-    name="choices",
-    candidates=(
-        "ending0 ending1 ...", "choice1 choice2 ...", "option1 ...", "answer0 ...", "sol1 sol2",
-        "choices", "endings", "options", "candidates", "answers",
-    ),
-    holds="the choices: one column each, or a column of lists",
-    setting="choice_columns",
+    "choices", "choice_columns", "the choices: one column each, or a column of lists",
+    ("ending0 ending1 ...", "choice1 choice2 ...", "option1 ...", "answer0 ...", "sol1 sol2",
+     *_LISTS),
 )  # fmt: skip
 LABEL = ColumnRole(
-    name="label",
-    candidates=("label", "labels", "answer", "answerKey", "answer_idx", "correct", "target"),
-    holds="the right choice: its number from 0, its letter or its text",
-    setting="label_column",
-)
+    "label", "label_column", "the right choice: its number from 0, its letter or its text",
+    ("label", "labels", "answer", "answerKey", "answer_idx", "correct", "target"),
+)  # fmt: skip
 _NUMBERED = re.compile(r"(ending|choice|option|answer|sol|hypothesis)_?(\d+)$")
-_LISTS = ("choices", "endings", "options", "candidates", "answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +52,7 @@ class _Columns:
     label: str | None
 
 
-class MultipleChoice(Task):
+class MultipleChoice(Classifier):
     name = "multiple_choice"
     aliases = ("swag",)
     description = "choose the right one of several endings or answers"
@@ -87,12 +60,8 @@ class MultipleChoice(Task):
     auto_class = "AutoModelForMultipleChoice"
     answer_keys = frozenset({"choice", "text", "score", "scores"})
     metrics = ("accuracy", "loss")
-    best_metric = "accuracy"
-    greater_is_better = True
 
-    def check_columns(
-        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
-    ) -> None:
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         _find_columns(rows, args, with_label=has_answers)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
@@ -111,51 +80,31 @@ class MultipleChoice(Task):
                 raise DataError(f"{split} has no labels in the column {columns.label}.")
             features[split] = _encode(rows, split, columns, choices, labels[split], parts)
         labelled = {split: numbers is not None for split, numbers in labels.items()}
-        return parts.prepare(features, {"rows": tables, "columns": columns, "labelled": labelled})
+        extras = {"rows": tables, "columns": columns, "problem_type": SINGLE}
+        return parts.prepare(features, {**extras, "labelled": labelled})
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_text_parts(args)
         table = as_full_rows(rows, "multiple_choice needs a context and choices")
         columns = _find_columns(table, args, with_label=False)
         choices = _read_choices(table, "input", columns)
         _check_counts(choices, "input", None)
         features = _encode(table, "input", columns, choices, None, parts)
-        return parts.prepare_input(features, {"rows": {"test": table}, "columns": columns})
-
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
-        from rapidformer.tasks.evaluation.scoring import score_classes
-
-        logits = model(**self.drop_labels(batch)).logits
-        return score_classes(logits, batch.get("labels"), SINGLE)
+        extras = {"rows": {"test": table}, "columns": columns, "problem_type": SINGLE}
+        return parts.prepare_input(features, extras)
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return ChoiceTally()
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-        from rapidformer.tasks.sequence_classification import describe_record
-
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
-        contexts = get_column(rows, columns.context)
+        contexts, choices = get_column(rows, columns.context), _read_choices(rows, split, columns)
         result = []
-        for context, texts, record in zip(
-            contexts, _read_choices(rows, split, columns), records, strict=True
-        ):
-            names = [str(index) for index in range(len(texts))]
-            shown = describe_record(record, SINGLE, names)
-            row = {
-                columns.context: context,
-                "choice": int(shown["label"]),
-                "text": texts[int(shown["label"])],
-                "score": shown["score"],
-                "scores": list(shown["scores"].values()),
-            }
+        for context, texts, record in zip(contexts, choices, records, strict=True):
+            shown = describe_record(record, SINGLE, [str(number) for number in range(len(texts))])
+            choice = int(shown["label"])
+            row = {columns.context: context, "choice": choice, "text": texts[choice]}
+            row |= {"score": shown["score"], "scores": list(shown["scores"].values())}
             result.append(row | ({"expected": record["label"]} if "label" in record else {}))
         return result
 
@@ -221,12 +170,10 @@ def _read_labels(
     values = get_column(rows, column)
     if split == "test" and is_unlabelled(values):
         return None
-    keys = (
-        get_column(rows, columns.choices[0]) if len(columns.choices) == 1 else [None] * len(values)
-    )
+    cells = get_column(rows, columns.choices[0])
     labels = []
-    for number, (value, texts, key) in enumerate(zip(values, choices, keys, strict=True), start=1):
-        label = _read_label(value, texts, key.get("label") if isinstance(key, dict) else None)
+    for number, (value, texts, cell) in enumerate(zip(values, choices, cells, strict=True), 1):
+        label = _read_label(value, texts, cell.get("label") if isinstance(cell, dict) else None)
         if label is None:
             raise DataError(
                 f"{split}, row {number}: the label {value!r} in the column {column} is none of "
@@ -264,13 +211,14 @@ def _encode(
 
     def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         contexts = check_row_texts(values[columns.context], columns.context, split, indices[0])
-        starts = (
-            [str(text or "") for text in values[columns.question]] if columns.question else None
-        )
         first = [context for context in contexts for _ in range(count)]
+        if columns.question:
+            starts = [f"{text or ''} " for text in values[columns.question]]
+        else:
+            starts = [""] * len(indices)
         second = [
-            f"{starts[row]} {choice}".strip() if starts else choice
-            for row, index in enumerate(indices)
+            (start + choice).strip() if start else choice
+            for start, index in zip(starts, indices, strict=True)
             for choice in choices[index]
         ]
         encoded = parts.tokenizer(first, second, truncation=True, max_length=parts.length)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
 from rapidformer.tasks.evaluation.answers import (
     AnswerTally,
     choose_answer,
@@ -23,45 +23,32 @@ from rapidformer.tasks.evaluation.answers import (
     find_best_spans,
     join_windows,
 )
+from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
-from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_column_names, get_splits
-from rapidformer.tasks.text.text import (
-    TextParts,
-    check_is_fast,
-    load_text_parts,
+from rapidformer.tasks.rows.rows import (
+    as_full_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+    has_labels,
 )
-from rapidformer.tasks.text.windows import (
-    encode_windows,
-    has_answers,
-    lacks_an_answer,
-    read_texts,
-    separate,
-)
+from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
+from rapidformer.tasks.text.windows import encode_windows, lacks_an_answer, read_texts
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rapidformer.tasks.metrics.tally import Tally
-
-QUESTION = ColumnRole(
-    name="question",
-    candidates=("question", "query"),
-    holds="the question",
-    setting="question_column",
-)
+QUESTION = ColumnRole("question", "question_column", "the question", ("question", "query"))
 CONTEXT = ColumnRole(
-    name="context",
-    candidates=("context", "passage", "paragraph", "document", "article", "text"),
-    holds="the text that contains the answer",
-    setting="context_column",
-)
+    "context", "context_column", "the text that contains the answer",
+    ("context", "passage", "paragraph", "document", "article", "text"),
+)  # fmt: skip
 ANSWERS = ColumnRole(
-    name="answers",
-    candidates=("answers", "answer"),
-    holds='the answers: {"text": [...], "answer_start": [...]}, a string or a list of strings',
-    setting="answers_column",
-)
+    "answers", "answers_column",
+    'the answers: {"text": [...], "answer_start": [...]}, a string or a list of strings',
+    ("answers", "answer"),
+)  # fmt: skip
 
 _PADDING_SIDE = "right"
 """Whatever the tokenizer says: positions of answers are counted from the first token."""
@@ -86,37 +73,29 @@ class QuestionAnswering(Task):
     answer_role = ANSWERS.name
     best_metric = "f1"
     greater_is_better = True
-    evaluation_keys = frozenset({"context_mask"})
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         names = list(find_columns(self.columns, available, args).values())
-        labelled = {split: has_answers(rows, split, names[2]) for split, rows in tables.items()}
+        labelled = {split: has_labels(rows, split, names[2]) for split, rows in tables.items()}
         features, windows = {}, {}
         for split, rows in tables.items():
             used = names if labelled[split] else names[:2]
-            encoded = encode_windows(rows, split, used, parts)
-            features[split], windows[split] = separate(encoded, split)
+            features[split], windows[split] = encode_windows(rows, split, used, parts)
         with_answers = {split: rows for split, rows in tables.items() if labelled[split]}
         can_abstain = _can_abstain(parts.config, with_answers, names[2])
         extras = _get_extras(tables, names, windows, can_abstain, args)
-        return parts.prepare(
-            features,
-            {**extras, "labelled": labelled, "answers": names[2]},
-            settings={"rapidformer_can_abstain": can_abstain},
-            side=_PADDING_SIDE,
-        )
+        extras |= {"labelled": labelled, "answers": names[2]}
+        settings = {"rapidformer_can_abstain": can_abstain}
+        return parts.prepare(features, extras, settings, side=_PADDING_SIDE)
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = _load_parts(args)
         table = as_full_rows(rows, "question_answering needs a question and a context")
         names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
-        features, windows = separate(encode_windows(table, "test", names, parts), "test")
+        features, windows = encode_windows(table, "test", names, parts)
         can_abstain = _can_abstain(parts.config, {}, "")
         extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, args)
         return parts.prepare_input(features, extras, side=_PADDING_SIDE)
@@ -130,26 +109,21 @@ class QuestionAnswering(Task):
     def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
         taken = super().take_rows(prepared, start, stop)
         windows = prepared.extras["windows"]["test"]
-        first, last = (bisect_left(windows, row, key=_get_example) for row in (start, stop))
+        first, last = (
+            bisect_left(windows, row, key=lambda window: window["example"]) for row in (start, stop)
+        )
         kept = [{**window, "example": window["example"] - start} for window in windows[first:last]]
         return replace(taken, extras={**taken.extras, "windows": {"test": kept}})
 
-    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the windows, the same however they are divided into micro-batches."""
-        return compute_window_losses(model(**self.model_inputs(batch)), batch).mean()
+        inputs = {key: value for key, value in batch.items() if key != "context_mask"}
+        return compute_window_losses(model(**inputs), batch).mean()
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
-        positions = {"start_positions", "end_positions"}
-        inputs = {k: v for k, v in self.model_inputs(batch).items() if k not in positions}
-        output = model(**inputs)
-        records = find_best_spans(
-            output.start_logits.float(),
-            output.end_logits.float(),
-            batch["context_mask"],
-            prepared.extras["n_best"],
-        )
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        ours = {"context_mask", "start_positions", "end_positions"}
+        output = model(**{key: value for key, value in batch.items() if key not in ours})
+        records = find_best_spans(output, batch["context_mask"], prepared.extras["n_best"])
         if "start_positions" in batch:
             losses = compute_window_losses(output, batch).tolist()
             for record, loss in zip(records, losses, strict=True):
@@ -159,10 +133,7 @@ class QuestionAnswering(Task):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return AnswerTally(prepared, split)
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         extras = prepared.extras
         rows = extras["rows"][split]
         contexts = get_column(rows, extras["columns"][1])
@@ -181,10 +152,6 @@ class QuestionAnswering(Task):
                 )
             result.append(row)
         return result
-
-
-def _get_example(window: Mapping[str, Any]) -> int:
-    return int(window["example"])
 
 
 def _load_parts(args: Settings) -> TextParts:
@@ -212,17 +179,10 @@ def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
 
 
 def _get_extras(
-    tables: Mapping[str, Any],
-    names: Sequence[str],
-    windows: Mapping[str, Any],
-    can_abstain: bool,
-    args: Settings,
+    tables: Mapping[str, Any], names: Sequence[str], windows: Any, can_abstain: bool, args: Settings
 ) -> dict[str, Any]:
     return {
-        "rows": tables,
-        "columns": tuple(names[:2]),
-        "windows": windows,
-        "can_abstain": can_abstain,
-        "n_best": args.n_best,
+        "rows": tables, "columns": tuple(names[:2]), "windows": windows,
+        "can_abstain": can_abstain, "n_best": args.n_best,
         "max_answer_length": args.max_answer_length,
-    }
+    }  # fmt: skip

@@ -5,8 +5,6 @@ This imports no torch, so that `rapidformer tasks` is instant.
 
 from __future__ import annotations
 
-import functools
-
 from rapidformer.config import Settings
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.errors import ConfigurationError
@@ -26,22 +24,15 @@ PRETRAINING_DESCRIPTION = (
     "Train a model on raw text in .bin/.idx files: a decoder on next tokens, an encoder on "
     "masked tokens, an encoder-decoder on masked spans"
 )
-_TASKS: tuple[type[Task], ...] = (
-    SequenceClassification,
-    TokenClassification,
-    QuestionAnswering,
-    MaskedLM,
-    CausalLM,
-    Seq2SeqLM,
-    MultipleChoice,
-    ImageClassification,
-)
+_TASKS: tuple[Task, ...] = (
+    SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(),
+)  # fmt: skip
 
 
-@functools.cache
 def list_tasks() -> tuple[Task, ...]:
     """Every task, in display order."""
-    return tuple(task() for task in _TASKS)
+    return _TASKS
 
 
 def is_pretraining(name: str | None) -> bool:
@@ -69,20 +60,13 @@ def get_task(name: str) -> Task:
 
 def describe_unused_flags(args: Settings, task: Task) -> str | None:
     """One sentence about every flag that the user gave and the task does not read."""
-    unused = [
-        setting.flag
-        for setting in get_settings().values()
-        if args.is_changed(setting.name) and not _is_read(setting, task)
-    ]
+    changed = [setting for setting in get_settings().values() if args.is_changed(setting.name)]
+    unused = [setting.flag for setting in changed if not _is_read(setting, task)]
     return f"no effect with --task {task.name}: {', '.join(unused)}." if unused else None
 
 
 def _is_read(setting: Setting, task: Task) -> bool:
     if setting.tasks:
         return task.name in setting.tasks
-    names_a_column = any(_looks_for(other, setting) for other in list_tasks())
-    return not names_a_column or _looks_for(task, setting)
-
-
-def _looks_for(task: Task, setting: Setting) -> bool:
-    return any(role.setting == setting.name for role in task.columns)
+    readers = [t for t in list_tasks() if any(role.setting == setting.name for role in t.columns)]
+    return not readers or task in readers

@@ -11,33 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
     Generation,
     check_stop_strings,
     decode_answers,
-    generate,
+    generate_records,
 )
 from rapidformer.tasks.metrics.generation import TextTally
+from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column,
     get_column_names,
     get_splits,
+    has_labels,
     take_rows,
+    to_rows,
 )
-from rapidformer.tasks.text.text import (
-    DEFAULT_TARGET_LENGTH,
-    TextParts,
-    load_text_parts,
-)
+from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH, TextParts, load_text_parts
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-
-    from rapidformer.tasks.metrics.tally import Tally
 
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -48,17 +44,20 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("instruction", "output"), ("question", "answer"), ("text", "target"), ("text", "label"),
 )  # fmt: skip
 SOURCE = ColumnRole(
-    name="source",
-    candidates=(*dict.fromkeys(first for first, _ in PAIRS), "translation", "content"),
-    holds='the source text, or {"en": ..., "de": ...} with both texts',
-    setting="text_column",
-)
+    "source", "text_column", 'the source text, or {"en": ..., "de": ...} with both texts',
+    (*dict.fromkeys(first for first, _ in PAIRS), "translation", "content"),
+)  # fmt: skip
 TARGET = ColumnRole(
-    name="target",
-    candidates=(*dict.fromkeys(second for _, second in PAIRS), "title", "headline"),
-    holds="the target text",
-    setting="target_column",
-)
+    "target", "target_column", "the target text",
+    (*dict.fromkeys(second for _, second in PAIRS), "title", "headline"),
+)  # fmt: skip
+# Columns that name the languages of each row: source and target, or both in one.
+_LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
+    ("source_lang", "target_lang"), ("src_lang", "tgt_lang"),
+    ("source_language", "target_language"), ("language_pair",), ("lang_pair",), ("lp",),
+)  # fmt: skip
+# A column, or one text inside a column of dictionaries: ("translation", "de").
+Path = tuple[str, ...]
 
 
 class Seq2SeqLM(Task):
@@ -70,13 +69,9 @@ class Seq2SeqLM(Task):
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
-    def check_columns(
-        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
-    ) -> None:
-        if has_answers:
-            _find_pair(rows, args)
-        else:
-            _find_source(rows, args)
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        find = _find_pair if has_answers else _find_source
+        find(rows, args)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
@@ -87,23 +82,19 @@ class Seq2SeqLM(Task):
             split: _encode(rows, split, source, target if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
+        # Metrics are those of the likeliest texts, so sampling is for predictions only.
+        generation = Generation(num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args))
         extras = {
             "rows": tables,
             "source": source,
             "target": target,
             "languages": _find_languages(next(iter(tables.values())), source, target),
             "labelled": labelled,
-            # Metrics are those of the likeliest texts, so sampling is for predictions only.
-            "generation": Generation(
-                num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args)
-            ),
+            "generation": generation,
         }
         return parts.prepare(features, extras)
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
         source = _find_source(table, args)
@@ -112,16 +103,10 @@ class Seq2SeqLM(Task):
         extras = {"rows": {"test": table}, "source": source, "generation": generation}
         return parts.prepare_input(_encode(table, "input", source, None, parts), extras)
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import score_tokens
 
-        extras = prepared.extras
-        answers = generate(
-            model, batch, prepared.processor, extras["generation"], extras.get("streamer")
-        )
-        records: list[Record] = [{"generated": row} for row in answers]
+        records = generate_records(model, batch, prepared)
         if "labels" in batch:
             losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
             for record, loss, count in zip(records, losses, counts, strict=True):
@@ -139,41 +124,29 @@ class Seq2SeqLM(Task):
 
         return TextTally(lambda record: _decode([record], prepared)[0][0], read)
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-        rows = prepared.extras["rows"][split]
-        sources = _read_column(rows, prepared.extras["source"])
-        result: list[dict[str, Any]] = [
-            {"source": source, "generated": texts if texts[1:] else texts[0]}
-            for source, texts in zip(sources, _decode(records, prepared), strict=True)
-        ]
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows, decoded = prepared.extras["rows"][split], _decode(records, prepared)
+        columns = {
+            "source": _read_column(rows, prepared.extras["source"]),
+            "generated": [texts if texts[1:] else texts[0] for texts in decoded],
+        }
         if prepared.is_labelled(split):
-            targets = _read_column(rows, prepared.extras["target"])
-            for row, target in zip(result, targets, strict=True):
-                row["expected"] = target
-        return result
-
-
-# A column, or one text inside a column of dictionaries: ("translation", "de").
-Path = tuple[str, ...]
+            columns["expected"] = _read_column(rows, prepared.extras["target"])
+        return to_rows(columns)
 
 
 def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:
     available = get_column_names(rows)
     languages = _get_languages(rows)
     if languages:
-        first = args.text_column or languages[0]
-        others = [name for name in languages if name != first]
+        source = _find_source(rows, args)
+        others = [name for name in languages if name != source[1]]
         second = args.target_column or (others[0] if others else languages[-1])
-        return (
-            ("translation", check_given(first, SOURCE.flag, languages)),
-            ("translation", check_given(second, TARGET.flag, languages)),
-        )
+        return source, ("translation", check_given(second, TARGET.flag, languages))
     if args.text_column is None and args.target_column is None:
         for pair in PAIRS:
-            if pair[0] in available and pair[1] in available:
-                return (pair[0],), (pair[1],)
+            if set(pair) <= set(available):
+                return pair[:1], pair[1:]
     columns = find_columns((TARGET, SOURCE), available, args)
     return (columns["source"],), (columns["target"],)
 
@@ -200,9 +173,7 @@ def _read_column(rows: Any, path: Path) -> list[Any]:
 
 def _has_targets(rows: Any, split: str, path: Path) -> bool:
     """Whether the split has targets (a test split may lack them); checks every one of them."""
-    if path[0] not in get_column_names(rows):
-        if split != "test":
-            raise DataError(f"{split} has no column {path[0]}: all splits need the same columns.")
+    if not has_labels(rows, split, path[0]):
         return False
     values = _read_column(rows, path)
     if split == "test" and all(value is None or value == "" for value in values):
@@ -211,17 +182,6 @@ def _has_targets(rows: Any, split: str, path: Path) -> bool:
         if not text.strip() and split == "train":
             raise DataError(f"{split}, row {number}: the target in {path[-1]} is empty.")
     return True
-
-
-# Columns that name the languages of each row: source and target, or both in one.
-_LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
-    ("source_lang", "target_lang"),
-    ("src_lang", "tgt_lang"),
-    ("source_language", "target_language"),
-    ("language_pair",),
-    ("lang_pair",),
-    ("lp",),
-)
 
 
 def _find_languages(rows: Any, source: Path, target: Path) -> tuple[str, ...] | str:
@@ -240,17 +200,13 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     return ["-".join(str(name) for name in names) for names in zip(*columns, strict=True)]
 
 
-def _get_target_length(args: Settings) -> int:
-    return int(args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
-
-
 def _get_new_tokens(args: Settings) -> int:
-    return int(args.max_new_tokens or _get_target_length(args))
+    return int(args.max_new_tokens or args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
 
 
 def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: TextParts) -> Any:
     tokenizer, prefix = parts.tokenizer, parts.args.source_prefix or ""
-    target_length = _get_target_length(parts.args)
+    target_length = parts.args.decoder_seq_length or DEFAULT_TARGET_LENGTH
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         texts = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])

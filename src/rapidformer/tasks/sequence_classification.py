@@ -7,29 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
-from rapidformer.tasks.labels.labels import read_labels
-from rapidformer.tasks.labels.space import (
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.labels.labels import (
     MULTI,
     REGRESSION,
     SINGLE,
+    LabelSpace,
     get_model_classes,
     get_output_names,
+    read_labels,
 )
-from rapidformer.tasks.metrics import classification, regression
+from rapidformer.tasks.metrics.classification import (
+    DEFAULT_METRICS,
+    GLUE_METRICS,
+    ClassTally,
+    MultiLabelTally,
+    RegressionTally,
+)
+from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
-from rapidformer.tasks.text.text import (
-    TextParts,
-    load_text_parts,
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    check_column,
+    get_column,
+    get_column_names,
+    get_splits,
 )
+from rapidformer.tasks.text.text import TextParts, load_text_parts
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-
-    from rapidformer.tasks.labels.space import LabelSpace
-    from rapidformer.tasks.metrics.tally import Tally
 
 # Tried in this order. A pair comes before its first half alone.
 PAIRS: tuple[tuple[str, str], ...] = (
@@ -39,54 +46,65 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("query", "passage"), ("question", "sentence"), ("question", "passage"),
     ("question", "answer"), ("question", "context"),
 )  # fmt: skip
-TEXT = ColumnRole(
-    name="text",
-    candidates=(
-        "sentence", "text", "sentence1", "question1", "premise", "content", "review", "comment",
-        "tweet", "document", "question", "query", "utterance", "message", "headline", "title",
-    ),
-    holds="the text",
-    setting="text_column",
-)  # fmt: skip
+TEXT = ColumnRole("text", "text_column", "the text", (
+    "sentence", "text", "sentence1", "question1", "premise", "content", "review", "comment",
+    "tweet", "document", "question", "query", "utterance", "message", "headline", "title",
+))  # fmt: skip
 TEXT_PAIR = ColumnRole(
-    name="text_pair",
-    candidates=tuple(dict.fromkeys(second for _, second in PAIRS)),
-    holds="the second text of a pair",
-    setting="text_pair_column",
-    required=False,
-)
+    "text_pair", "text_pair_column", "the second text of a pair",
+    tuple(dict.fromkeys(second for _, second in PAIRS)), required=False,
+)  # fmt: skip
 LABEL = ColumnRole(
-    name="label",
-    candidates=(
-        "label", "labels", "label_ids", "gold_label", "target", "class", "category", "score",
-        "similarity_score", "sentiment", "intent", "stars", "rating", "coarse_label", "fine_label",
-    ),
-    holds="the label: a string, an integer from 0, a float (regression) or a list",
-    setting="label_column",
+    "label", "label_column",
+    "the label: a string, an integer from 0, a float (regression) or a list",
+    ("label", "labels", "label_ids", "gold_label", "target", "class", "category", "score",
+     "similarity_score", "sentiment", "intent", "stars", "rating", "coarse_label", "fine_label"),
 )  # fmt: skip
 
 _TEXTS = "text_columns"
 """Where a model's configuration keeps the columns that it was trained on."""
 
 
-class SequenceClassification(Task):
+class Classifier(Task):
+    """A task whose model gives each row a label, several labels or a number."""
+
+    answer_keys = frozenset({"label", "labels", "score", "scores"})
+    best_metric = "accuracy"
+    greater_is_better = True
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.tasks.evaluation.scoring import score_classes
+
+        logits = model(**self.drop_labels(batch)).logits
+        return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
+        if kind == REGRESSION:
+            return RegressionTally()
+        if kind == MULTI:
+            return MultiLabelTally(names)
+        data_name = prepared.extras.get("data_name", "")
+        return ClassTally(names, GLUE_METRICS.get(data_name, DEFAULT_METRICS))
+
+    def describe(self, record: Record, prepared: PreparedData) -> dict[str, Any]:
+        """A record as the user sees it: label, score, all scores, the true label."""
+        return describe_record(record, prepared.extras["problem_type"], prepared.extras["names"])
+
+
+class SequenceClassification(Classifier):
     name = "sequence_classification"
     aliases = ("text_classification", "classification", "regression")
     description = "classify a text or a pair of texts, or predict a number for it"
     columns = (TEXT, TEXT_PAIR, LABEL)
     auto_class = "AutoModelForSequenceClassification"
-    answer_keys = frozenset({"label", "labels", "score", "scores"})
     metrics = (
         "accuracy", "f1", "f1_macro", "matthews_correlation", "pearson", "spearmanr", "mse", "mae",
         "loss",
     )  # fmt: skip
-    best_metric = "accuracy"
-    greater_is_better = True
 
-    def check_columns(
-        self, rows: list[dict[str, Any]], args: Settings, *, has_answers: bool
-    ) -> None:
-        available = list(dict.fromkeys(name for row in rows for name in row))
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        available = get_column_names(rows)
         problems: list[str] = []
         label = None
         try:
@@ -94,7 +112,7 @@ class SequenceClassification(Task):
         except DataError as error:
             problems.append(str(error))
         try:
-            find_texts(available, args, taken=label)
+            _find_texts(available, args, taken=label)
         except DataError as error:
             if not problems or args.text_column or args.text_pair_column:
                 problems.append(str(error))
@@ -106,12 +124,10 @@ class SequenceClassification(Task):
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         label = _find_label(available, args)
-        texts = find_texts(available, args, taken=label)
+        texts = _find_texts(available, args, taken=label)
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
         features = {
-            split: encode_texts(
-                rows, split, texts, parts, (label, space) if labelled[split] else None
-            )
+            split: _encode(rows, split, texts, parts, space if labelled[split] else None)
             for split, rows in tables.items()
         }
         extras = {
@@ -122,58 +138,39 @@ class SequenceClassification(Task):
             "labelled": labelled,
             "data_name": (args.data_name or "").lower().replace("-", ""),
         }
-        settings = {**space.get_model_settings(), _TEXTS: [name for name in texts if name]}
-        return parts.prepare(features, extras, settings=settings)
+        return parts.prepare(features, extras, {**space.get_model_settings(), _TEXTS: list(texts)})
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_text_parts(args)
         table = as_rows(rows, args.text_column or "text")
-        texts = find_texts(get_column_names(table), args)
-        _check_has_pairs(texts, parts.config)
+        texts = _find_texts(get_column_names(table), args)
+        trained_on = getattr(parts.config, _TEXTS, None) or ()
+        if len(trained_on) > len(texts):
+            # The answers to single texts would mean nothing.
+            raise DataError(
+                f"the model was trained on pairs of texts ({' and '.join(trained_on)}), and the "
+                f"input has only one ({texts[0]}): give rows with both texts. --text-column and "
+                "--text-pair-column name their columns."
+            )
         extras = {
             "rows": {"test": table},
             "texts": texts,
             "names": get_output_names(parts.config),
             "problem_type": get_problem_type(parts.config),
         }
-        return parts.prepare_input(encode_texts(table, "input", texts, parts, None), extras)
-
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
-        from rapidformer.tasks.evaluation.scoring import score_classes
-
-        logits = model(**self.drop_labels(batch)).logits
-        return score_classes(logits, batch.get("labels"), prepared.extras["problem_type"])
-
-    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        extras = prepared.extras
-        return build_classifier_tally(
-            extras["problem_type"], extras["names"], extras.get("data_name", "")
-        )
+        return parts.prepare_input(_encode(table, "input", texts, parts, None), extras)
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
+        data_name = prepared.extras.get("data_name")
         if prepared.extras.get("problem_type") == REGRESSION:
-            return (
-                ("pearson", True) if prepared.extras.get("data_name") == "stsb" else ("loss", False)
-            )
-        if prepared.extras.get("data_name") == "cola":
-            return "matthews_correlation", True
-        return "accuracy", True
+            return ("pearson", True) if data_name == "stsb" else ("loss", False)
+        return ("matthews_correlation" if data_name == "cola" else "accuracy"), True
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-
-        columns = [name for name in prepared.extras["texts"] if name]
-        rows = prepared.extras["rows"][split]
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows, columns = prepared.extras["rows"][split], prepared.extras["texts"]
         texts = zip(*(get_column(rows, name) for name in columns), strict=True)
-        kind, names = prepared.extras["problem_type"], prepared.extras["names"]
         return [
-            dict(zip(columns, text, strict=True)) | describe_record(record, kind, names)
+            dict(zip(columns, text, strict=True)) | self.describe(record, prepared)
             for text, record in zip(texts, records, strict=True)
         ]
 
@@ -183,72 +180,40 @@ def _find_label(available: Sequence[str], args: Settings) -> str:
     try:
         return str(find_column(LABEL, available, args))
     except DataError:
-        if args.label_column is None and args.text_column is None and not _has_text(available):
+        has_text = any(name in available for name in TEXT.candidates)
+        if args.label_column is None and args.text_column is None and not has_text:
             raise DataError(describe_missing([TEXT, LABEL], available)) from None
         raise
 
 
-def _has_text(available: Sequence[str]) -> bool:
-    return any(name in available for name in TEXT.candidates)
-
-
-def find_texts(
+def _find_texts(
     available: Sequence[str], args: Settings, taken: str | None = None
-) -> tuple[str, str | None]:
+) -> tuple[str, ...]:
     """The column of the text and, for pairs, of the second one."""
-    if args.text_column is not None:
-        first = check_given(args.text_column, TEXT.flag, available)
-        second = args.text_pair_column
-        return first, check_given(second, TEXT_PAIR.flag, available) if second else None
-    if args.text_pair_column is not None:
-        second = check_given(args.text_pair_column, TEXT_PAIR.flag, available)
-        return str(find_column(TEXT, available, args, taken=(second, taken))), second
-    for pair in PAIRS:
-        if pair[0] in available and pair[1] in available and taken not in pair:
-            return pair
-    return str(find_column(TEXT, available, args, taken=(taken,))), None
+    second = args.text_pair_column
+    pair = () if second is None else (check_given(second, TEXT_PAIR.flag, available),)
+    if args.text_column is None and second is None:
+        for names in PAIRS:
+            if set(names) <= set(available) and taken not in names:
+                return names
+    return (str(find_column(TEXT, available, args, taken=(*pair, taken))), *pair)
 
 
-def _check_has_pairs(texts: tuple[str, str | None], config: Any) -> None:
-    """Refuse single texts for a model that was trained on pairs: its answers would mean nothing."""
-    trained_on = getattr(config, _TEXTS, None) or ()
-    if len(trained_on) > 1 and texts[1] is None:
-        raise DataError(
-            f"the model was trained on pairs of texts ({' and '.join(trained_on)}), and the input "
-            f"has only one ({texts[0]}): give rows with both texts. --text-column and "
-            "--text-pair-column name their columns."
-        )
-
-
-def encode_texts(
-    rows: Any,
-    split: str,
-    texts: tuple[str, str | None],
-    parts: TextParts,
-    labels: tuple[str, LabelSpace] | None,
+def _encode(
+    rows: Any, split: str, texts: Sequence[str], parts: TextParts, space: LabelSpace | None
 ) -> Any:
     """The token ids of every row, and its label."""
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        values = [check_row_texts(columns[name], name, split, indices[0]) for name in texts if name]
+        values = [check_row_texts(columns[name], name, split, indices[0]) for name in texts]
         result = dict(parts.tokenizer(*values, truncation=True, max_length=parts.length))
-        if labels is not None:
-            column, space = labels
-            result["labels"] = [space.encode(value) for value in columns[column]]
+        if space is not None:
+            result["labels"] = [space.encode(value) for value in columns[space.column]]
         return result
 
     for name in texts:
-        _check_column(rows, name, split)
-    return parts.map_rows(rows, encode, "texts", texts, labels)
-
-
-def _check_column(rows: Any, name: str | None, split: str) -> None:
-    names = get_column_names(rows)
-    if name is not None and name not in names:
-        raise DataError(
-            f"{split} has no column {name}, only {', '.join(names)}: all splits need the same "
-            "columns."
-        )
+        check_column(rows, split, name)
+    return parts.map_rows(rows, encode, "texts", texts, space)
 
 
 def get_problem_type(config: Any) -> str:
@@ -256,16 +221,6 @@ def get_problem_type(config: Any) -> str:
     if config.problem_type is not None:
         return str(config.problem_type)
     return REGRESSION if config.num_labels == 1 else SINGLE
-
-
-def build_classifier_tally(problem_type: str, names: Sequence[str], data_name: str = "") -> Tally:
-    """The running metrics of a classifier, or of a model that predicts a number."""
-    if problem_type == REGRESSION:
-        return regression.RegressionTally()
-    if problem_type == MULTI:
-        return classification.MultiLabelTally(names)
-    wanted = classification.GLUE_METRICS.get(data_name, classification.DEFAULT_METRICS)
-    return classification.ClassTally(names, wanted)
 
 
 def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:

@@ -13,51 +13,43 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row, Task
 from rapidformer.tasks.labels.checks import collect_labels
-from rapidformer.tasks.labels.labels import get_leading_split, read_classes
-from rapidformer.tasks.labels.space import get_model_classes, get_output_names
-from rapidformer.tasks.metrics import entities
-from rapidformer.tasks.metrics.entities import build_tag_tally
+from rapidformer.tasks.labels.labels import (
+    LabelSpace,
+    ModelClasses,
+    get_leading_split,
+    get_model_classes,
+    get_output_names,
+    read_classes,
+)
+from rapidformer.tasks.metrics.entities import EntityTally, TagTally, find_entities, has_entity_tags
+from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
-    RowList,
     as_rows,
     get_class_names,
     get_column,
     get_column_names,
-    get_feature,
     get_splits,
+    select_rows,
 )
-from rapidformer.tasks.text.text import (
-    TextParts,
-    check_is_fast,
-    load_text_parts,
-)
+from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
-    from rapidformer.tasks.metrics.tally import Tally
-
-IGNORED_LABEL = -100
 # These keep the space before a word as part of it, so given words need one prepended.
 _SPACE_KEEPING = frozenset({"gpt2", "roberta", "bloom", "deberta", "longformer", "bart"})
 
 WORDS = ColumnRole(
-    name="words",
-    candidates=("tokens", "words", "text", "sentence"),
-    holds="the words of a sentence (a list, or a string that is split at spaces)",
-    setting="text_column",
-)
+    "words", "text_column", "the words of a sentence (a list, or a string that is split at spaces)",
+    ("tokens", "words", "text", "sentence"),
+)  # fmt: skip
 TAGS = ColumnRole(
-    name="tags",
-    candidates=("ner_tags", "tags", "labels", "label", "pos_tags", "chunk_tags", "ner", "upos"),
-    holds="one tag per word (strings such as B-PER, or integers)",
-    setting="label_column",
-)
+    "tags", "label_column", "one tag per word (strings such as B-PER, or integers)",
+    ("ner_tags", "tags", "labels", "label", "pos_tags", "chunk_tags", "ner", "upos"),
+)  # fmt: skip
 
 
 class TokenClassification(Task):
@@ -80,19 +72,16 @@ class TokenClassification(Task):
         tags, words = columns["tags"], columns["words"]
         space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
         features = {
-            split: _encode(rows, split, words, (tags, space) if labelled[split] else None, parts)
+            split: _encode(rows, split, words, space if labelled[split] else None, parts)
             for split, rows in tables.items()
         }
         if "train" in features:
             features["train"] = _drop_empty(features["train"])
         settings = {k: v for k, v in space.get_model_settings().items() if k != "problem_type"}
         extras = {"rows": tables, "words": words, "names": space.names, "labelled": labelled}
-        return parts.prepare(features, extras, settings=settings)
+        return parts.prepare(features, extras, settings)
 
-    def prepare_for_prediction(
-        self, args: Settings, rows: Sequence[dict[str, Any] | str]
-    ) -> PreparedData:
-
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = _load_parts(args)
         table = as_rows(rows, args.text_column or "text")
         words = str(find_column(WORDS, get_column_names(table), args))
@@ -100,9 +89,7 @@ class TokenClassification(Task):
         extras = {"rows": {"test": table}, "words": words, "names": names}
         return parts.prepare_input(_encode(table, "input", words, None, parts), extras)
 
-    def evaluate_step(
-        self, model: nn.Module, batch: dict[str, torch.Tensor], prepared: PreparedData
-    ) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import score_tokens
 
         labels = batch["labels"]
@@ -111,28 +98,21 @@ class TokenClassification(Task):
         confidences, guesses = logits.float().softmax(dim=-1).max(dim=-1)
         guesses, confidences = guesses.cpu().numpy(), confidences.cpu().numpy()
         truths = labels.cpu().numpy()
-        marked = truths != IGNORED_LABEL
+        columns = {"guesses": guesses, "scores": confidences, "labels": truths}
         return [
-            {
-                "guesses": guesses[row][marked[row]],
-                "scores": confidences[row][marked[row]],
-                "labels": truths[row][marked[row]],
-                "loss": losses[row],
-                "count": counts[row],
-            }
-            for row in range(len(truths))
+            {name: values[row][is_marked] for name, values in columns.items()}
+            | {"loss": losses[row], "count": counts[row]}
+            for row, is_marked in enumerate(truths != IGNORED_LABEL)
         ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        return build_tag_tally(prepared.extras["names"])
+        names = prepared.extras["names"]
+        return EntityTally(names) if has_entity_tags(names) else TagTally(names)
 
-    def predictions(
-        self, records: list[Record], prepared: PreparedData, split: str
-    ) -> list[dict[str, Any]]:
-
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         names = prepared.extras["names"]
         column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
-        marks_entities = entities.has_entity_tags(names)
+        marks_entities = has_entity_tags(names)
         result = []
         for value, record in zip(column, records, strict=True):
             words = _as_words(value)
@@ -142,13 +122,9 @@ class TokenClassification(Task):
             row["scores"] = [round(float(score), 6) for score in record["scores"]]
             if marks_entities:
                 row["entities"] = [
-                    {
-                        "type": kind,
-                        "text": " ".join(words[first : last + 1]),
-                        "first": first,
-                        "last": last,
-                    }
-                    for kind, first, last in entities.find_entities(tags)
+                    {"type": kind, "text": " ".join(words[first : last + 1])}
+                    | {"first": first, "last": last}
+                    for kind, first, last in find_entities(tags)
                 ]
             if prepared.is_labelled(split):
                 row["expected"] = [names[tag] for tag in record["labels"]]
@@ -176,9 +152,17 @@ def _read_tags(
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The tags of all splits; checks that each row has one tag per word."""
     values, labelled = collect_labels(tables, tags)
-    for split, rows in values.items():
-        _check_lengths(get_column(tables[split], words), rows, split, words, tags)
-    names = get_class_names(get_feature(tables[get_leading_split(values)], tags))
+    for split, cells in values.items():
+        pairs = zip(get_column(tables[split], words), cells, strict=True)
+        for number, (row_words, row_tags) in enumerate(pairs, start=1):
+            if row_words is None:
+                raise DataError(f"{split}, row {number}: the words or the tags are missing.")
+            if len(_as_words(row_words)) != len(_as_tags(row_tags)):
+                raise DataError(
+                    f"{split}, row {number}: {len(_as_words(row_words))} words in {words} but "
+                    f"{len(_as_tags(row_tags))} tags in {tags}; each word needs one tag."
+                )
+    names = get_class_names(tables[get_leading_split(values)], tags)
     by_row = {split: [_as_tags(value) for value in rows] for split, rows in values.items()}
     return read_classes(by_row, tags, names, args, model), labelled
 
@@ -187,28 +171,9 @@ def _as_tags(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else list(value)
 
 
-def _check_lengths(
-    words: Sequence[Any], tags: Sequence[Any], split: str, word_column: str, tag_column: str
-) -> None:
-    for number, (row_words, row_tags) in enumerate(zip(words, tags, strict=True), start=1):
-        if row_words is None or row_tags is None:
-            raise DataError(f"{split}, row {number}: the words or the tags are missing.")
-        if len(_as_words(row_words)) != len(_as_tags(row_tags)):
-            raise DataError(
-                f"{split}, row {number}: {len(_as_words(row_words))} words in {word_column} but "
-                f"{len(_as_tags(row_tags))} tags in {tag_column}; each word needs one tag."
-            )
-
-
-def _encode(
-    rows: Any,
-    split: str,
-    words: str,
-    labels: tuple[str, LabelSpace] | None,
-    parts: TextParts,
-) -> Any:
+def _encode(rows: Any, split: str, words: str, space: LabelSpace | None, parts: TextParts) -> Any:
     every_piece = bool(parts.args.label_all_tokens) and split == "train"
-    inside = _get_inside_tags(labels[1].names) if labels else {}
+    inside = _get_inside_tags(space.names) if space and every_piece else None
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         sentences = [_as_words(value) for value in columns[words]]
@@ -217,37 +182,33 @@ def _encode(
         )
         aligned = []
         for row, sentence in enumerate(sentences):
-            if labels is None:
-                ids = [0] * len(sentence)
-            else:
-                ids = [labels[1].encode(tag) for tag in _as_tags(columns[labels[0]][row])]
-            aligned.append(_align(result.word_ids(row), ids, every_piece, inside))
+            ids = [0] * len(sentence)
+            if space is not None:
+                ids = [space.encode(tag) for tag in _as_tags(columns[space.column][row])]
+            aligned.append(_align(result.word_ids(row), ids, inside))
         return {**result, "labels": aligned}
 
-    return parts.map_rows(rows, encode, "words", words, labels, every_piece)
+    return parts.map_rows(rows, encode, "words", words, space, every_piece)
 
 
 def _align(
-    word_ids: Sequence[int | None],
-    labels: Sequence[int],
-    every_piece: bool,
-    inside: Mapping[int, int],
+    word_ids: Sequence[int | None], labels: Sequence[int], inside: Mapping[int, int] | None
 ) -> list[int]:
+    """A label for every token; with ``inside``, also for those that continue a word."""
     aligned, last = [], None
     for word in word_ids:
-        if word is None:
+        if word is None or (word == last and inside is None):
             aligned.append(IGNORED_LABEL)
-        elif word != last:
-            aligned.append(labels[word])
+        elif word == last and inside is not None:
+            aligned.append(inside.get(labels[word], labels[word]))
         else:
-            # B-PER on the first token of a word is I-PER on the others.
-            label = labels[word]
-            aligned.append(inside.get(label, label) if every_piece else IGNORED_LABEL)
+            aligned.append(labels[word])
         last = word
     return aligned
 
 
 def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
+    """B-PER on the first token of a word is I-PER on the others."""
     return {
         index: names.index("I-" + name[2:])
         for index, name in enumerate(names)
@@ -263,6 +224,4 @@ def _drop_empty(features: Any) -> Any:
     if not dropped:
         return features
     warn("train: dropped %d rows without words.", dropped)
-    if hasattr(features, "select"):
-        return features.select(keep)
-    return RowList(features[index] for index in keep)
+    return select_rows(features, keep)

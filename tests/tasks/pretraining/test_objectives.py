@@ -29,7 +29,7 @@ from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
 from rapidformer.objectives import BoundObjective, Context
 from rapidformer.optim.gradients import scale_loss
-from rapidformer.tasks.pretraining.documents import check_documents
+from rapidformer.tasks.pretraining.models import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
     NextToken,

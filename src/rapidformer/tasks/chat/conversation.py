@@ -6,12 +6,13 @@ from typing import Any
 
 from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.log import get_logger
-from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
-from rapidformer.tasks.chat.features import build_encoder, tokenize
+from rapidformer.tasks.chat.columns import ChatColumns
+from rapidformer.tasks.chat.features import build_encoder
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
 from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.text.text import tokenize
 
 _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
 
@@ -28,7 +29,7 @@ class Conversation:
         self._encoder = build_encoder(
             self._prepared.processor,
             ChatColumns(messages="messages"),
-            ChatSettings.read(engine.args),
+            engine.args,
             self._prepared.extras["prompt_length"],
         )
         stop_strings = engine.args.stop_strings or ()
@@ -48,10 +49,10 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        data, model, collate = self._engine.data, self._engine.model, self._prepared.collate
         (tokens,) = predict_rows(
-            data, model, [row], self._generate, collate, batch_size=1, seed=seed
-        )
+            self._engine.data, self._engine.model, [row], self._generate, self._prepared.collate,
+            batch_size=1, seed=seed,
+        )  # fmt: skip
         self._turns += 1
         generation, tokenizer = self._prepared.extras["generation"], self._prepared.processor
         answer = decode_answers(tokens, tokenizer, generation)[0].strip()

@@ -17,37 +17,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.data.packing import IGNORED_LABEL
+from rapidformer.config import Settings
 from rapidformer.errors import DataError, ModelError
 from rapidformer.log import get_logger, warn, warn_once
-from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
+from rapidformer.tasks.base import IGNORED_LABEL
+from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.template import ChatTemplate, Span, choose_template
-from rapidformer.tasks.chat.turns import (
-    BadRowError,
-    Message,
-    is_empty,
-    name_rows,
-    read_optional,
-    read_prompts,
-    read_tools,
-    read_turns,
-)
+from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, is_empty, name_rows
 from rapidformer.tasks.rows.rows import (
-    RowList,
     drop_columns,
     get_column,
     get_column_names,
     map_rows,
+    select_rows,
 )
-from rapidformer.tasks.text.blocks import get_frame
-from rapidformer.tasks.text.text import get_tokenizer_key
+from rapidformer.tasks.text.text import get_frame, get_tokenizer_key, tokenize
 
 _NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
 _CUT_OFF = "no part of the answer fits within --seq-length"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ChatEncoder:
     """Everything that determines how a row becomes tokens."""
 
@@ -63,38 +54,25 @@ class ChatEncoder:
 
     def get_end_id(self) -> int | None:
         """The token that the model must learn in order to stop."""
-        if self.template is not None:
-            return self.template.get_stop_id()
         end: int | None = self.tokenizer.eos_token_id
-        return end
+        return end if self.template is None else self.template.get_stop_id()
 
     def get_key(self) -> tuple[Any, ...]:
         """What the features depend on, in addition to the rows."""
-        text = None if self.template is None else self.template.text
-        variables = None if self.template is None else json.dumps(self.template.variables)
+        template = self.template and (self.template.text, json.dumps(self.template.variables))
         return (
-            "chat", self.columns, text, variables, self.length, self.trains_on_prompts,
+            "chat", self.columns, template, self.length, self.trains_on_prompts,
             get_tokenizer_key(self.tokenizer),
         )  # fmt: skip
 
 
-def build_encoder(
-    tokenizer: Any, columns: ChatColumns, settings: ChatSettings, length: int
-) -> ChatEncoder:
+def build_encoder(tokenizer: Any, columns: ChatColumns, args: Settings, length: int) -> ChatEncoder:
     """Choose the template and check that the tokenizer can do what it needs."""
+    variables = json.loads(args.chat_template_kwargs or "{}")
     template = choose_template(
-        tokenizer,
-        settings.chat_template,
-        needs_one=not columns.is_pair,
-        variables=json.loads(settings.chat_template_kwargs or "{}"),
+        tokenizer, args.chat_template, variables, needs_one=not columns.is_pair
     )
-    return ChatEncoder(
-        tokenizer=tokenizer,
-        columns=columns,
-        template=template,
-        length=length,
-        trains_on_prompts=settings.train_on_prompts,
-    )
+    return ChatEncoder(tokenizer, columns, template, length, args.train_on_prompts)
 
 
 class _Encoded(NamedTuple):
@@ -130,7 +108,9 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     end = encoder.get_end_id()
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        return _to_features(_encode_rows(columns, indices, split, encoder), end)
+        chats = ChatRows(columns, indices, split, encoder.columns)
+        encode_rows = _encode_pairs if encoder.template is None else _encode_conversations
+        return _to_features(encode_rows(chats, encoder), end)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
     reasons: list[str] = get_column(features, "left_out")
@@ -139,37 +119,31 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
         return None
     _report_dropped(reasons, split)
     if len(kept) < len(reasons):
-        features = _select(features, kept)
+        features = select_rows(features, kept)
     _report_trained(features, split, encoder)
-    _check_labels(features, split, encoder)
     return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
 
 
-def _encode_rows(
-    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
-) -> list[_Encoded]:
-    if encoder.template is None:
-        return _encode_pairs(columns, indices, split, encoder)
-    turns = read_turns(columns, indices, split, encoder.columns)
-    tools = read_tools(columns, indices, split, encoder.columns)
+def _encode_conversations(chats: ChatRows, encoder: ChatEncoder) -> list[_Encoded]:
+    assert encoder.template is not None
     rendered: list[tuple[str, list[Span]] | str] = []
-    for number, messages, row_tools in zip(indices, turns, tools, strict=True):
-        template = encoder.template.with_tools(row_tools)
+    rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), strict=True)
+    for number, messages, tools in rows:
+        template = encoder.template.with_tools(tools)
         try:
             rendered.append(_render(messages, template, encoder.trains_on_prompts))
         except BadRowError as reason:
             rendered.append(f"it {reason}")
         except ModelError as reason:
-            raise ModelError(f"{split}, row {number + 1}: {reason}") from None
+            raise ModelError(f"{chats.split}, row {number + 1}: {reason}") from None
     texts = [item[0] for item in rendered if not isinstance(item, str)]
     encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
-    result = []
+    result, size = [], encoder.length
     for item in rendered:
         if isinstance(item, str):
             result.append(_Encoded([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        size = encoder.length
         marks = _mark(places[:size], item[1])
         result.append(_Encoded(ids[:size], marks, is_cut=len(ids) > size))
     return result
@@ -191,13 +165,10 @@ def _render(
     return template.render_with_answers(messages[: answers[-1] + 1])
 
 
-def _encode_pairs(
-    columns: dict[str, list[Any]], indices: list[int], split: str, encoder: ChatEncoder
-) -> list[_Encoded]:
-    tokenizer, names = encoder.tokenizer, encoder.columns
-    prompts = read_prompts(columns, indices, split, names)
-    answers = read_optional(columns, indices, split, names.response)
-    prompt_ids = tokenize_prompts(prompts, tokenizer)
+def _encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[_Encoded]:
+    tokenizer, size = encoder.tokenizer, encoder.length
+    answers = chats.read_texts(chats.names.response)
+    prompt_ids = tokenize_prompts(chats.read_prompts(), tokenizer)
     answer_ids = tokenize(answers, tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     result = []
@@ -207,34 +178,29 @@ def _encode_pairs(
             continue
         ids = [*before, *answer, *end]
         marks = [encoder.trains_on_prompts] * len(before) + [True] * (len(ids) - len(before))
-        size = encoder.length
         result.append(_Encoded(ids[:size], marks[:size], is_cut=len(ids) > size))
     return result
 
 
 def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any]]:
-    names = ("input_ids", "labels", "length", "trained", "is_cut", "ends", "left_out")
-    result: dict[str, list[Any]] = {name: [] for name in names}
+    rows: list[dict[str, Any]] = []
     for row in encoded:
-        labels = [
-            token if mark else IGNORED_LABEL
-            for token, mark in zip(row.ids, row.is_answer, strict=True)
-        ]
+        marked = zip(row.ids, row.is_answer, strict=True)
+        labels = [token if mark else IGNORED_LABEL for token, mark in marked]
         # Nothing comes before the first token to predict it from.
         labels[:1] = [IGNORED_LABEL]
         trained = len(labels) - labels.count(IGNORED_LABEL)
         left_out = row.left_out
         if not left_out and not trained:
             left_out = _CUT_OFF if row.is_cut else _NO_ANSWER
-        # In a batch of only empty lists, the column would have no type.
-        result["input_ids"].append([0] if left_out else row.ids)
-        result["labels"].append([IGNORED_LABEL] if left_out else labels)
-        result["length"].append(len(row.ids))
-        result["trained"].append(trained)
-        result["is_cut"].append(row.is_cut)
-        result["ends"].append(end in labels)
-        result["left_out"].append(left_out)
-    return result
+        rows.append({
+            # In a batch of only empty lists, the column would have no type.
+            "input_ids": [0] if left_out else row.ids,
+            "labels": [IGNORED_LABEL] if left_out else labels,
+            "length": len(row.ids), "trained": trained, "is_cut": row.is_cut,
+            "ends": end in labels, "left_out": left_out,
+        })  # fmt: skip
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 # ---- reports before training -------------------------------------------------------------------
@@ -257,9 +223,12 @@ def _report_dropped(reasons: Sequence[str], split: str) -> None:
 
 
 def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
-    """Report the amount of data and the fraction that is trained on."""
-    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
-    cut = sum(get_column(features, "is_cut"))
+    """Report the amount of data and the fraction that is trained on.
+
+    Warn about labels with which the model would not learn to answer, or not to stop.
+    """
+    names = ("length", "trained", "is_cut", "ends")
+    tokens, trained, cut, ended = (sum(get_column(features, name)) for name in names)
     what = "prompts with answers" if encoder.columns.is_pair else "conversations"
     which = "everything" if encoder.trains_on_prompts else "the answers"
     if encoder.template is None:
@@ -276,11 +245,6 @@ def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
             "%s: %d of %d examples are longer than %d tokens and were cut (--seq-length)",
             split, cut, len(features), encoder.length,
         )  # fmt: skip
-
-
-def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
-    """Warn about labels with which the model would not learn to answer, or not to stop."""
-    tokens, trained = sum(get_column(features, "length")), sum(get_column(features, "trained"))
     # The first token of a row is never a label.
     if not encoder.trains_on_prompts and trained == tokens - len(features):
         warn(
@@ -289,10 +253,8 @@ def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
             "with --train-on-prompts. `rapidformer data show` shows the labels.",
             split,
         )
-    end = encoder.get_end_id()
-    ended = sum(get_column(features, "ends"))
-    if end is not None and not ended:
-        cut = sum(get_column(features, "is_cut"))
+    stop = encoder.get_end_id()
+    if stop is not None and not ended:
         reason = (
             f"all {cut} examples are cut before it: use a longer --seq-length"
             if cut == len(features)
@@ -301,17 +263,11 @@ def _check_labels(features: Any, split: str, encoder: ChatEncoder) -> None:
         warn(
             "%s: the token that ends an answer, %r, is never trained on, so the model will not "
             "learn to stop; %s. `rapidformer data show` shows the labels.",
-            split, encoder.tokenizer.convert_ids_to_tokens(end), reason,
+            split, encoder.tokenizer.convert_ids_to_tokens(stop), reason,
         )  # fmt: skip
 
 
 # ---- tokens ------------------------------------------------------------------------------------
-
-
-def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids without special tokens, at full length."""
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [list(ids) for ids in encoded]
 
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
@@ -341,9 +297,3 @@ def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
     # A token may cover no characters; treat it as if it covered one.
     marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
     return marks
-
-
-def _select(features: Any, numbers: list[int]) -> Any:
-    if hasattr(features, "select"):
-        return features.select(numbers)
-    return RowList(features[number] for number in numbers)

@@ -13,34 +13,21 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger, warn
-from rapidformer.tasks.chat.columns import ChatColumns, ChatSettings
-from rapidformer.tasks.chat.features import (
-    ChatEncoder,
-    build_encoder,
-    tokenize,
-    tokenize_prompts,
-)
-from rapidformer.tasks.chat.turns import (
-    BadRowError,
-    Message,
-    name_rows,
-    read_prompts,
-    read_tools,
-    read_turns,
-)
+from rapidformer.tasks.base import Row
+from rapidformer.tasks.chat.columns import ChatColumns
+from rapidformer.tasks.chat.features import ChatEncoder, build_encoder, tokenize_prompts
+from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, name_rows
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
-from rapidformer.tasks.text.blocks import TEXT
+from rapidformer.tasks.text.text import TEXT, tokenize
 
 
-def name_column(
-    rows: Sequence[dict[str, Any] | str], tokenizer: Any, settings: ChatSettings
-) -> str:
+def name_column(rows: Sequence[Row], tokenizer: Any, args: Settings) -> str:
     """The column that bare texts stand for: a prompt to answer, or a text to continue."""
-    column = settings.prompt_column or settings.text_column
+    column = args.prompt_column or args.text_column
     if column is not None or not isinstance(rows[0] if rows else None, str):
         return column or "text"
-    template = settings.chat_template or tokenizer.chat_template
+    template = args.chat_template or tokenizer.chat_template
     if template is None or template == "none":
         return "text"
     get_logger().info(
@@ -72,56 +59,42 @@ def encode_beginnings(
 
 
 def encode_questions(
-    table: list[dict[str, Any]],
-    columns: ChatColumns,
-    tokenizer: Any,
-    length: int,
-    settings: ChatSettings,
+    table: list[dict[str, Any]], columns: ChatColumns, tokenizer: Any, length: int, args: Settings
 ) -> tuple[Any, dict[str, Any]]:
     """Encode conversations and prompts to be answered."""
-    encoder = build_encoder(tokenizer, columns, settings, length)
+    encoder = build_encoder(tokenizer, columns, args, length)
     shown, expected = _read_questions(table, columns)
 
     def encode(part: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        return _encode_prompts(part, indices, encoder)
+        return _encode_prompts(ChatRows(part, indices, "input", columns), encoder)
 
-    extras = {
-        "shown": shown,
-        "expected": expected,
-        "is_answer": True,
-        "stop_id": encoder.get_stop_id(),
-    }
+    extras = {"shown": shown, "expected": expected, "is_answer": True}
+    extras["stop_id"] = encoder.get_stop_id()
     return map_rows(table, encode, workers=None, key=()), extras
 
 
-def _encode_prompts(
-    columns: dict[str, list[Any]], indices: list[int], encoder: ChatEncoder
-) -> dict[str, list[Any]]:
+def _encode_prompts(chats: ChatRows, encoder: ChatEncoder) -> dict[str, list[Any]]:
     """Tokens up to where the answer begins; a prompt that is too long is cut at the beginning."""
     if encoder.template is None:
-        prompts = read_prompts(columns, indices, "input", encoder.columns)
-        ids = tokenize_prompts(prompts, encoder.tokenizer)
+        ids = tokenize_prompts(chats.read_prompts(), encoder.tokenizer)
     else:
         texts = []
-        turns = read_turns(columns, indices, "input", encoder.columns)
-        tools = read_tools(columns, indices, "input", encoder.columns)
-        for number, messages, row_tools in zip(indices, turns, tools, strict=True):
+        rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), strict=True)
+        for number, messages, tools in rows:
+            template = encoder.template.with_tools(tools)
             try:
-                question = _split_answer(messages)[0]
-                texts.append(
-                    encoder.template.with_tools(row_tools).render(question, lets_answer=True)
-                )
+                texts.append(template.render(_split_answer(messages)[0], lets_answer=True))
             except BadRowError as reason:
                 raise DataError(f"input, row {number + 1} {reason}.") from None
         ids = tokenize(texts, encoder.tokenizer)
-    too_long = [n + 1 for n, row in zip(indices, ids, strict=True) if len(row) > encoder.length]
+    numbered = zip(chats.indices, ids, strict=True)
+    too_long = [number + 1 for number, row in numbered if len(row) > encoder.length]
     if too_long:
         warn(
             "input, %s: longer than %d tokens, which leaves no room for the answer: the beginning "
             "is cut off",
-            name_rows(too_long),
-            encoder.length,
-        )
+            name_rows(too_long), encoder.length,
+        )  # fmt: skip
     start = encoder.tokenizer.bos_token_id or 0
     kept = [row[-encoder.length :] or [start] for row in ids]
     return {"input_ids": kept, "attention_mask": [[1] * len(row) for row in kept]}
@@ -138,7 +111,7 @@ def _read_questions(
     if columns.is_pair:
         return shown, [row.get(str(columns.response)) for row in table]
     values = {str(columns.messages): [row.get(str(columns.messages)) for row in table]}
-    turns = read_turns(values, range(len(table)), "input", columns)
+    turns = ChatRows(values, range(len(table)), "input", columns).read_turns()
     questions = [_split_answer(messages) for messages in turns]
     return [{str(columns.messages): asked} for asked, _ in questions], [a for _, a in questions]
 

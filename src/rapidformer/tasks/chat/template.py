@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from typing import Any
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty
-from rapidformer.tasks.text.blocks import get_frame
-from rapidformer.tasks.text.text import check_is_fast
+from rapidformer.tasks.text.text import check_is_fast, get_frame
 
 Span = tuple[int, int]
 NO_TEMPLATE = "none"
@@ -45,17 +45,15 @@ _CHATML = _TURNS.format(
 _THINKING = "enable_thinking"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "The-answer-is-here"
+_EXAMPLE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER})
 
 
 class ChatTemplate:
-    """A tokenizer's template, and what it puts after an answer.
+    """A tokenizer's template; ``end_of_turn`` is what ends the last answer."""
 
-    ``end_of_turn`` is what ends the last answer.
-    """
-
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
-        self.variables = dict(variables or {})
+        self.variables = dict(variables)
         """What the template gets besides the messages."""
         self.text: str = tokenizer.get_chat_template()
         self.has_marks = _MARKED.search(self.text) is not None
@@ -82,17 +80,11 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
     ) -> str:
         """The conversation as text; ``lets_answer`` adds the generation prompt at the end."""
-        from jinja2.exceptions import TemplateError
-
-        try:
+        variables = {**self.variables, **variables}
+        with _reporting_refusals():
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=lets_answer,
-                **{**self.variables, **variables},
+                list(messages), tokenize=False, add_generation_prompt=lets_answer, **variables
             )
-        except (TemplateError, TypeError, ValueError) as reason:
-            raise BadRowError(f"is refused by the chat template: {reason}") from None
         return text
 
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
@@ -153,10 +145,9 @@ class ChatTemplate:
         return len(prompt)
 
     def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        with _reporting_refusals():
             # The annotation mentions only the text.
             rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
@@ -165,8 +156,6 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
                 **self.variables,
             )
-        except (TemplateError, TypeError, ValueError) as reason:
-            raise BadRowError(f"is refused by the chat template: {reason}") from None
         (text,), (marks,) = rendered
         # If the marks stop before the end of the turn, the model would never learn to stop.
         return text, [(start, self._pass_end(text, end)) for start, end in marks if end > start]
@@ -215,9 +204,8 @@ class ChatTemplate:
 
     def _find_tail(self) -> str:
         """What follows the last answer."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            text = self.render(turns)
+            text = self.render(_EXAMPLE)
         except BadRowError as reason:
             raise ModelError(
                 f"the chat template cannot be used: a test with a question and an answer {reason}."
@@ -228,15 +216,12 @@ class ChatTemplate:
         return rest
 
     def _find_end_between_turns(self) -> str:
-        """What follows an earlier answer: the common beginning with what follows the last one, if
-        any.
+        """What follows an earlier answer: the common beginning with what follows the last one.
 
-        Compared by whole tokens, since ``<|im_end|>`` and ``<|im_start|>`` begin with the same
-        letters.
+        Compared by whole tokens: ``<|im_end|>`` and ``<|im_start|>`` begin with the same letters.
         """
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
-            _, *rests = self.render(turns * 2).split(_ANSWER)
+            _, *rests = self.render(_EXAMPLE * 2).split(_ANSWER)
         except BadRowError:
             return ""
         if len(rests) != 2:
@@ -244,17 +229,22 @@ class ChatTemplate:
         encoded = self._tokenizer(rests, add_special_tokens=False, return_offsets_mapping=True)
         tokens = zip(*encoded["input_ids"], encoded["offset_mapping"][0], strict=False)
         alike = takewhile(lambda token: token[0] == token[1], tokens)
-        return self._cut_after_special(
-            rests[0][: max((end for _, _, (_, end) in alike), default=0)]
-        )
+        length = max((end for _, _, (_, end) in alike), default=0)
+        return self._cut_after_special(rests[0][:length])
+
+
+@contextmanager
+def _reporting_refusals() -> Iterator[None]:
+    from jinja2.exceptions import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError) as reason:
+        raise BadRowError(f"is refused by the chat template: {reason}") from None
 
 
 def choose_template(
-    tokenizer: Any,
-    wanted: str | None,
-    *,
-    needs_one: bool,
-    variables: Mapping[str, Any] | None = None,
+    tokenizer: Any, wanted: str | None, variables: Mapping[str, Any], *, needs_one: bool
 ) -> ChatTemplate | None:
     """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
 
@@ -283,14 +273,14 @@ def choose_template(
 
 
 def _read_template(text_or_path: str) -> str:
+    if "{" in text_or_path:
+        return text_or_path
     path = Path(text_or_path).expanduser()
-    if "{" not in text_or_path:
-        if not path.is_file():
-            raise ConfigurationError(
-                f"--chat-template {text_or_path}: this is neither a file nor a Jinja template."
-            )
-        return path.read_text(encoding="utf-8")
-    return text_or_path
+    if not path.is_file():
+        raise ConfigurationError(
+            f"--chat-template {text_or_path}: this is neither a file nor a Jinja template."
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def _build_default(tokenizer: Any) -> str:
@@ -304,9 +294,7 @@ def _build_default(tokenizer: Any) -> str:
             "the tokenizer has neither a chat template nor an end-of-text token to close a turn "
             "with: give --chat-template FILE."
         )
-    begins = tokenizer.bos_token_id is not None and get_frame(tokenizer)[0] == [
-        tokenizer.bos_token_id
-    ]
+    begins = get_frame(tokenizer)[0] == [tokenizer.bos_token_id]
     return "{{ bos_token }}" * begins + turns
 
 

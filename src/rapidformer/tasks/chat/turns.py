@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
 from rapidformer.tasks.chat.columns import ChatColumns
 
 Message = dict[str, Any]
-
+_Cell = TypeVar("_Cell")
 _SHOWN_ROWS = 5
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -30,63 +30,77 @@ class BadRowError(Exception):
     """A row that is not a conversation; the caller adds the row number."""
 
 
-def read_turns(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[list[Message]]:
-    """The turns of each row; the error names every bad row and the reason."""
-    if names.messages is None:
-        prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
-        extra = [
-            read_optional(columns, indices, split, name)
-            for name in (names.response, names.context, names.system)
-        ]
-        return [
-            build_messages(p, response=r if names.response else None, context=c, system=s)
-            for p, r, c, s in zip(prompts, *extra, strict=True)
-        ]
-    turns: list[list[Message]] = []
-    problems: dict[str, list[int]] = defaultdict(list)
-    for number, value in zip(indices, columns[names.messages], strict=True):
-        try:
-            turns.append(read_messages(value))
-        except BadRowError as reason:
-            problems[str(reason)].append(number + 1)
-    if problems:
-        messages = [
-            f"{split}, {name_rows(rows)}: the column {names.messages} {reason}."
-            for reason, rows in problems.items()
-        ]
-        raise DataError(" ".join(messages))
-    return turns
+class ChatRows(NamedTuple):
+    """Some rows of a split, with their numbers in it."""
 
+    columns: dict[str, list[Any]]
+    indices: Sequence[int]
+    split: str
+    names: ChatColumns
 
-def read_tools(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[list[Any] | None]:
-    """The tools that each row's conversation may call; None for rows without any."""
-    if names.tools is None:
-        return [None] * len(indices)
-    schemas: list[list[Any] | None] = []
-    bad: list[int] = []
-    for number, value in zip(indices, columns[names.tools], strict=True):
-        try:
-            schemas.append(_read_schemas(value))
-        except (ValueError, TypeError):
-            bad.append(number + 1)
-    if bad:
-        raise DataError(
-            f"{split}, {name_rows(bad)}: the column {names.tools} must hold a list of JSON "
-            "schemas; rename it if it holds something else."
-        )
-    return schemas
+    def read_turns(self) -> list[list[Message]]:
+        """The turns of each row; the error names every bad row and the reason."""
+        if self.names.messages is not None:
+            return self._read_cells(self.names.messages, _read_messages)
+        prompts = self._read_prompts()
+        answers: Sequence[str | None] = [None] * len(self.indices)
+        if self.names.response is not None:
+            answers = self.read_texts(self.names.response)
+        contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
+        parts = zip(systems, prompts, contexts, answers, strict=True)
+        return [_build_turns(*row) for row in parts]
+
+    def read_tools(self) -> list[list[Any] | None]:
+        """The tools that each row's conversation may call; None for rows without any."""
+        if self.names.tools is None:
+            return [None] * len(self.indices)
+        return self._read_cells(self.names.tools, _read_schemas)
+
+    def _read_cells(self, column: str, read: Callable[[Any], _Cell]) -> list[_Cell]:
+        cells: list[_Cell] = []
+        problems: dict[str, list[int]] = defaultdict(list)
+        for number, value in zip(self.indices, self.columns[column], strict=True):
+            try:
+                cells.append(read(value))
+            except BadRowError as reason:
+                problems[str(reason)].append(number + 1)
+        if problems:
+            messages = [
+                f"{self.split}, {name_rows(rows)}: the column {column} {reason}."
+                for reason, rows in problems.items()
+            ]
+            raise DataError(" ".join(messages))
+        return cells
+
+    def read_prompts(self) -> list[str]:
+        """Prompts without a template: system message, prompt, context, and blank lines between."""
+        prompts = self._read_prompts()
+        if self.names.context is None and self.names.system is None:
+            return prompts
+        contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
+        return [_join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
+
+    def _read_prompts(self) -> list[str]:
+        name = str(self.names.prompt)
+        return check_row_texts(self.columns[name], name, self.split, self.indices[0])
+
+    def read_texts(self, name: str | None) -> list[str]:
+        """The texts of a column that may be missing or have empty cells."""
+        if name is None:
+            return [""] * len(self.indices)
+        values = ["" if value is None else value for value in self.columns[name]]
+        return check_row_texts(values, name, self.split, self.indices[0])
 
 
 def _read_schemas(value: Any) -> list[Any] | None:
     """Some data sets store the list, or each schema in it, as JSON text."""
-    listed = json.loads(value or "null") if isinstance(value, str) else value
-    schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in listed or ()]
+    try:
+        listed = json.loads(value or "null") if isinstance(value, str) else value
+        schemas = [json.loads(item) if isinstance(item, str) else item for item in listed or ()]
+    except (ValueError, TypeError):
+        schemas = [None]
     if not all(isinstance(schema, Mapping) for schema in schemas):
-        raise TypeError("a schema is an object")
+        raise BadRowError("must hold a list of JSON schemas; rename it if it holds something else")
     return _drop_absent(schemas) or None
 
 
@@ -95,27 +109,6 @@ def _drop_absent(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _drop_absent(item) for key, item in value.items() if item is not None}
     return [_drop_absent(item) for item in value] if isinstance(value, list) else value
-
-
-def read_prompts(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, names: ChatColumns
-) -> list[str]:
-    """Prompts without a template: system message, prompt and context, separated by blank lines."""
-    prompts = check_row_texts(columns[str(names.prompt)], str(names.prompt), split, indices[0])
-    if names.context is None and names.system is None:
-        return prompts
-    contexts = read_optional(columns, indices, split, names.context)
-    systems = read_optional(columns, indices, split, names.system)
-    return [join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
-
-
-def read_optional(
-    columns: dict[str, list[Any]], indices: Sequence[int], split: str, name: str | None
-) -> list[str]:
-    if name is None:
-        return [""] * len(indices)
-    values = ["" if value is None else value for value in columns[name]]
-    return check_row_texts(values, name, split, indices[0])
 
 
 def name_rows(numbers: Sequence[int]) -> str:
@@ -129,7 +122,7 @@ def name_rows(numbers: Sequence[int]) -> str:
 # ---- one conversation --------------------------------------------------------------------------
 
 
-def read_messages(value: Any) -> list[Message]:
+def _read_messages(value: Any) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:
@@ -142,18 +135,15 @@ def read_messages(value: Any) -> list[Message]:
     return [_read_message(item) for item in value]
 
 
-def build_messages(
-    prompt: str, *, response: str | None = None, context: str = "", system: str = ""
-) -> list[Message]:
-    """A prompt and its answer as turns."""
+def _build_turns(system: str, prompt: str, context: str, answer: str | None) -> list[Message]:
     turns = [{"role": "system", "content": system}] if system.strip() else []
-    turns.append({"role": "user", "content": join_prompt(prompt, context)})
-    if response is not None:
-        turns.append({"role": "assistant", "content": response})
+    turns.append({"role": "user", "content": _join_prompt(prompt, context)})
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
     return turns
 
 
-def join_prompt(*parts: str) -> str:
+def _join_prompt(*parts: str) -> str:
     """The non-empty parts of a prompt, separated by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 

@@ -5,47 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.tasks.base import PreparedData, Record
-from rapidformer.tasks.metrics.squad import AnswerScores
-from rapidformer.tasks.metrics.tables import ReportTable
-from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.rows import get_column, get_column_names, take_rows
+from rapidformer.tasks.base import Batch, PreparedData, Record
+from rapidformer.tasks.metrics.generation import AnswerScores
+from rapidformer.tasks.metrics.tally import ReportTable, Tally
+from rapidformer.tasks.rows.rows import get_column, get_column_names, take_rows, to_rows
 from rapidformer.tasks.text.windows import read_texts
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 # A score, and the first and last character of the span in the context.
 Candidate = tuple[float, int, int]
 
 
-def find_best_spans(
-    starts: torch.Tensor, ends: torch.Tensor, mask: torch.Tensor, count: int
-) -> list[Record]:
+def find_best_spans(output: Any, mask: torch.Tensor, count: int) -> list[Record]:
     """Per window, the best start and end tokens inside the context, and the no-answer score."""
-    import torch
-
-    outside = mask == 0
-    null = (starts[:, 0] + ends[:, 0]).cpu().numpy()
-    width = min(count, starts.shape[1])
-    top = []
-    for logits in (starts, ends):
-        values, places = logits.masked_fill(outside, -torch.inf).topk(width, dim=1)
-        top.append((places.cpu().numpy(), values.cpu().numpy()))
-    return [
-        {
-            "first": top[0][0][row],
-            "first_score": top[0][1][row],
-            "last": top[1][0][row],
-            "last_score": top[1][1][row],
-            "null": float(null[row]),
-        }
-        for row in range(len(null))
-    ]
+    starts, ends = output.start_logits.float(), output.end_logits.float()
+    columns = {"null": (starts[:, 0] + ends[:, 0]).tolist()}
+    for name, logits in (("first", starts), ("last", ends)):
+        inside = logits.masked_fill(mask == 0, float("-inf"))
+        values, places = inside.topk(min(count, starts.shape[1]), dim=1)
+        columns[name], columns[f"{name}_score"] = places.cpu().numpy(), values.cpu().numpy()
+    return to_rows(columns)
 
 
-def compute_window_losses(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def compute_window_losses(output: Any, batch: Batch) -> torch.Tensor:
     """Per window, the mean cross entropy of the answer's first and its last token.
 
     Only real tokens compete. In the models' own loss padding does too, so it depends on the longest
@@ -64,10 +48,11 @@ def _compare(logits: torch.Tensor, places: torch.Tensor, is_padding: torch.Tenso
 
 
 def join_windows(
-    records: Sequence[Record], windows: Any, questions: int, extras: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]], windows: Any, questions: int, extras: Mapping[str, Any]
 ) -> list[tuple[list[Candidate], float]]:
     """Per question, its best spans over all windows (in characters), and the no-answer score."""
-    longest = extras["max_answer_length"]
+    import numpy as np
+
     candidates: list[list[Candidate]] = [[] for _ in range(questions)]
     null = [float("inf")] * questions
     for record, window in zip(records, windows, strict=True):
@@ -75,9 +60,17 @@ def join_windows(
         null[owner] = min(null[owner], record["null"])
         scores = record["first_score"][:, None] + record["last_score"][None, :]
         lengths = record["last"][None, :] - record["first"][:, None] + 1
-        candidates[owner] += _valid_spans(
-            record, scores, (lengths > 0) & (lengths <= longest), window
+        fits = (lengths > 0) & (lengths <= extras["max_answer_length"]) & np.isfinite(scores)
+        starts, ends, first, last = (
+            window["starts"],
+            window["ends"],
+            record["first"],
+            record["last"],
         )
+        candidates[owner] += [
+            (float(scores[i, j]), starts[first[i]], ends[last[j]])
+            for i, j in zip(*np.nonzero(fits), strict=True)
+        ]
     count = extras["n_best"]
     return [
         (sorted(spans, key=lambda span: -span[0])[:count], none)
@@ -92,36 +85,13 @@ def choose_answer(
     import numpy as np
 
     spans, null = candidates
-    scores = [score for score, _, _ in spans]
-    options: list[Candidate] = list(spans)
-    if can_abstain or not spans:
-        options.append((null, 0, 0))
-        scores.append(null)
-    best = int(np.argmax(scores))
-    weights = np.exp(np.array(scores) - max(scores))
+    options = [*spans, (null, 0, 0)] if can_abstain or not spans else spans
+    scores = np.array([score for score, _, _ in options])
+    best = int(scores.argmax())
+    weights = np.exp(scores - scores.max())
     _, start, end = options[best]
-    return {
-        "answer": context[start:end],
-        "start": start,
-        "end": end,
-        "score": round(float(weights[best] / weights.sum()), 6),
-    }
-
-
-def _valid_spans(
-    record: Record, scores: np.ndarray, fits: np.ndarray, window: Mapping[str, Any]
-) -> list[Candidate]:
-    import numpy as np
-
-    rows, columns = np.nonzero(fits & np.isfinite(scores))
-    return [
-        (
-            float(scores[i, j]),
-            window["starts"][record["first"][i]],
-            window["ends"][record["last"][j]],
-        )
-        for i, j in zip(rows, columns, strict=True)
-    ]
+    score = round(float(weights[best] / weights.sum()), 6)
+    return {"answer": context[start:end], "start": start, "end": end, "score": score}
 
 
 class AnswerTally(Tally):
@@ -165,15 +135,12 @@ class AnswerTally(Tally):
     def _read_windows(self, count: int) -> list[dict[str, Any]]:
         part = take_rows(self._windows, self._next_window, count)
         self._next_window += count
-        names = get_column_names(part)
-        columns = [get_column(part, name) for name in names]
-        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        return to_rows({name: get_column(part, name) for name in get_column_names(part)})
 
     def _read_examples(self, first: int, last: int) -> None:
         part = take_rows(self._rows, first, last - first + 1)
         names = (self._extras["columns"][1], self._extras["answers"])
-        texts, answers = (get_column(part, name) for name in names)
-        pairs = zip(texts, answers, strict=True)
+        pairs = zip(*(get_column(part, name) for name in names), strict=True)
         self._examples.update(zip(range(first, last + 1), pairs, strict=True))
 
     def _close(self) -> None:
@@ -181,7 +148,7 @@ class AnswerTally(Tally):
         if self._question is None:
             return
         windows = [{**window, "example": 0} for _, window in self._open]
-        records = [dict(record) for record, _ in self._open]
+        records = [record for record, _ in self._open]
         (candidates,) = join_windows(records, windows, 1, self._extras)
         context, answers = self._examples.pop(self._question)
         chosen = choose_answer(candidates, context, self._extras["can_abstain"])

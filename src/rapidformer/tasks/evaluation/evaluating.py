@@ -7,7 +7,7 @@ that memory does not grow with the split. Each rank ends with the same tally.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,34 +26,9 @@ from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows.rows import take_first
-from rapidformer.training.evaluation import evaluate_model
 
 # Examples between two gatherings: enough to make them cheap, few enough to hold.
 _HELD_EXAMPLES = 1024
-
-
-def iterate_records(
-    engine: RapidformerEngine,
-    task: Task,
-    model: Any,
-    loader: DistributedLoader,
-    prepared: PreparedData,
-    advance: Callable[[int], None] = lambda count: None,
-) -> Iterator[list[Record]]:
-    """The records of the whole split in the order of the data, a few at a time, on every rank.
-
-    ``advance`` is called with the number of examples that all ranks together have done.
-    """
-    held: list[list[Record]] = []
-    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
-    step = partial(task.evaluate_step, model, prepared=prepared)
-    for micro_batch, records in run_batches(loader, step):
-        held.append(records[: micro_batch.info.rows])
-        advance(loader.samples_per_round)
-        if len(held) == limit:
-            yield gather_rounds(held, engine.runtime.topology)
-            held = []
-    yield gather_rounds(held, engine.runtime.topology)
 
 
 def measure(
@@ -65,10 +40,23 @@ def measure(
     split: str,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """The metrics of a labelled split."""
+    """The metrics of a labelled split, the same on every rank.
+
+    ``advance`` is called with the number of examples that all ranks together have done.
+    """
     tally = task.build_tally(prepared, split)
-    for records in iterate_records(engine, task, model, loader, prepared, advance):
-        tally.update(records)
+    held: list[list[Record]] = []
+    limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
+    step = partial(task.evaluate_step, model, prepared=prepared)
+    for micro_batch, records in run_batches(loader, step):
+        held.append(records[: micro_batch.info.rows])
+        advance(loader.samples_per_round)
+        if len(held) == limit:
+            everyone = gather_rounds(held, engine.runtime.topology)
+            tally.update(everyone)
+            held = []
+    everyone = gather_rounds(held, engine.runtime.topology)
+    tally.update(everyone)
     return tally
 
 
@@ -84,9 +72,11 @@ def evaluate_task(
     args = engine.args
     task = get_task(args.task or "")
     file = _find_single_file(args) if data is None else None
-    split = args.eval_split if file is None else file.name.split(".")[0]
-    chosen = _choose_rows(args, split, data) if file is None else _read_single_file(args)
-    rows = take_first(chosen, args.max_eval_samples)
+    if file is None:
+        split, rows = args.eval_split, _choose_rows(args, args.eval_split, data)
+    else:
+        split, (rows,) = file.name.split(".")[0], load_splits(args).values()
+    rows = take_first(rows, args.max_eval_samples)
     # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
     # they would be prepared for training and decide which classes exist.
     name = split if split == "test" else "validation"
@@ -96,18 +86,16 @@ def evaluate_task(
     if not prepared.is_labelled(name):
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
     started = time.perf_counter()
-    model, loader = compose_split(engine, task, prepared, name)
-    tallies: list[Tally] = []
-
-    def run() -> dict[str, float]:
-        wanted = args.progress if engine.is_main else False
+    model = compose_task_model(engine, task, prepared)
+    loader = engine.data.build_loader(
+        prepared.get_split(name), prepared.collate, shuffle=False,
+        batch_size=args.eval_micro_batch_size, is_training=False,
+    )  # fmt: skip
+    wanted = args.progress if engine.is_main else False
+    with engine.model.evaluating():
         with show_progress(loader.num_samples, "evaluating", wanted=wanted) as advance:
             tally = measure(engine, task, model, loader, prepared, name, advance)
-        tallies.append(tally)
-        return dict(measure_more(model, loader)) if measure_more is not None else {}
-
-    more = evaluate_model(engine, run)
-    metrics, tables = tallies[0].compute() | more, tallies[0].tables()
+        more = dict(measure_more(model, loader)) if measure_more is not None else {}
     seconds = time.perf_counter() - started
     get_logger().info(
         "evaluated %s examples of %s in %.1f s (%.0f/s)",
@@ -116,8 +104,8 @@ def evaluate_task(
     return EvaluationReport(
         task=task.name,
         split=split,
-        metrics=metrics,
-        tables=tables,
+        metrics=tally.compute() | more,
+        tables=tally.tables(),
         examples=len(rows),
         seconds=round(seconds, 3),
     )
@@ -137,11 +125,6 @@ def _find_single_file(args: Settings) -> Path | None:
     return path if path.is_file() else None
 
 
-def _read_single_file(args: Settings) -> Any:
-    (rows,) = load_splits(args).values()
-    return rows
-
-
 def _choose_rows(args: Settings, split: str, data: Any) -> Any:
     if data is not None and not isinstance(data, Mapping):
         return data
@@ -153,18 +136,3 @@ def _choose_rows(args: Settings, split: str, data: Any) -> Any:
             f"--eval-split{hint}."
         )
     return splits[split]
-
-
-def compose_split(
-    engine: RapidformerEngine, task: Task, prepared: PreparedData, split: str
-) -> tuple[Any, DistributedLoader]:
-    """The trained model, composed without an optimizer, and a loader of the split in order."""
-    model = compose_task_model(engine, task, prepared)
-    loader = engine.data.build_loader(
-        prepared.get_split(split),
-        prepared.collate,
-        shuffle=False,
-        batch_size=engine.args.eval_micro_batch_size,
-        is_training=False,
-    )
-    return model, loader

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ModelError
+from rapidformer.tasks.base import Batch, PreparedData, Record
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import GenerationConfig
 
@@ -32,8 +32,7 @@ class Generation:
 
     @classmethod
     def read(cls, args: Settings, *, max_new_tokens: int) -> Generation:
-        """From the settings; arguments of an older script may lack some of them."""
-        values: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
+        values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(cls)}
         return cls(**{**values, "max_new_tokens": max_new_tokens})
 
     def build_config(self, model: Any, tokenizer: Any) -> GenerationConfig:
@@ -65,11 +64,7 @@ def check_stop_strings(generation: Generation, tokenizer: Any) -> None:
 
 
 def generate(
-    model: nn.Module,
-    batch: dict[str, torch.Tensor],
-    tokenizer: Any,
-    generation: Generation,
-    streamer: Any = None,
+    model: nn.Module, batch: Batch, tokenizer: Any, generation: Generation, streamer: Any = None
 ) -> list[list[Any]]:
     """Per row of the batch, the ids of its answers: new tokens only, as arrays."""
     options: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
@@ -88,12 +83,22 @@ def generate(
     return [answers[first : first + count] for first in range(0, len(answers), count)]
 
 
+def generate_records(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    """A record for each row of a batch of prepared data."""
+    extras = prepared.extras
+    answers = generate(
+        model, batch, prepared.processor, extras["generation"], extras.get("streamer")
+    )
+    return [{"generated": row} for row in answers]
+
+
 def decode_answers(answers: Sequence[Any], tokenizer: Any, generation: Generation) -> list[str]:
     """The texts of a row's answers, each cut before the first stop string."""
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-    return [_cut(text, generation.stop_strings or ()) for text in texts]
+    return [cut_at_stops(text, generation.stop_strings or ()) for text in texts]
 
 
-def _cut(text: str, stop_strings: Sequence[str]) -> str:
+def cut_at_stops(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the first stop string."""
     ends = [text.find(stop) for stop in stop_strings if stop in text]
     return text[: min(ends)] if ends else text

@@ -21,26 +21,20 @@ from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import cut_into_groups, predict_in_groups
 from rapidformer.log import get_logger
-from rapidformer.models.location import (
-    get_model_location,
-    is_checkpoint_model,
-    is_from_scratch,
-)
-from rapidformer.tasks.base import PreparedData, Task
+from rapidformer.models.location import get_model_location, is_checkpoint_model, is_from_scratch
+from rapidformer.tasks.base import Answers, PreparedData, Row, Task
+from rapidformer.tasks.evaluation.generating import cut_at_stops
 from rapidformer.tasks.registry import get_task
 
-Row = dict[str, Any] | str
-Answer = dict[str, Any]
 
-
-def predict_task(engine: RapidformerEngine, rows: Sequence[Row]) -> list[Answer]:
+def predict_task(engine: RapidformerEngine, rows: Sequence[Row]) -> Answers:
     """A model's answers to rows without labels, in order, next to the rows' own columns."""
     return [answer for group in iterate_predictions(engine, rows) for answer in group]
 
 
 def iterate_predictions(
     engine: RapidformerEngine, rows: Sequence[Row], *, start: int = 0
-) -> Iterator[list[Answer]]:
+) -> Iterator[Answers]:
     """As ``predict_task``, group by group as they are done.
 
     ``start`` is the first row of a group; those before it are left out.
@@ -62,18 +56,13 @@ def iterate_predictions(
     done = sum(counts[:start])
     with show_progress(len(features), "predicting", wanted=wanted, done=done) as advance:
         groups = predict_in_groups(
-            engine.data,
-            engine.model,
-            features,
-            lambda batch: task.evaluate_step(model, batch, prepared),
-            prepared.collate,
-            batch_size=size,
-            lengths=None if args.stream else _measure(features),
+            engine.data, engine.model, features,
+            lambda batch: task.evaluate_step(model, batch, prepared), prepared.collate,
+            batch_size=size, lengths=None if args.stream else _measure(features),
             seed=args.seed if args.do_sample else None,
             sizes=[sum(counts[first:last]) for first, last in pairwise(ends)],
-            start=done,
-            advance=advance,
-        )
+            start=done, advance=advance,
+        )  # fmt: skip
         for (first, last), records in zip(pairwise(ends), groups, strict=True):
             answers = task.predictions(records, task.take_rows(prepared, first, last), "test")
             asked = (rows[number] for number in range(first, last))
@@ -107,17 +96,12 @@ def _measure(features: Any) -> list[int] | None:
     """Tokens per feature; None for images, which are all of one size."""
     if not isinstance(features, list):
         return None
-    return [_count_tokens(feature["input_ids"]) for feature in features]
+    # A row of several texts (multiple choice) is as long as the longest of them.
+    rows = (feature["input_ids"] for feature in features)
+    return [max(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids) for ids in rows]
 
 
-def _count_tokens(ids: Any) -> int:
-    """A row of several texts (multiple choice) is as long as the longest of them."""
-    if len(ids) and isinstance(ids[0], (list, tuple)):
-        return max(len(row) for row in ids)
-    return len(ids)
-
-
-def _join(row: Row, answer: Answer, task: Task) -> Answer:
+def _join(row: Row, answer: dict[str, Any], task: Task) -> dict[str, Any]:
     """A row's columns, including ids and gold labels, and the model's answers.
 
     An answer with the same name as a column is called ``predicted_...``.
@@ -172,9 +156,8 @@ def show_progress(
 
         def advance(count: int) -> None:
             nonlocal done
-            done = min(
-                done + count, total
-            )  # the last round may be padded to the same size on all ranks
+            # The last round may be padded to the same size on all ranks.
+            done = min(done + count, total)
             progress.update(task, completed=done)
 
         yield advance
@@ -220,10 +203,9 @@ class AnswerStreamer(TextStreamer):  # type: ignore[misc]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         held = "" if self._is_stopped else self._held + text
-        ends = [held.find(stop) for stop in self._stop_strings if stop in held]
-        if ends:
-            held, self._is_stopped = held[: min(ends)], True
-        is_sure = stream_end or self._is_stopped
+        cut = cut_at_stops(held, self._stop_strings)
+        self._is_stopped |= len(cut) < len(held)
+        held, is_sure = cut, stream_end or self._is_stopped
         room = 0 if is_sure else max(map(len, self._stop_strings), default=1) - 1
         ready, self._held = held[: len(held) - room], held[len(held) - room :]
         print(ready, flush=True, end="\n" if stream_end else "")

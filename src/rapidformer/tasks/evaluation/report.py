@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.strict_json import drop_not_finite, format_json
-from rapidformer.tasks.metrics.tables import ReportTable, start_table
+from rapidformer.tasks.metrics.tally import ReportTable, start_table
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +46,15 @@ class EvaluationReport:
 
     def show(self, console: Console) -> None:
         """Print the tables."""
-        title = f"{self.task} on {self.split}: {self.examples:,} examples"
-        parts = [(title, self._draw_metrics())]
-        parts += [(table.title, table.draw()) for table in self.tables]
-        for name, table in parts:
-            console.print(f"\n{name}", style="bold", markup=False, highlight=False)
-            console.print(table)
-        console.print()
-
-    def _draw_metrics(self) -> Table:
-        table = start_table([""], first="metric")
+        metrics = start_table([""], first="metric")
         for name, value in self.metrics.items():
-            table.add_row(name, f"{value:.4f}" if math.isfinite(value) else str(value))
-        return table
+            metrics.add_row(name, f"{value:.4f}" if math.isfinite(value) else str(value))
+        title = f"{self.task} on {self.split}: {self.examples:,} examples"
+        parts = [(title, metrics), *((table.title, table.draw()) for table in self.tables)]
+        for name, drawn in parts:
+            console.print(f"\n{name}", style="bold", markup=False, highlight=False)
+            console.print(drawn)
+        console.print()
 
     def __str__(self) -> str:
         from rich.console import Console

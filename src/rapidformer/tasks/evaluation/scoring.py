@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-IGNORED_LABEL = -100
+from rapidformer.tasks.base import IGNORED_LABEL
 
 
 def score_classes(
@@ -19,8 +19,7 @@ def score_classes(
 ) -> list[dict[str, Any]]:
     """One record per row: the logits and, if there are labels, the label and its loss."""
     logits = logits.float()
-    values = logits.cpu().numpy()
-    records: list[dict[str, Any]] = [{"logits": row} for row in values]
+    records: list[dict[str, Any]] = [{"logits": row} for row in logits.cpu().numpy()]
     if labels is None:
         return records
     losses = _class_losses(logits, labels, problem_type).cpu().tolist()

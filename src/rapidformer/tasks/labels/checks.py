@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.labels.space import LabelSpace, ModelClasses
-from rapidformer.tasks.rows.rows import get_column, get_column_names
+from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
 
 
 def is_unlabelled(values: Sequence[Any]) -> bool:
@@ -25,16 +24,13 @@ def collect_labels(
     values: dict[str, list[Any]] = {}
     labelled: dict[str, bool] = {}
     for split, rows in splits.items():
-        has_column = column in get_column_names(rows)
-        if not has_column and split != "test":
-            raise DataError(
-                f"{split} has no column {column}, only {', '.join(get_column_names(rows))}: "
-                "all splits need the same columns."
-            )
-        cells = get_column(rows, column) if has_column else []
+        if split != "test":
+            check_column(rows, split, column)
+        cells = get_column(rows, column) if column in get_column_names(rows) else []
         labelled[split] = bool(cells) and not (split == "test" and is_unlabelled(cells))
         if labelled[split]:
-            values[split] = _check_present(cells, column, split)
+            _check_present(cells, column, split)
+            values[split] = cells
     if not values:
         raise DataError(
             f"No split has labels in the column {column}, so there is nothing to train on or to "
@@ -43,32 +39,34 @@ def collect_labels(
     return values, labelled
 
 
-def _check_present(values: list[Any], column: str, split: str) -> list[Any]:
-    missing = [
-        number
-        for number, value in enumerate(values, start=1)
-        if value is None or (isinstance(value, float) and math.isnan(value))
-    ]
+def _check_present(values: list[Any], column: str, split: str) -> None:
+    is_missing = (v is None or (isinstance(v, float) and math.isnan(v)) for v in values)
+    missing = [number for number, missed in enumerate(is_missing, start=1) if missed]
     if missing:
         others = f" (and {len(missing) - 1} more rows)" if len(missing) > 1 else ""
         raise DataError(
             f"{split}, row {missing[0]}{others}: the column {column} has no label; "
             "remove such rows or fill them in."
         )
-    return values
+
+
+def iterate_labels(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, Any]]:
+    """The split, the number of the row and the label of every row."""
+    for split, items in values.items():
+        for number, value in enumerate(items, start=1):
+            yield split, number, value
 
 
 def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
     """Check that regression labels are numbers."""
-    for split, items in values.items():
-        for number, value in enumerate(items, start=1):
-            try:
-                float(value)
-            except (TypeError, ValueError):
-                raise DataError(
-                    f"{split}, row {number}: the label {value!r} in the column {column} is not a "
-                    "number, which regression needs; for classes, omit --problem-type."
-                ) from None
+    for split, number, value in iterate_labels(values):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"{split}, row {number}: the label {value!r} in the column {column} is not a "
+                "number, which regression needs; for classes, omit --problem-type."
+            ) from None
 
 
 def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None:
@@ -91,13 +89,12 @@ def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
     """Check that multi-label rows hold lists."""
-    for split, items in values.items():
-        for number, value in enumerate(items, start=1):
-            if not isinstance(value, (list, tuple)):
-                raise DataError(
-                    f"{split}, row {number}: the label {value!r} in the column {column} is not a "
-                    "list, which multi-label classification needs."
-                )
+    for split, number, value in iterate_labels(values):
+        if not isinstance(value, (list, tuple)):
+            raise DataError(
+                f"{split}, row {number}: the label {value!r} in the column {column} is not a "
+                "list, which multi-label classification needs."
+            )
 
 
 def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
@@ -123,15 +120,6 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     return len(present)
 
 
-def check_contradiction(args: Settings, learned: ModelClasses) -> None:
-    """Check --num-labels against the classes of the model being evaluated."""
-    if learned.count and args.num_labels not in (None, learned.count):
-        raise DataError(
-            f"--num-labels {args.num_labels} contradicts the model, which was trained for "
-            f"{learned.count} labels: omit the flag."
-        )
-
-
 def check_count(count: int, args: Settings, split: str) -> None:
     """Check --num-labels against the number of classes in the data."""
     if args.num_labels is not None and args.num_labels != count:
@@ -139,46 +127,3 @@ def check_count(count: int, args: Settings, split: str) -> None:
             f"--num-labels {args.num_labels}, but {split} has {count} different labels: omit the "
             "flag, or check the data."
         )
-
-
-def check_known(
-    values: Mapping[str, list[Any]],
-    column: str,
-    space: LabelSpace,
-    args: Settings,
-    learned: ModelClasses,
-    declared: Sequence[str] | None,
-) -> None:
-    """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
-    for split, items in values.items():
-        for number, value in enumerate(items, start=1):
-            if space.is_multi_hot:
-                problem = None if len(value) == space.num_labels else value
-            else:
-                problem = next((item for item in value if item not in space.ids), None)
-            if problem is None:
-                continue
-            known = _describe_known(problem, space, args)
-            place = f"{split}, row {number}: the label {problem!r} in the column {column}"
-            if learned.count:
-                is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
-                name = f" ({declared[problem]})" if declared and is_named else ""
-                classes = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
-                raise DataError(
-                    f"{place}{name} is unknown to the model, which was trained for "
-                    f"{known if space.is_multi_hot else classes}."
-                )
-            if "train" in values and split != "train" and args.num_labels is None:
-                raise DataError(
-                    f"{place} does not occur in the training data, whose labels are {known}."
-                )
-            raise DataError(f"{place} is out of range: the labels are {known}.")
-
-
-def _describe_known(value: Any, space: LabelSpace, args: Settings) -> str:
-    if space.is_multi_hot:
-        return f"lists of {space.num_labels} numbers"
-    if isinstance(value, str):
-        return ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
-    reason = f" (--num-labels {args.num_labels})" if args.num_labels else ""
-    return f"0 to {len(space.ids) - 1}{reason}"

@@ -4,53 +4,128 @@ Strings become ids in sorted order, integers must be 0 to n-1, floats mean regre
 several labels per row. Without a training split, a fine-tuned model is being evaluated: its own
 classes apply, not those found in the data, because a test set may lack a class, and a label that
 the model never learned is an error.
+
+`LABEL_0`, `LABEL_1`, ... are not names but the placeholders that transformers writes if the classes
+have none; even a model without a classifier has two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.labels.checks import (
-    check_contradiction,
-    check_count,
-    check_known,
-    check_lists,
-    check_numbers,
-    collect_labels,
-    count_classes,
-    warn_about_few_fractions,
-)
-from rapidformer.tasks.labels.space import (
-    MULTI,
-    REGRESSION,
-    SINGLE,
-    LabelSpace,
-    ModelClasses,
-    number_names,
-)
-from rapidformer.tasks.rows.rows import get_class_names, get_feature
+from rapidformer.tasks.labels import checks
+from rapidformer.tasks.rows.rows import get_class_names
+
+SINGLE = "single_label_classification"
+MULTI = "multi_label_classification"
+REGRESSION = "regression"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelSpace:
+    """The labels of the data, and how its values map to them."""
+
+    column: str
+    problem_type: str
+    names: tuple[str, ...] = ()
+    ids: Mapping[Any, int] = field(default_factory=dict)
+    is_multi_hot: bool = False
+
+    @property
+    def num_labels(self) -> int:
+        return 1 if self.problem_type == REGRESSION else len(self.names)
+
+    def encode(self, value: Any) -> Any:
+        if self.problem_type == REGRESSION:
+            return float(value)
+        if self.problem_type == SINGLE:
+            return self.ids[value]
+        if self.is_multi_hot:
+            return [float(item) for item in value]
+        present = {self.ids[item] for item in value}
+        return [float(index in present) for index in range(len(self.names))]
+
+    def get_model_settings(self) -> dict[str, Any]:
+        settings = {"problem_type": self.problem_type, "num_labels": self.num_labels}
+        if self.problem_type == REGRESSION:
+            return settings
+        by_id = dict(enumerate(self.names))
+        return {**settings, "id2label": by_id, "label2id": {n: i for i, n in by_id.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelClasses:
+    """The classes of a fine-tuned model; empty for a model that has no classifier yet."""
+
+    outputs: tuple[str, ...] = ()
+    problem_type: str | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the outputs, if they have names."""
+        return () if _are_placeholders(self.outputs) else self.outputs
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether the model learned plain numbers, so that only the order tells classes apart."""
+        return not self.names or self.names == _number_names(self.count)
+
 
 _NO_CLASSES = ModelClasses()
 
 
+def get_model_classes(config: Any) -> ModelClasses:
+    """The classes of a fine-tuned classifier, from its configuration."""
+    outputs = get_output_names(config)
+    architectures = getattr(config, "architectures", None) or ()
+    is_classifier = any("Classification" in name for name in architectures)
+    if _are_placeholders(outputs) and not is_classifier:
+        return _NO_CLASSES
+    kind = getattr(config, "problem_type", None)
+    return ModelClasses(outputs=outputs, problem_type=REGRESSION if len(outputs) == 1 else kind)
+
+
+def get_output_names(config: Any) -> tuple[str, ...]:
+    """A name for each output of a classifier, including placeholders."""
+    by_id = getattr(config, "id2label", None) or {}
+    return tuple(str(by_id[key]) for key in sorted(by_id))
+
+
+def _number_names(count: int) -> tuple[str, ...]:
+    """Names for classes that the data only numbers."""
+    return tuple(str(index) for index in range(count))
+
+
+def _are_placeholders(names: Sequence[str]) -> bool:
+    return all(name == f"LABEL_{index}" for index, name in enumerate(names))
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
 def read_labels(
-    splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses = _NO_CLASSES
+    splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
     """The checked labels of all splits, and which splits have labels."""
-    values, labelled = collect_labels(splits, column)
+    values, labelled = checks.collect_labels(splits, column)
     first = get_leading_split(values)
     learned = _get_learned(values, model)
     kind = _get_problem_type(values[first], args, learned)
     if kind == REGRESSION:
-        check_numbers(values, column)
+        checks.check_numbers(values, column)
         if args.problem_type is None and learned.problem_type is None and args.num_labels != 1:
-            warn_about_few_fractions(values[first], first, column)
-        return LabelSpace(problem_type=kind), labelled
-    names = get_class_names(get_feature(splits[first], column))
+            checks.warn_about_few_fractions(values[first], first, column)
+        return LabelSpace(column=column, problem_type=kind), labelled
+    names = get_class_names(splits[first], column)
     read = _read_multi_label if kind == MULTI else read_classes
     if kind == SINGLE:
         values = {split: [[value] for value in items] for split, items in values.items()}
@@ -66,7 +141,7 @@ def read_classes(
 ) -> LabelSpace:
     """One class per item, for rows of items: a row's single label, or the tags of its words."""
     split, learned = get_leading_split(values), _get_learned(values, model)
-    check_contradiction(args, learned)
+    _check_contradiction(args, learned)
     rows = values[split]
     first = next((item for row in rows for item in row), None)
     if isinstance(first, (list, tuple, dict, float)) or first is None:
@@ -74,19 +149,17 @@ def read_classes(
             f"The labels of {split} contain {first!r}, which is not a class: classes are strings "
             "or integers from 0 up."
         )
-    if isinstance(first, str):
-        classes = _sort_names({str(item) for row in rows for item in row})
-        chosen = _choose_names(classes, model, learned)
-        ids = _number(chosen)
-    elif names is not None:
-        chosen, ids = _place_declared(names, model, learned)
-    else:
-        count = args.num_labels or learned.count or count_classes(rows, split)
-        chosen = model.names if model.count == count and model.names else number_names(count)
-        ids = {index: index for index in range(count)}
-    check_count(len(chosen), args, split)
-    space = LabelSpace(problem_type=SINGLE, names=_at_least_two(chosen), ids=ids)
-    check_known(values, column, space, args, learned, names)
+    texts = (str(item) for row in rows for item in row) if isinstance(first, str) else None
+    chosen, ids = _choose_classes(
+        texts, names, model, learned, lambda: args.num_labels or checks.count_classes(rows, split)
+    )
+    checks.check_count(len(chosen), args, split)
+    if len(chosen) < 2:
+        # A head with one output would mean regression.
+        warn("All rows have the same label, %s: there is nothing to learn.", chosen[0])
+        chosen = (*chosen, f"not {chosen[0]}")
+    space = LabelSpace(column=column, problem_type=SINGLE, names=chosen, ids=ids)
+    _check_known(values, space, args, learned, names)
     return space
 
 
@@ -123,28 +196,22 @@ def _read_multi_label(
     model: ModelClasses,
 ) -> LabelSpace:
     learned = _get_learned(values, model)
-    check_contradiction(args, learned)
-    check_lists(values, column)
+    _check_contradiction(args, learned)
+    checks.check_lists(values, column)
     rows = values[get_leading_split(values)]
     items = [item for row in rows for item in row]
     if not items:
         raise DataError("The labels are lists, but every list is empty.")
-    ids: dict[Any, int] = {}
     is_multi_hot = names is None and _is_multi_hot(rows, learned.count)
-    if isinstance(items[0], str):
-        classes = _sort_names(set(items))
-        is_subset = set(classes) <= set(model.names)
-        chosen = model.names if is_subset else _choose_names(classes, model, learned)
-        ids = _number(chosen)
-    elif names is not None:
-        chosen, ids = _place_declared(names, model, learned)
-    else:
-        shown = len(rows[0]) if is_multi_hot else args.num_labels or max(items) + 1
-        count = learned.count or shown
-        chosen = model.names if model.count == count and model.names else number_names(count)
-        ids = {} if is_multi_hot else {index: index for index in range(count)}
-    space = LabelSpace(problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot)
-    check_known(values, column, space, args, learned, names)
+    texts = {str(item) for item in items} if isinstance(items[0], str) else None
+    # If the model knows all of these labels, they are a part of its own.
+    known = model if texts is not None and texts <= set(model.names) else learned
+    size = len(rows[0]) if is_multi_hot else args.num_labels
+    chosen, ids = _choose_classes(texts, names, model, known, lambda: size or max(items) + 1)
+    space = LabelSpace(
+        column=column, problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot
+    )
+    _check_known(values, space, args, learned, names)
     return space
 
 
@@ -160,36 +227,32 @@ def _is_multi_hot(rows: Sequence[Sequence[Any]], num_learned: int) -> bool:
     return length > 1 and num_learned in (0, length)
 
 
-# --- the data's classes and the model's ----------------------------------------------------------
-
-
-def _choose_names(
-    names: Sequence[str], model: ModelClasses, learned: ModelClasses
-) -> tuple[str, ...]:
-    """The classes in the model's order, if they are its classes or have to be."""
-    if learned.count or set(names) == set(model.names):
-        return model.outputs
-    return tuple(names)
-
-
-def _place_declared(
-    names: tuple[str, ...], model: ModelClasses, learned: ModelClasses
+def _choose_classes(
+    texts: Iterable[str] | None,
+    declared: tuple[str, ...] | None,
+    model: ModelClasses,
+    learned: ModelClasses,
+    count_numbers: Callable[[], int],
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
-    """The classes, and the ids of the numbers that index the names declared by the data."""
-    if learned.count and model.are_numbers and not set(names) <= set(model.outputs):
+    """The classes, and the ids of texts, of indices of the declared names or of plain numbers."""
+    if texts is not None:
+        chosen = _order(_sort_names(set(texts)), model, learned)
+        return chosen, {name: index for index, name in enumerate(chosen)}
+    if declared is None:
+        count = learned.count or count_numbers()
+        chosen = model.names if model.count == count and model.names else _number_names(count)
+        return chosen, {index: index for index in range(count)}
+    if learned.count and model.are_numbers and not set(declared) <= set(model.outputs):
         # The model knows its classes only as numbers, so only numbers can be compared.
-        chosen = names if len(names) == model.count else number_names(model.count)
+        chosen = declared if len(declared) == model.count else _number_names(model.count)
         return chosen, {index: index for index in range(model.count)}
-    chosen = _choose_names(names, model, learned)
-    return chosen, {i: chosen.index(name) for i, name in enumerate(names) if name in chosen}
+    chosen = _order(declared, model, learned)
+    return chosen, {i: chosen.index(name) for i, name in enumerate(declared) if name in chosen}
 
 
-def _at_least_two(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Add a second class, because a head with one output would mean regression."""
-    if len(names) > 1:
-        return names
-    warn("All rows have the same label, %s: there is nothing to learn.", names[0])
-    return (*names, f"not {names[0]}")
+def _order(names: tuple[str, ...], model: ModelClasses, learned: ModelClasses) -> tuple[str, ...]:
+    """The classes in the model's order, if they are its classes or have to be."""
+    return model.outputs if learned.count or set(names) == set(model.names) else names
 
 
 def _sort_names(names: set[str]) -> tuple[str, ...]:
@@ -198,5 +261,48 @@ def _sort_names(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _number(names: Sequence[str]) -> dict[Any, int]:
-    return {name: index for index, name in enumerate(names)}
+# --- the data against the model ------------------------------------------------------------------
+
+
+def _check_contradiction(args: Settings, learned: ModelClasses) -> None:
+    """Check --num-labels against the classes of the model being evaluated."""
+    if learned.count and args.num_labels not in (None, learned.count):
+        raise DataError(
+            f"--num-labels {args.num_labels} contradicts the model, which was trained for "
+            f"{learned.count} labels: omit the flag."
+        )
+
+
+def _check_known(
+    values: Mapping[str, list[Any]],
+    space: LabelSpace,
+    args: Settings,
+    learned: ModelClasses,
+    declared: Sequence[str] | None,
+) -> None:
+    """Refuse a label outside the space; ``declared`` are the data's own names for its numbers."""
+    for split, number, value in checks.iterate_labels(values):
+        if space.is_multi_hot:
+            problem = None if len(value) == space.num_labels else value
+        else:
+            problem = next((item for item in value if item not in space.ids), None)
+        if problem is None:
+            continue
+        place = f"{split}, row {number}: the label {problem!r} in the column {space.column}"
+        known = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
+        if space.is_multi_hot:
+            known = f"lists of {space.num_labels} numbers"
+        if learned.count:
+            is_named = declared and isinstance(problem, int) and 0 <= problem < len(declared)
+            name = f" ({declared[problem]})" if declared and is_named else ""
+            raise DataError(
+                f"{place}{name} is unknown to the model, which was trained for {known}."
+            )
+        if not space.is_multi_hot and not isinstance(problem, str):
+            reason = f" (--num-labels {args.num_labels})" if args.num_labels else ""
+            known = f"0 to {len(space.ids) - 1}{reason}"
+        if "train" in values and split != "train" and args.num_labels is None:
+            raise DataError(
+                f"{place} does not occur in the training data, whose labels are {known}."
+            )
+        raise DataError(f"{place} is out of range: the labels are {known}.")

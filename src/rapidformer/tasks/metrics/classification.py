@@ -1,22 +1,24 @@
-"""Accuracy, F1 and Matthews correlation, for one or several labels per row.
+"""Accuracy, F1 and Matthews correlation of labels; correlations and errors of predicted numbers.
 
-All of them follow from the confusion matrix, which torchmetrics counts batch by batch.
+What is said of labels follows from the confusion matrix, which torchmetrics counts batch by batch.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rapidformer.tasks.metrics.tables import (
+from rapidformer.tasks.metrics.tally import (
     ConfusionTable,
+    Record,
     ReportTable,
     ScoreTable,
+    Tally,
     average_scores,
     score_counts,
 )
-from rapidformer.tasks.metrics.tally import Record, Tally
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +26,9 @@ if TYPE_CHECKING:
 # What the authors of each GLUE task report; accuracy for every other dataset.
 GLUE_METRICS: dict[str, tuple[str, ...]] = {
     "cola": ("matthews_correlation", "accuracy"),
-    "mrpc": ("accuracy", "f1"),
-    "qqp": ("accuracy", "f1"),
-    "sst2": ("accuracy",),
-    "mnli": ("accuracy",),
-    "mnli_matched": ("accuracy",),
-    "mnli_mismatched": ("accuracy",),
-    "qnli": ("accuracy",),
-    "rte": ("accuracy",),
-    "wnli": ("accuracy",),
+    **dict.fromkeys(("mrpc", "qqp"), ("accuracy", "f1")),
+    **dict.fromkeys(("sst2", "mnli", "mnli_matched", "mnli_mismatched"), ("accuracy",)),
+    **dict.fromkeys(("qnli", "rte", "wnli"), ("accuracy",)),
 }
 DEFAULT_METRICS = ("accuracy", "f1")
 
@@ -40,18 +36,12 @@ DEFAULT_METRICS = ("accuracy", "f1")
 class ClassTally(Tally):
     """One label per row. F1 is that of class 1 for two classes, otherwise the mean over classes."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        metrics: Sequence[str] = DEFAULT_METRICS,
-        *,
-        has_positive_class: bool | None = None,
-    ) -> None:
+    def __init__(self, names: Sequence[str], metrics: Sequence[str] = DEFAULT_METRICS) -> None:
         from torchmetrics.classification import MulticlassConfusionMatrix
 
         super().__init__()
         self._names, self._metrics = list(names), metrics
-        self._has_positive = len(names) == 2 if has_positive_class is None else has_positive_class
+        self._has_positive = len(names) == 2
         self._matrix = MulticlassConfusionMatrix(max(2, len(names)), validate_args=False)
 
     def add(self, records: Sequence[Record]) -> None:
@@ -77,9 +67,8 @@ class ClassTally(Tally):
 
     def tables(self) -> list[ReportTable]:
         rows = self._score_classes()
-        averages = average_scores(rows.values())
         return [
-            ScoreTable(key="classes", title="by class", rows=rows, averages=averages),
+            ScoreTable("classes", "by class", rows, average_scores(rows.values())),
             ConfusionTable(names=self._names, counts=self._matrix.confmat.tolist()),
         ]
 
@@ -128,47 +117,32 @@ class MultiLabelTally(Tally):
         self.examples += len(labels)
 
     def score(self) -> dict[str, float]:
-        rows = self._score_labels()
+        _, averages = self._score_labels()
         return {
             "accuracy": self._hits / self.examples if self.examples else 0.0,
-            "f1": self._average_all()["f1"],
-            "f1_macro": average_scores(rows.values())["macro avg"]["f1"],
+            "f1": averages["micro avg"]["f1"],
+            "f1_macro": averages["macro avg"]["f1"],
         }
 
     def tables(self) -> list[ReportTable]:
-        rows = self._score_labels()
-        averages = {"micro avg": self._average_all(), **average_scores(rows.values())}
-        return [ScoreTable(key="classes", title="by label", rows=rows, averages=averages)]
+        return [ScoreTable("classes", "by label", *self._score_labels())]
 
-    def _score_labels(self) -> dict[str, dict[str, float]]:
-        counts = self._matrix.confmat.tolist()
-        return {
-            name: score_counts(right, right + wrong, right + missed)
-            for name, ((_, wrong), (missed, right)) in zip(self._names, counts, strict=True)
-        }
-
-    def _average_all(self) -> dict[str, float]:
-        (_, wrong), (missed, right) = self._matrix.confmat.sum(dim=0).tolist()
-        return score_counts(right, right + wrong, right + missed)
+    def _score_labels(self) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """The scores of each label, and their averages."""
+        counts = self._matrix.confmat
+        rows = [
+            score_counts(right, right + wrong, right + missed)
+            for (_, wrong), (missed, right) in [*counts.tolist(), counts.sum(dim=0).tolist()]
+        ]
+        averages = {"micro avg": rows.pop(), **average_scores(rows)}
+        return dict(zip(self._names, rows, strict=True)), averages
 
 
 def compute_single_label(
-    predictions: Sequence[int],
-    labels: Sequence[int],
-    num_labels: int,
-    metrics: Sequence[str] = DEFAULT_METRICS,
+    predictions: Sequence[int], labels: Sequence[int], num_labels: int, metrics: Sequence[str]
 ) -> dict[str, float]:
     """The named metrics of predicted and true classes."""
     tally = ClassTally([str(index) for index in range(num_labels)], metrics)
-    tally.add_labels(predictions, labels)
-    return tally.score()
-
-
-def compute_multi_label(
-    predictions: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """Micro and macro F1, and the fraction of rows in which every label is right."""
-    tally = MultiLabelTally([str(index) for index in range(len(labels[0]))])
     tally.add_labels(predictions, labels)
     return tally.score()
 
@@ -179,3 +153,61 @@ def _correlate(counts: torch.Tensor) -> float:
     guessed, wanted = counts.sum(dim=0), counts.sum(dim=1)
     spread = (total**2 - float(guessed @ guessed)) * (total**2 - float(wanted @ wanted))
     return (right * total - float(guessed @ wanted)) / math.sqrt(spread) if spread > 0 else 0.0
+
+
+class RegressionTally(Tally):
+    """Pearson and Spearman correlation, mean squared and mean absolute error.
+
+    Spearman's ranks depend on all values at once, so two numbers (16 bytes) are kept per row, and
+    everything is computed from them, in fp64 (torchmetrics computes ranks in fp32). The correlation
+    with a constant is undefined; it is reported as 0, so that an untrained model does not put NaN
+    into the results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._predicted, self._wanted = array("d"), array("d")
+
+    def add(self, records: Sequence[Record]) -> None:
+        predicted = [float(record["logits"][0]) for record in records]
+        self.add_numbers(predicted, [float(record["label"]) for record in records])
+        self.examples += len(records)
+
+    def add_numbers(self, predicted: Sequence[float], wanted: Sequence[float]) -> None:
+        """Add predicted and true numbers."""
+        self._predicted.extend(predicted)
+        self._wanted.extend(wanted)
+
+    def score(self) -> dict[str, float]:
+        import torch
+
+        predicted = torch.as_tensor(self._predicted, dtype=torch.float64)
+        wanted = torch.as_tensor(self._wanted, dtype=torch.float64)
+        varies = bool(predicted.ne(predicted[0]).any() and wanted.ne(wanted[0]).any())
+        pearson, spearman = (
+            float(torch.corrcoef(torch.stack(pair))[0, 1].nan_to_num(0.0)) if varies else 0.0
+            for pair in ((predicted, wanted), (_rank(predicted), _rank(wanted)))
+        )
+        errors = predicted - wanted
+        return {
+            "pearson": pearson,
+            "spearmanr": spearman,
+            "mse": float(errors.square().mean()),
+            "mae": float(errors.abs().mean()),
+        }
+
+
+def compute_regression(predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
+    """The correlations and errors of all rows at once."""
+    tally = RegressionTally()
+    tally.add_numbers([float(value) for value in predictions], [float(value) for value in labels])
+    return tally.score()
+
+
+def _rank(values: torch.Tensor) -> torch.Tensor:
+    """The rank of each value; equal values share the mean of their ranks."""
+    import torch
+
+    _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ranks: torch.Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
+    return ranks[place]

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rapidformer.tasks.metrics.classification import ClassTally
-from rapidformer.tasks.metrics.tables import (
+from rapidformer.tasks.metrics.tally import (
+    Record,
     ReportTable,
     ScoreTable,
+    Tally,
     average_scores,
     score_counts,
 )
-from rapidformer.tasks.metrics.tally import Record, Tally
 
 Entity = tuple[str, int, int]
 
@@ -56,21 +57,33 @@ def has_entity_tags(names: Iterable[str]) -> bool:
     return all(name == "O" or name[:2] in {"B-", "I-", "E-", "S-", "L-", "U-"} for name in names)
 
 
-class EntityScores:
-    """Running counts of entities by type, and of tags."""
+class EntityTally(Tally):
+    """Counts of entities by type, and of tags.
 
-    def __init__(self) -> None:
+    Records have ``guesses`` and ``labels``: the numbers, among ``names``, of a sentence's tags.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._names = list(names)
         self._right: Counter[str] = Counter()
-        self._found: Counter[str] = Counter()
+        self._guessed: Counter[str] = Counter()
         self._wanted: Counter[str] = Counter()
-        self._hits = 0
-        self._tags = 0
+        self._hits = self._tags = 0
 
-    def add(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.add_tags(
+                [self._names[tag] for tag in record["guesses"]],
+                [self._names[tag] for tag in record["labels"]],
+            )
+        self.examples += len(records)
+
+    def add_tags(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
         """Add the tags of one sentence."""
         guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
         self._right.update(kind for kind, _, _ in guesses & truths)
-        self._found.update(kind for kind, _, _ in guesses)
+        self._guessed.update(kind for kind, _, _ in guesses)
         self._wanted.update(kind for kind, _, _ in truths)
         self._hits += sum(p == e for p, e in zip(predicted, expected, strict=True))
         self._tags += len(expected)
@@ -84,63 +97,26 @@ class EntityScores:
     def score_types(self) -> dict[str, dict[str, float]]:
         """Precision, recall, F1 and support of every type of entity."""
         return {
-            kind: score_counts(self._right[kind], self._found[kind], self._wanted[kind])
-            for kind in sorted(self._found.keys() | self._wanted.keys())
+            kind: score_counts(self._right[kind], self._guessed[kind], self._wanted[kind])
+            for kind in sorted(self._guessed.keys() | self._wanted.keys())
         }
 
     def tables(self) -> list[ReportTable]:
         """The scores of each type of entity, as seqeval reports them."""
         rows = self.score_types()
         averages = {"micro avg": self._score_all(), **average_scores(rows.values())}
-        return [ScoreTable(key="entities", title="by entity", rows=rows, averages=averages)]
+        return [ScoreTable("entities", "by entity", rows, averages)]
 
     def _score_all(self) -> dict[str, float]:
-        return score_counts(self._right.total(), self._found.total(), self._wanted.total())
-
-
-def compute_entities(
-    predictions: Sequence[Sequence[str]], labels: Sequence[Sequence[str]]
-) -> dict[str, float]:
-    """The scores of all sentences at once."""
-    scores = EntityScores()
-    for predicted, expected in zip(predictions, labels, strict=True):
-        scores.add(predicted, expected)
-    return scores.score()
-
-
-def build_tag_tally(names: Sequence[str]) -> Tally:
-    """Entities if the tags mark their boundaries (B-PER, I-PER, O), else every tag on its own."""
-    return EntityTally(names) if has_entity_tags(names) else TagTally(names)
-
-
-class EntityTally(Tally):
-    """Records with ``guesses`` and ``labels``, the numbers of a sentence's tags."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self._names = list(names)
-        self._scores = EntityScores()
-
-    def add(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._scores.add(
-                [self._names[tag] for tag in record["guesses"]],
-                [self._names[tag] for tag in record["labels"]],
-            )
-        self.examples += len(records)
-
-    def score(self) -> dict[str, float]:
-        return self._scores.score()
-
-    def tables(self) -> list[ReportTable]:
-        return self._scores.tables()
+        return score_counts(self._right.total(), self._guessed.total(), self._wanted.total())
 
 
 class TagTally(ClassTally):
     """Each tag counts by itself; even of two tags, neither is "the" positive one."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names, has_positive_class=False)
+        super().__init__(names)
+        self._has_positive = False
 
     def add(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -1,15 +1,24 @@
-"""BLEU and ROUGE of generated texts, in percent, overall and by language pair."""
+"""Scores of texts in percent: BLEU and ROUGE of generated ones, exact match and F1 of answers.
+
+Answers are scored by SQuAD's rules (both of its versions).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rapidformer.tasks.metrics.tables import ReportTable, ScoreTable
-from rapidformer.tasks.metrics.tally import Record, Tally, compute_perplexity
+from rapidformer.tasks.metrics.tally import (
+    Record,
+    ReportTable,
+    ScoreTable,
+    Tally,
+    compute_perplexity,
+)
 
 _ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
+_PARTS = ("has_answer", "no_answer")
 
 
 class Bleu:
@@ -70,15 +79,7 @@ class TextScores:
         return {"bleu": self._bleu.score(), **rouge}
 
     def get_mean_words(self) -> float:
-        """The mean length of the generated texts."""
         return self._words / max(1, self.count)
-
-
-def compute_generation(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """The scores of all texts at once."""
-    scores = TextScores()
-    scores.add(predictions, references)
-    return scores.score()
 
 
 # From the first row and the number of rows: their targets and language pairs.
@@ -116,9 +117,65 @@ class TextTally(Tally):
             return []
         rows = {pair: _describe(scores) for pair, scores in sorted(self._by_pair.items())}
         averages = {"all": _describe(self._scores)} if len(rows) > 1 else {}
-        title = "by language pair"
-        return [ScoreTable(key="language_pairs", title=title, rows=rows, averages=averages)]
+        return [ScoreTable("language_pairs", "by language pair", rows, averages)]
 
 
 def _describe(scores: TextScores) -> dict[str, float]:
     return {**scores.score(), "support": scores.count}
+
+
+class AnswerScores:
+    """Running scores of answers; an empty answer is right if the question has no answer."""
+
+    def __init__(self) -> None:
+        import torch
+        from torchmetrics.text import SQuAD
+
+        self._parts: dict[str, Any] = {name: SQuAD().set_dtype(torch.float64) for name in _PARTS}
+
+    def add(self, answer: str, wanted: Sequence[str]) -> None:
+        """Add the answer to one question, and the right answers."""
+        prediction = {"id": "0", "prediction_text": answer}
+        # An unanswerable question is scored as if its answer were the empty string.
+        target: Any = {"id": "0", "answers": {"text": list(wanted) or [""], "answer_start": [0]}}
+        self._parts["has_answer" if wanted else "no_answer"].update([prediction], [target])
+
+    def score(self) -> dict[str, float]:
+        """Scores over all questions and, if there are both, by whether there is an answer."""
+        result = self._read(*_PARTS)
+        parts = [name for name in _PARTS if self._count(name)]
+        for name in parts if len(parts) == 2 else ():
+            result |= {f"{name}_{key}": value for key, value in self._read(name).items()}
+        return result
+
+    def tables(self) -> list[ReportTable]:
+        """A row for questions with an answer and one for those without, if there are both."""
+        titles = {"has_answer": "has an answer", "no_answer": "has no answer"}
+        rows: dict[str, Mapping[str, float]] = {
+            title: {**self._read(name), "support": self._count(name)}
+            for name, title in titles.items()
+            if self._count(name)
+        }
+        if len(rows) < 2:
+            return []
+        every = {"all": {**self._read(*_PARTS), "support": self._count(*_PARTS)}}
+        return [ScoreTable("questions", "by question", rows, every)]
+
+    def _count(self, *parts: str) -> int:
+        return sum(int(self._parts[part].total) for part in parts)
+
+    def _read(self, *parts: str) -> dict[str, float]:
+        exact = sum(float(self._parts[part].exact_match) for part in parts)
+        f1 = sum(float(self._parts[part].f1_score) for part in parts)
+        count = self._count(*parts)
+        return {"exact_match": 100 * exact / count, "f1": 100 * f1 / count}
+
+
+def compute_squad(
+    predictions: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """The scores of all questions at once."""
+    scores = AnswerScores()
+    for answer, wanted in zip(predictions, references, strict=True):
+        scores.add(answer, wanted)
+    return scores.score()

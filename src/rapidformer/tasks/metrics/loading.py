@@ -17,11 +17,13 @@ from typing import Any
 
 from rapidformer.compat.torchmetrics import compute_rouge_lsum
 from rapidformer.errors import ConfigurationError, DataError, MissingPackageError
-from rapidformer.tasks.metrics.classification import GLUE_METRICS, compute_single_label
-from rapidformer.tasks.metrics.entities import EntityScores
-from rapidformer.tasks.metrics.generation import Bleu
-from rapidformer.tasks.metrics.regression import compute_regression
-from rapidformer.tasks.metrics.squad import compute_squad
+from rapidformer.tasks.metrics.classification import (
+    GLUE_METRICS,
+    compute_regression,
+    compute_single_label,
+)
+from rapidformer.tasks.metrics.entities import EntityTally
+from rapidformer.tasks.metrics.generation import Bleu, compute_squad
 
 _Scores = dict[str, Any]
 _Compute = Callable[..., _Scores]
@@ -38,8 +40,7 @@ class Metric:
 
     def add(self, *, prediction: Any = None, reference: Any = None, **same: Any) -> None:
         """Add one example."""
-        prediction = same.get("predictions", prediction)
-        self._predictions.append(_to_plain(prediction))
+        self._predictions.append(_to_plain(same.get("predictions", prediction)))
         self._references.append(_to_plain(same.get("references", reference)))
 
     def add_batch(self, *, predictions: Any, references: Any) -> None:
@@ -80,7 +81,8 @@ def load_metric(path: str, config_name: str | None = None, **settings: Any) -> M
 
 def _find_glue(task: str | None) -> _Compute:
     if task == "stsb":
-        return lambda p, r: {k: v for k, v in compute_regression(p, r).items() if "m" not in k[:1]}
+        keys = ("pearson", "spearmanr")
+        return lambda p, r: {k: v for k, v in compute_regression(p, r).items() if k in keys}
     if task not in GLUE_METRICS:
         raise ConfigurationError(
             f"glue has no task {task!r}: use one of {', '.join([*GLUE_METRICS, 'stsb'])}."
@@ -101,26 +103,21 @@ def _classify(name: str) -> _Compute:
         predictions: list[int], references: list[int], average: str | None = "binary"
     ) -> _Scores:
         import torch
-        from torchmetrics.functional import classification
+        from torchmetrics import functional
 
-        predicted, wanted = torch.tensor(predictions), torch.tensor(references)
-        if average == "binary":
-            score = getattr(classification, f"binary_{_FUNCTIONS[name]}")(predicted, wanted)
-            return {name: float(score)}
-        classes = _count_classes(predictions, references)
-        function = getattr(classification, f"multiclass_{_FUNCTIONS[name]}")
-        score = function(predicted, wanted, num_classes=classes, average=average or "none")
-        return {name: float(score) if score.dim() == 0 else score.tolist()}
+        options: dict[str, Any] = {"task": "binary"}
+        if average != "binary":
+            classes = _count_classes(predictions, references)
+            options = {"task": "multiclass", "num_classes": classes, "average": average or "none"}
+        compute_score = getattr(functional, "f1_score" if name == "f1" else name)
+        score = compute_score(torch.tensor(predictions), torch.tensor(references), **options)
+        return {name: score.tolist()}
 
     return compute
 
 
-_FUNCTIONS = {"f1": "f1_score", "precision": "precision", "recall": "recall"}
-
-
 def _score_accuracy(predictions: list[int], references: list[int]) -> _Scores:
-    hits = sum(p == r for p, r in zip(predictions, references, strict=True))
-    return {"accuracy": hits / len(references)}
+    return {"accuracy": _score_equal(predictions, references)["exact_match"]}
 
 
 def _correlate(predictions: list[int], references: list[int]) -> _Scores:
@@ -132,14 +129,13 @@ def _score_entities(
     predictions: list[list[str]], references: list[list[str]], **settings: Any
 ) -> _Scores:
     """A dictionary per type of entity, and the scores of all."""
-    scores = EntityScores()
+    tally = EntityTally()
     for predicted, expected in zip(predictions, references, strict=True):
-        scores.add(predicted, expected)
-    by_type: _Scores = {}
-    for kind, row in scores.score_types().items():
-        number = row.pop("support")
-        by_type[kind] = {**row, "number": number}
-    return by_type | {f"overall_{name}": value for name, value in scores.score().items()}
+        tally.add_tags(predicted, expected)
+    scores: _Scores = {**tally.score_types()}
+    for row in scores.values():
+        row["number"] = row.pop("support")
+    return scores | {f"overall_{name}": value for name, value in tally.score().items()}
 
 
 def _score_answers(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
@@ -195,8 +191,7 @@ def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
     """sacreBLEU's score in percent; references are strings or lists of strings."""
     bleu = Bleu()
     bleu.add(
-        predictions,
-        [reference if isinstance(reference, list) else [reference] for reference in references],
+        predictions, [wanted if isinstance(wanted, list) else [wanted] for wanted in references]
     )
     return {"score": bleu.score()}
 
@@ -205,7 +200,7 @@ def _score_error(predictions: list[float], references: list[float], **settings: 
     return {"mse": compute_regression(predictions, references)["mse"]}
 
 
-def _score_equal(predictions: list[str], references: list[str], **settings: Any) -> _Scores:
+def _score_equal(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
     hits = sum(p == r for p, r in zip(predictions, references, strict=True))
     return {"exact_match": hits / len(references)}
 

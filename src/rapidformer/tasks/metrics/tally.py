@@ -1,19 +1,146 @@
-"""Metrics that are computed while an evaluation runs.
+"""Metrics that are computed while an evaluation runs, and the tables that it reports besides them.
 
 A tally takes the records of a split in the order of the data, a few at a time, and keeps counts and
-sums of them, never the records: its size does not grow with the split.
+sums of them, never the records: its size does not grow with the split. Each table (scores by class,
+a confusion matrix) can be written as JSON and drawn in a terminal.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rapidformer.tasks.metrics.tables import ReportTable
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Record = Mapping[str, Any]
+# A larger matrix does not fit on a screen: its most frequent mistakes are listed instead.
+_SHOWN_CLASSES = 12
+_SHOWN_MISTAKES = 20
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Scores by class, entity type or language pair; ``averages`` are over the rows."""
+
+    key: str
+    """Its name in the JSON file."""
+    title: str
+    rows: Mapping[str, Mapping[str, float]]
+    averages: Mapping[str, Mapping[str, float]]
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        return {name: dict(scores) for name, scores in {**self.rows, **self.averages}.items()}
+
+    def draw(self) -> Table:
+        from rich.markup import escape
+
+        columns = list(dict.fromkeys(name for row in self.rows.values() for name in row))
+        table = start_table(columns)
+        for part in (self.rows, self.averages):
+            for name, scores in part.items():
+                table.add_row(escape(name), *(_show(scores.get(column)) for column in columns))
+            table.add_section()
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfusionTable:
+    """How often each true class was predicted as each class."""
+
+    names: Sequence[str]
+    counts: Sequence[Sequence[int]]
+    """By true class, then by predicted class."""
+    key: str = "confusion_matrix"
+
+    @property
+    def title(self) -> str:
+        if len(self.names) > _SHOWN_CLASSES:
+            return "most frequent mistakes"
+        return "confusion matrix (rows: true, columns: predicted)"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"labels": list(self.names), "counts": [list(row) for row in self.counts]}
+
+    def draw(self) -> Table:
+        from rich.markup import escape
+
+        if len(self.names) > _SHOWN_CLASSES:
+            return self._draw_mistakes()
+        table = start_table(self.names)
+        for true, (name, row) in enumerate(zip(self.names, self.counts, strict=True)):
+            cells = [
+                f"[bold]{count:,}[/bold]" if guess == true else f"{count:,}"
+                for guess, count in enumerate(row)
+            ]
+            table.add_row(escape(name), *cells)
+        return table
+
+    def _draw_mistakes(self) -> Table:
+        from rich.markup import escape
+
+        rows = [
+            (count, true, guess)
+            for true, row in enumerate(self.counts)
+            for guess, count in enumerate(row)
+            if true != guess and count
+        ]
+        rows.sort(key=lambda mistake: -mistake[0])
+        table = start_table(["predicted", "count"], first="true")
+        for count, true, guess in rows[:_SHOWN_MISTAKES]:
+            table.add_row(escape(self.names[true]), escape(self.names[guess]), f"{count:,}")
+        return table
+
+
+ReportTable = ScoreTable | ConfusionTable
+
+
+def score_counts(right: float, guessed: float, wanted: float) -> dict[str, float]:
+    """Precision, recall and F1 from counts; 0 where they are undefined, as in scikit-learn."""
+    return {
+        "precision": right / guessed if guessed else 0.0,
+        "recall": right / wanted if wanted else 0.0,
+        "f1": 2 * right / (guessed + wanted) if guessed + wanted else 0.0,
+        "support": int(wanted),
+    }
+
+
+def average_scores(rows: Iterable[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The plain mean over classes, and the mean weighted by their support."""
+    scores = list(rows)
+    support = int(sum(row["support"] for row in scores))
+    means: dict[str, dict[str, float]] = {"macro avg": {}, "weighted avg": {}}
+    for name in ("precision", "recall", "f1"):
+        values = [row[name] for row in scores]
+        means["macro avg"][name] = sum(values) / len(values) if values else 0.0
+        weighted = sum(row[name] * row["support"] for row in scores)
+        means["weighted avg"][name] = weighted / support if support else 0.0
+    return {name: {**mean, "support": support} for name, mean in means.items()}
+
+
+def start_table(columns: Sequence[str], first: str = "") -> Table:
+    """An empty table: names on the left, numbers on the right."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(escape(column), justify="right")
+    return table
+
+
+def _show(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+# --- tallies -------------------------------------------------------------------------------------
 
 
 class Tally(ABC):
@@ -56,9 +183,7 @@ class Tally(ABC):
 class TokenTally(Tally):
     """Perplexity, and the fraction of the labelled tokens that were predicted."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._hits = 0
+    _hits = 0
 
     def add(self, records: Sequence[Record]) -> None:
         self._hits += sum(record["hits"] for record in records)
@@ -74,9 +199,7 @@ class TokenTally(Tally):
 class ChoiceTally(Tally):
     """The fraction of rows whose highest score is the right one's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._hits = 0
+    _hits = 0
 
     def add(self, records: Sequence[Record]) -> None:
         self._hits += sum(int(record["logits"].argmax()) == record["label"] for record in records)

@@ -1,15 +1,24 @@
-"""Choose a model's objective, and build the model with a vocabulary that fits the tokenizer."""
+"""Choose a model's objective, and build the model with a vocabulary that fits the tokenizer.
+
+If the flags ask for it, a model must keep the documents of a row apart. One that accepts a mask
+does not necessarily obey it: recurrent layers carry state past any mask, and some models have no
+position ids to restart. Instead of keeping a list of model families, we run the model once on two
+documents and refuse it if one affects the other.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rapidformer.errors import ModelError
 from rapidformer.models.build import build_pretrained, check_fits, load_tokenizer
 from rapidformer.models.configuration import load_config
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.location import get_model_location, is_from_scratch
-from rapidformer.tasks.pretraining.documents import check_documents
+from rapidformer.models.memory import check_fits
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
     HiddenTokens,
@@ -29,17 +38,19 @@ _GPT_NAMES = ("gpt", "rapidformer_gpt")
 _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer")
 # Arguments of models with a head that predicts whether two segments were swapped.
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
+_LENGTH = 14
+# Relative to the effect that one document has on the next without a mask. If they are separate, it
+# is zero, except in a mixture of experts: other tokens go to other experts, which changes the
+# round-off.
+_LARGEST_EFFECT = 1e-3
+_LARGEST_DIFFERENCE = 1e-3
+"""Between a document in a row and the same document alone, relative to the largest loss."""
 
 
 def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjective:
     """Choose by model type: decoder, encoder with or without an order head, encoder-decoder."""
     if get_model_location(args) is None and args.model_type in _GPT_NAMES:
         return NextTokenInMegatronsForm(args, tokenizer)
-    config = load_config(args)
-    return _choose_class(config)(args, tokenizer)
-
-
-def _choose_class(config: Any) -> type[PretrainingObjective]:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -47,17 +58,19 @@ def _choose_class(config: Any) -> type[PretrainingObjective]:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
+    config = load_config(args)
     kind = config.model_type
     if kind in _GPT_NAMES:
-        return NextTokenInMegatronsForm
+        return NextTokenInMegatronsForm(args, tokenizer)
     if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
-        return HiddenSpans
+        return HiddenSpans(args, tokenizer)
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         model_class: Any = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
         takes = inspect.signature(model_class.forward).parameters if model_class else {}
-        return HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+        objective = HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+        return objective(args, tokenizer)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return NextToken
+        return NextToken(args, tokenizer)
     raise ModelError(
         f"--task pretraining does not know what a {kind} model learns from text: it needs a "
         "causal, a masked or a sequence-to-sequence language model. Write a PreTrainer for it."
@@ -69,23 +82,19 @@ def build_model(objective: PretrainingObjective) -> nn.Module:
     args, tokenizer = objective.args, objective.tokenizer
     if isinstance(objective, NextTokenInMegatronsForm):
         return _build_gpt(args, tokenizer)
-    model = _build_hugging_face(objective)
-    if isinstance(objective, NextToken):
-        check_documents(objective, model)
-    return model
-
-
-def _build_hugging_face(objective: PretrainingObjective) -> nn.Module:
-    args, tokenizer = objective.args, objective.tokenizer
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
         size = load_config(args).vocab_size
         is_from_sizes = get_model_location(args) is None
         if size < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
-            settings["vocab_size"] = _pad_vocabulary(args, tokenizer)
+            multiple = args.make_vocab_size_divisible_by
+            settings["vocab_size"] = -(-tokenizer.vocab_size // multiple) * multiple
         if is_from_sizes:
             settings |= objective.get_token_ids()
-    return build_pretrained(objective.auto_class, args, **settings)
+    model = build_pretrained(objective.auto_class, args, **settings)
+    if isinstance(objective, NextToken):
+        check_documents(objective, model)
+    return model
 
 
 def count_usable_tokens(objective: PretrainingObjective) -> int:
@@ -119,11 +128,6 @@ def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
     return build_for_split(args, lambda: GPTModel(config))
 
 
-def _pad_vocabulary(args: Settings, tokenizer: Tokenizer) -> int:
-    multiple = args.make_vocab_size_divisible_by
-    return -(-tokenizer.vocab_size // multiple) * multiple
-
-
 def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     """The transformers version of the tokenizer, saved with the model; None if there is none.
 
@@ -139,14 +143,79 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
         )
     processor = load_tokenizer(args)
     tokens = {token_id: token for token, token_id in tokenizer.vocab.items()}
-    added = [
-        tokens[token_id]
-        for token_id in range(len(processor), tokenizer.vocab_size)
-        if token_id in tokens
-    ]
-    processor.add_tokens(added, special_tokens=True)
+    added = range(len(processor), tokenizer.vocab_size)
+    processor.add_tokens([tokens[id_] for id_ in added if id_ in tokens], special_tokens=True)
     for role in ("bos", "eos"):
         # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
             setattr(processor, f"{role}_token", tokens[getattr(tokenizer, role)])
     return processor
+
+
+# --- documents of a row kept apart ----------------------------------------------------------------
+
+
+def check_documents(objective: NextToken, model: Any) -> None:
+    """Refuse a model on which --reset-attention-mask or --reset-position-ids has no effect."""
+    args = objective.args
+    if args.reset_attention_mask:
+        _check_window(model, args.seq_length or 0)
+        with evaluation_mode(model), torch.no_grad():
+            _try_two_documents(objective, model)
+        return
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if args.reset_position_ids and not takes_positions:
+        raise _refuse("--reset-position-ids", model, "does not accept position_ids")
+
+
+def _check_window(model: Any, seq_length: int) -> None:
+    """Our mask would replace the model's own, and with it the sliding window."""
+    window = getattr(model.config, "sliding_window", None)
+    if isinstance(window, int) and 0 < window < seq_length:
+        raise _refuse(
+            "--reset-attention-mask",
+            model,
+            f"has a sliding window of {window} tokens, shorter than --seq-length {seq_length}, "
+            "which the mask would replace",
+        )
+
+
+def _try_two_documents(objective: NextToken, model: Any) -> None:
+    end, length = objective.tokenizer.eod, min(_LENGTH, objective.args.seq_length or _LENGTH)
+    first = length // 2
+    count = model.get_input_embeddings().num_embeddings
+    dice = torch.Generator().manual_seed(0)
+    rows = (end + torch.randint(1, count, (2, length), generator=dice)) % count  # never the end
+    rows[:, first - 1] = end
+    rows[1, first:] = rows[0, first:]
+    labels = rows[:1]
+
+    def run(row: torch.Tensor, *, is_apart: bool) -> torch.Tensor:
+        hidden, positions, _ = objective.get_masks(row) if is_apart else (None, None, None)
+        mine = labels[:, -row.shape[1] :]
+        losses, _ = objective.get_token_losses(model, row, mine, hidden, positions)
+        return losses[0, first - length :].double()
+
+    joined = run(rows[:1], is_apart=False) - run(rows[1:], is_apart=False)
+    alone = run(rows[:1, first:], is_apart=False)
+    try:
+        apart = run(rows[:1], is_apart=True)
+        effect = (apart - run(rows[1:], is_apart=True)).abs().max()
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        reason = f"does not accept a query-by-key attention mask ({error})"
+        raise _refuse("--reset-attention-mask", model, reason) from error
+    if effect > _LARGEST_EFFECT * joined.abs().max():
+        fraction = float(effect / joined.abs().max())
+        reason = f"lets a document see the one before it despite the mask (by {fraction:.0%})"
+        raise _refuse("--reset-attention-mask", model, reason)
+    restarts_positions = (apart - alone).abs().max() <= _LARGEST_DIFFERENCE * alone.max()
+    if objective.args.reset_position_ids and not restarts_positions:
+        raise _refuse(
+            "--reset-position-ids", model, "does not restart the positions in each document"
+        )
+
+
+def _refuse(flag: str, model: Any, reason: str) -> ModelError:
+    return ModelError(
+        f"{flag}: {type(model).__name__} {reason}. Omit the flag, or choose another model."
+    )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.data.batch import IGNORED_LABEL
@@ -39,9 +40,7 @@ class PretrainingObjective(Objective):
         self.tokenizer = tokenizer
 
     def count_added_tokens(self) -> int:
-        """The objective inserts only ids below this; a pretrained model needs an embedding for
-        each.
-        """
+        """The objective inserts only ids below this; a pretrained model must have them."""
         return 0
 
     def get_token_ids(self) -> dict[str, int]:
@@ -72,21 +71,16 @@ class NextToken(PretrainingObjective):
         balance = torch.stack([part.float() for part in extra]).sum()
         return {"lm_loss": words, "moe_loss": Term(balance, words.count, model.moe_loss_coeff)}
 
-    def get_masks(
-        self, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def get_masks(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The attention mask, position ids and loss mask; None means the default."""
         args = self.args
         if not (args.reset_attention_mask or args.reset_position_ids or args.eod_mask_loss):
             # Plain causal attention has a fast path and needs no explicit mask.
             return None, None, None
         hidden, counted, positions = get_ltor_masks_and_position_ids(
-            tokens,
-            self.tokenizer.eod,
-            args.reset_position_ids,
-            args.reset_attention_mask,
-            args.eod_mask_loss,
-        )
+            tokens, self.tokenizer.eod,
+            args.reset_position_ids, args.reset_attention_mask, args.eod_mask_loss,
+        )  # fmt: skip
         return (
             hidden if args.reset_attention_mask else None,
             positions if args.reset_position_ids else None,
@@ -94,36 +88,28 @@ class NextToken(PretrainingObjective):
         )
 
     def get_token_losses(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, model: Any, tokens: Tensor, labels: Tensor, hidden: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """The loss of each token, and further losses that the model returns."""
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if hidden is not None:
             inputs["attention_mask"] = _to_additive(hidden)
         if positions is not None:
             inputs["position_ids"] = positions
-        return _get_losses(model(**inputs).logits, labels), []
+        return _compare(model(**inputs).logits, labels, "none").view_as(labels), []
 
 
 class NextTokenInMegatronsForm(NextToken):
     """The same for ``GPTModel``, which is called the way Megatron's models are."""
 
     def get_token_losses(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
-        hidden: torch.Tensor | None,
-        positions: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, model: Any, tokens: Tensor, labels: Tensor, hidden: Tensor | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         returned = model(tokens, positions, hidden, labels=labels)
-        if isinstance(returned, tuple):
-            return returned[0], list(returned[1:])
-        return returned, []
+        losses, *more = returned if isinstance(returned, tuple) else (returned,)
+        return losses, more
 
 
 class HiddenTokens(PretrainingObjective):
@@ -137,7 +123,7 @@ class HiddenTokens(PretrainingObjective):
 
     def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         logits, labels = model(**_get_inputs(batch)).logits, batch["labels"]
-        return Term(_get_mean(logits, labels))
+        return Term(_compare(logits, labels, "mean"))
 
 
 class HiddenTokensAndOrder(HiddenTokens):
@@ -151,10 +137,10 @@ class HiddenTokensAndOrder(HiddenTokens):
         order_logits = getattr(outputs, "seq_relationship_logits", None)
         if order_logits is None:
             order_logits = outputs.sop_logits
-        words = _get_losses(outputs.prediction_logits, batch["labels"]).sum()
+        words = _compare(outputs.prediction_logits, batch["labels"], "none").sum()
         order = functional.cross_entropy(order_logits.float(), batch["next_sentence_label"])
         return {
-            "lm_loss": Term.from_sum(words, _count(batch["labels"])),
+            "lm_loss": Term.from_sum(words, (batch["labels"] != IGNORED_LABEL).sum()),
             "sop_loss": Term(order, len(order_logits)),
         }
 
@@ -178,7 +164,7 @@ class HiddenSpans(PretrainingObjective):
             # The model shifts the labels only in its forward, where it also computes a loss nobody
             # needs.
             inputs["labels"] = labels
-        return Term(_get_mean(model(**inputs, use_cache=False).logits, labels))
+        return Term(_compare(model(**inputs, use_cache=False).logits, labels, "mean"))
 
     def count_added_tokens(self) -> int:
         return self.tokenizer.vocab_size  # the sentinels come last
@@ -193,28 +179,14 @@ def _get_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key not in others}
 
 
-def _count(labels: torch.Tensor) -> torch.Tensor:
-    """The number of labels that the loss averages over, left on the device."""
-    return (labels != IGNORED_LABEL).sum()
-
-
-def _get_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    flat = functional.cross_entropy(
-        logits.flatten(0, -2).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="none",
-    )
-    return flat.view_as(labels)
-
-
-def _get_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _compare(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    flat = logits.flatten(0, -2).float()
     return functional.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL
+        flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
     )
 
 
-def _to_additive(hidden: torch.Tensor) -> torch.Tensor:
+def _to_additive(hidden: Tensor) -> Tensor:
     """Megatron's mask (True = hidden) as an additive mask, which all attention kernels accept."""
     mask = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     return mask.masked_fill(hidden, torch.finfo(torch.float32).min)

@@ -14,15 +14,15 @@ from rapidformer.errors import DataError
 from rapidformer.nearest import find_nearest
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ColumnRole:
     """A role that a column plays in a task."""
 
     name: str
-    candidates: tuple[str, ...]
-    holds: str
     setting: str
     """The name of the setting that names the column, such as ``text_column``."""
+    holds: str
+    candidates: tuple[str, ...]
     required: bool = True
 
     @property
@@ -33,10 +33,7 @@ class ColumnRole:
 def find_column(
     role: ColumnRole, available: Sequence[str], args: object, taken: Sequence[str | None] = ()
 ) -> str | None:
-    """The column for the role; None if it is optional and missing.
-
-    Columns in ``taken`` already have another role.
-    """
+    """The column for the role; None if it is optional and missing. Those ``taken`` have others."""
     column = getattr(args, role.setting)
     if column is not None:
         return check_given(column, role.flag, available)
@@ -62,9 +59,7 @@ def find_columns(
     problems: list[str] = []
     for role in roles:
         try:
-            columns[role.name] = str(
-                find_column(role, available, args, taken=list(columns.values()))
-            )
+            columns[role.name] = str(find_column(role, available, args, list(columns.values())))
         except DataError as error:
             if getattr(args, role.setting) is None:
                 missing.append(role)
@@ -97,10 +92,8 @@ def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> s
         near = _nearest(role.candidates, available)
         hints.append(f"{role.flag} {near or 'NAME'}")
     text = " and ".join(parts)
-    return (
-        f"{text[0].upper()}{text[1:]}. The data has {_listed(available)}: "
-        f"name it with {' and '.join(hints)}."
-    )
+    start, flags = f"{text[0].upper()}{text[1:]}", " and ".join(hints)
+    return f"{start}. The data has {_listed(available)}: name it with {flags}."
 
 
 def _nearest(candidates: Sequence[str], available: Sequence[str]) -> str | None:

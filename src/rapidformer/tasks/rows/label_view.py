@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.tasks.base import PreparedData
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
 
 if TYPE_CHECKING:
     import torch
 
-_IGNORED = -100
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, in UTF-8
 
 
@@ -39,8 +38,8 @@ class ShownToken:
 class ShownRow:
     """One sequence of tokens; an example may have several (source and target, choices)."""
 
-    name: str
-    tokens: Sequence[ShownToken]
+    name: str = ""
+    tokens: Sequence[ShownToken] = ()
     fact: str = ""
     """The label of the whole row."""
 
@@ -49,37 +48,33 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
     """The sequences of a batch of one row."""
     if "pixel_values" in batch:
         shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
-        return [ShownRow(name=f"an image of {shape}", tokens=(), fact=_describe(batch, prepared))]
+        return [ShownRow(name=f"an image of {shape}", fact=_describe(batch, prepared))]
     ids = batch["input_ids"][0]
     if ids.dim() == 2:
         return [
             ShownRow(name=f"choice {number}", tokens=_read(choice, batch, prepared))
             for number, choice in enumerate(ids)
-        ] + [ShownRow(name="", tokens=(), fact=_describe(batch, prepared))]
+        ] + [ShownRow(fact=_describe(batch, prepared))]
     if "start_positions" in batch:
         return [_view_answer(batch, prepared)]
     labels = batch.get("labels")
     if labels is None or labels.dim() == 1 or labels.is_floating_point():
         fact = _describe(batch, prepared)
-        return [ShownRow(name="", tokens=_read(ids, batch, prepared), fact=fact)]
-    if _is_target(batch, prepared):
+        return [ShownRow(tokens=_read(ids, batch, prepared), fact=fact)]
+    # The labels of an encoder-decoder are a text of their own.
+    if "target" in prepared.extras or labels.shape != batch["input_ids"].shape:
         target = _read(labels[0], {}, prepared, labels[0])
         return [
             ShownRow(name="source", tokens=_read(ids, batch, prepared)),
             ShownRow(name="target", tokens=target),
         ]
-    return [ShownRow(name="", tokens=_read(ids, batch, prepared, labels[0]))]
+    return [ShownRow(tokens=_read(ids, batch, prepared, labels[0]))]
 
 
 def count_tokens(rows: Sequence[ShownRow]) -> tuple[int, int]:
     """The tokens of an example, and how many of them are trained on."""
     tokens = [token for row in rows for token in row.tokens]
     return len(tokens), sum(token.is_trained for token in tokens)
-
-
-def _is_target(batch: Mapping[str, Any], prepared: PreparedData) -> bool:
-    """Whether the labels are a text of their own (an encoder-decoder's)."""
-    return "target" in prepared.extras or batch["labels"].shape != batch["input_ids"].shape
 
 
 def _read(
@@ -90,19 +85,19 @@ def _read(
 ) -> list[ShownToken]:
     tokenizer = prepared.processor
     values = [max(0, int(token)) for token in ids]
-    marks = [_IGNORED] * len(values) if labels is None else [int(label) for label in labels]
-    positions = batch.get("position_ids")
-    starts = [] if positions is None else [int(place) == 0 for place in positions[0]]
-    special = {*tokenizer.all_special_ids, *_get_added(tokenizer)}
+    marks = [IGNORED_LABEL] * len(values) if labels is None else labels.tolist()
+    positions = [1] * len(values) if "position_ids" not in batch else batch["position_ids"][0]
+    # A template may use tokens as special ones although they are not registered as such.
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     return [
         ShownToken(
             number=token,
             text=text,
             piece=str(tokenizer.convert_ids_to_tokens(token)),
-            is_trained=label != _IGNORED,
+            is_trained=label != IGNORED_LABEL,
             is_special=token in special,
             note=_note(label, token, prepared),
-            begins_example=bool(starts) and place > 0 and starts[place],
+            begins_example=place > 0 and int(positions[place]) == 0,
         )
         for place, (token, text, label) in enumerate(
             zip(values, _decode_each(values, tokenizer), marks, strict=True)
@@ -110,14 +105,9 @@ def _read(
     ]
 
 
-def _get_added(tokenizer: Any) -> list[int]:
-    """Tokens that the template uses as special ones, although they are not registered as such."""
-    return list(getattr(tokenizer, "added_tokens_decoder", {}))
-
-
 def _note(label: int, token: int, prepared: PreparedData) -> str:
     """What the label says, if it is not simply the token."""
-    if label == _IGNORED:
+    if label == IGNORED_LABEL:
         return ""
     if "words" in prepared.extras:  # tags of words
         return str(prepared.extras["names"][label])
@@ -128,14 +118,12 @@ def _view_answer(batch: Mapping[str, Any], prepared: PreparedData) -> ShownRow:
     ids = batch["input_ids"][0]
     first, last = int(batch["start_positions"][0]), int(batch["end_positions"][0])
     if (first, last) == (0, 0):
-        return ShownRow(
-            name="", tokens=_read(ids, batch, prepared), fact="no answer in this window"
-        )
-    labels = ids.clone().fill_(_IGNORED)
+        return ShownRow(tokens=_read(ids, batch, prepared), fact="no answer in this window")
+    labels = ids.clone().fill_(IGNORED_LABEL)
     labels[first : last + 1] = ids[first : last + 1]
     tokens = _read(ids, batch, prepared, labels)
     answer = prepared.processor.decode(ids[first : last + 1])
-    return ShownRow(name="", tokens=tokens, fact=f"answer: {answer!r}")
+    return ShownRow(tokens=tokens, fact=f"answer: {answer!r}")
 
 
 def _describe(batch: Mapping[str, Any], prepared: PreparedData) -> str:

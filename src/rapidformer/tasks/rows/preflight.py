@@ -53,8 +53,7 @@ def find_task_problems(
 
 
 def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
-    # Without nvidia-smi the GPUs cannot be counted, but the driver's folder shows whether there are
-    # any.
+    # Without nvidia-smi the GPUs cannot be counted, but the driver's folder shows if there are any.
     if args.device == "cuda" and num_gpus == 0 and not _GPU_DRIVER.exists():
         yield "--device cuda: this machine has no GPU. Omit --device to run on the CPU."
 
@@ -63,13 +62,13 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
     if command == "train" and args.task is None:
         yield "nothing to train: give --task (see `rapidformer tasks`) or --user-script FILE."
     if command in ("evaluate", "predict"):
-        if args.load is None and args.pretrained_model_name_or_path is None and not args.model_type:
+        name = args.load or args.pretrained_model_name_or_path
+        if name is None and not args.model_type:
             yield (
                 f"{command} needs a trained model: give --load RUN, the folder of a run or of a "
                 "model."
             )
         elif args.task is None and not _has_no_model(args.load):
-            name = args.load or args.pretrained_model_name_or_path
             reason = (
                 "--load does not name a run with a task"
                 if name is None or Path(name).expanduser().exists()

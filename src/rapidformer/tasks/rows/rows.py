@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,19 @@ def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, An
 
 
 def take_first(rows: Any, limit: int | None) -> Any:
-    if limit is None or len(rows) <= limit:
-        return rows
-    return rows.select(range(limit)) if _is_dataset(rows) else rows[:limit]
+    return rows if limit is None or len(rows) <= limit else take_rows(rows, 0, limit)
 
 
 def take_rows(rows: Any, first: int, count: int) -> Any:
     """Some rows from the middle of a table."""
     last = min(first + count, len(rows))
     return rows.select(range(first, last)) if _is_dataset(rows) else rows[first:last]
+
+
+def select_rows(rows: Any, numbers: Sequence[int]) -> Any:
+    if _is_dataset(rows):
+        return rows.select(numbers)
+    return RowList(rows[number] for number in numbers)
 
 
 def get_column_names(rows: Any) -> list[str]:
@@ -78,13 +82,26 @@ def get_column(rows: Any, name: str) -> list[Any]:
     return list(rows[name][:])
 
 
-def get_feature(rows: Any, name: str) -> Any | None:
-    """The declared type of a column, if the table has one."""
-    return rows.features.get(name) if _is_dataset(rows) else None
+def has_labels(rows: Any, split: str, column: str) -> bool:
+    """Whether a split has the column of labels; only a test split may go without."""
+    if column not in get_column_names(rows) and split != "test":
+        raise DataError(f"{split} has no column {column}: all splits need the same columns.")
+    return column in get_column_names(rows)
 
 
-def get_class_names(feature: Any | None) -> tuple[str, ...] | None:
+def check_column(rows: Any, split: str, column: str) -> None:
+    """Refuse a split that lacks a column which others have."""
+    names = get_column_names(rows)
+    if column not in names:
+        raise DataError(
+            f"{split} has no column {column}, only {', '.join(names)}: all splits need the same "
+            "columns."
+        )
+
+
+def get_class_names(rows: Any, name: str) -> tuple[str, ...] | None:
     """The class names that a dataset declares for a column of labels, or of lists of labels."""
+    feature = rows.features.get(name) if _is_dataset(rows) else None
     while feature is not None and not hasattr(feature, "names"):
         feature = getattr(feature, "feature", None)
     return tuple(feature.names) if feature is not None else None
@@ -136,11 +153,14 @@ def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
         part = rows[start : start + _BATCH]
         columns = {name: [row.get(name) for row in part] for name in names}
         result = function(columns, list(range(start, start + len(part))))
-        keys = list(result)
-        features.extend(
-            dict(zip(keys, values, strict=True)) for values in zip(*result.values(), strict=True)
-        )
+        features.extend(to_rows(result))
     return features
+
+
+def to_rows(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
+    """Rows of columns of equal length."""
+    cells = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, values, strict=True)) for values in cells]
 
 
 def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str, Any]]:
@@ -182,7 +202,4 @@ def list_own_code() -> list[Path]:
 @cache
 def _hash_own_code() -> str:
     """A hash of all tasks' code, so that features cached by older code are never reused."""
-    digest = hashlib.sha256()
-    for path in list_own_code():
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in list_own_code())).hexdigest()

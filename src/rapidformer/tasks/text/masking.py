@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from rapidformer.data.random_numbers import SampleSeed, get_sample_seeds
+from rapidformer.tasks.base import IGNORED_LABEL
 from rapidformer.tasks.text.text import build_text_collator
 
 Row = dict[str, Any]
-
-IGNORED_LABEL = -100
 _HIDDEN_FRACTION = 0.8
 _REPLACED_FRACTION = 0.1
 

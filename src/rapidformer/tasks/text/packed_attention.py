@@ -8,7 +8,6 @@ first method that gives equal results is used, and a model without one is refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from rapidformer.models.evaluation_mode import evaluation_mode
 
 Batch = dict[str, Any]
 _MARK = "packed_attention"
+_BY_POSITIONS, _BY_MASK, _BY_MASKS = "positions", "a mask", "a mask for each kind of layer"
 _SIZES: tuple[int, ...] = (5, 7, 4)
 # A longer window would make the proof too slow.
 _LONGEST_PROVED_WINDOW = 256
@@ -35,10 +35,8 @@ _LEAST_EFFECT = 1e-4
 
 def apply_packed_attention(model: Any, length: int) -> None:
     """Find how this model keeps examples apart, and store it on the model."""
-    proof = _Proof(model, length)
     with evaluation_mode(model), torch.no_grad():
-        way = proof.find_way()
-    setattr(model, _MARK, way)
+        setattr(model, _MARK, _Proof(model, length).find_way())
     for module in model.modules():
         # This check looks for padding in every batch that has no mask, and would warn about ours.
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
@@ -52,34 +50,22 @@ def get_inputs(model: Any, batch: Batch) -> Batch:
     # The batch's mask marks only padding. With a mask, models ignore the positions; and padding
     # comes last, where no token of a causal model sees it.
     inputs = {name: value for name, value in batch.items() if name != "attention_mask"}
-    return _WAYS[getattr(model, _MARK)](model, inputs)
+    return _separate(model, inputs, getattr(model, _MARK))
 
 
 def _say_nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _use_positions(model: Any, inputs: Batch) -> Batch:
+def _separate(model: Any, inputs: Batch, way: str) -> Batch:
     # No cache: with one, models treat the row as a single text.
-    return {**inputs, "use_cache": False}
-
-
-def _use_mask(model: Any, inputs: Batch) -> Batch:
-    return {**inputs, "use_cache": False, "attention_mask": _build_mask(model, inputs)}
-
-
-def _use_masks_by_layer(model: Any, inputs: Batch) -> Batch:
-    masks = {
-        "full_attention": _build_mask(model, inputs),
-        "sliding_attention": _build_mask(model, inputs, _get_window(model.config)),
-    }
-    return {**inputs, "use_cache": False, "attention_mask": masks}
-
-
-_WAYS: dict[str, Callable[[Any, Batch], Batch]] = {
-    "positions": _use_positions,
-    "a mask": _use_mask,
-    "a mask for each kind of layer": _use_masks_by_layer,
-}
+    inputs = {**inputs, "use_cache": False}
+    if way == _BY_POSITIONS:
+        return inputs
+    mask: Any = _build_mask(model, inputs)
+    if way == _BY_MASKS:
+        window = _get_window(model.config)
+        mask = {"full_attention": mask, "sliding_attention": _build_mask(model, inputs, window)}
+    return {**inputs, "attention_mask": mask}
 
 
 def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.Tensor:
@@ -104,16 +90,6 @@ def _get_window(config: Any) -> int | None:
     return int(window) if isinstance(window, int) and window > 0 else None
 
 
-class _Rows(NamedTuple):
-    """Two packed rows with different cuts."""
-
-    ids: torch.Tensor
-    changed: torch.Tensor
-    """The same rows with other tokens in the first example."""
-    positions: torch.Tensor
-    sizes: tuple[tuple[int, ...], ...]
-
-
 class _Finding(NamedTuple):
     """The measurements of one method."""
 
@@ -131,14 +107,41 @@ class _Proof:
     """Compares packed rows with their examples alone, and with rows whose first example differs."""
 
     def __init__(self, model: Any, length: int) -> None:
-        self.model = model
-        self.length = length
-        self.name = type(model).__name__
-        self.rows = self._build_rows()
+        config, sizes = model.config.get_text_config(), _SIZES
+        window = _get_window(config)
+        if window is not None and window < min(length, _LONGEST_PROVED_WINDOW):
+            sizes = (window + 4, *_SIZES[1:])
+        limit = getattr(config, "max_position_embeddings", None) or sum(sizes)
+        if sum(sizes) > limit:
+            sizes = tuple(max(1, limit // len(_SIZES)) for _ in _SIZES)
+        # Any tokens will do, except those with a special meaning to the model.
+        named = (config.pad_token_id, config.bos_token_id, config.eos_token_id)
+        special = {token for ids in named for token in (ids if isinstance(ids, list) else [ids])}
+        count = model.get_input_embeddings().num_embeddings
+        usual = torch.tensor([i for i in range(min(count, 5000)) if i not in special])
+        dice = torch.Generator().manual_seed(0)
+        picked = torch.randint(len(usual), (2, sum(sizes)), generator=dice)
+        cuts = (sizes, (*sizes[1:], sizes[0]))  # two rows
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts])
+        is_first = (positions == 0).cumsum(dim=1) == 1
+        other = torch.where(is_first, (picked + 1) % len(usual), picked)
+        device = next(model.parameters()).device
+        self.model, self.name = model, type(model).__name__
+        self.ids, self.changed = usual[picked].to(device), usual[other].to(device)
+        self.positions = positions.to(device)
+        self.alone = torch.stack(
+            [
+                torch.cat(
+                    [self._run({"input_ids": part[None]})[0] for part in ids.split(list(cut))]
+                )
+                for ids, cut in zip(self.ids, cuts, strict=True)
+            ]
+        )
+        # Whether the test would notice if our mask ignored the model's sliding window.
+        self.sees_window = window is None or window >= length or max(sizes) > window
 
     def find_way(self) -> str:
-        alone = self._run_alone()
-        joined = self._measure(lambda ids: {"input_ids": ids, "use_cache": False}, alone)
+        joined = self._measure(None)
         if joined.effect < _LEAST_EFFECT:
             raise ModelError(
                 f"--packing: the logits of {self.name} hardly depend on earlier tokens (by "
@@ -146,8 +149,8 @@ class _Proof:
                 "omit --packing."
             )
         findings = []
-        for way in _WAYS:
-            measured = self._try_way(way, alone)
+        for way in (_BY_POSITIONS, _BY_MASK, _BY_MASKS):
+            measured = self._try_way(way)
             if measured is not None and measured.is_good:
                 get_logger().info(
                     "packing   %s keeps examples apart by %s, tested on this model: packed and "
@@ -156,82 +159,39 @@ class _Proof:
                     self.name, way, measured.difference, measured.effect, joined.effect,
                 )  # fmt: skip
                 return way
-            result = (
-                "not possible"
-                if measured is None
-                else f"{measured.difference:.0e}, {measured.effect:.0e}"
-            )
-            findings.append(f"by {way}: {result}")
+            shown = measured and f"{measured.difference:.0e}, {measured.effect:.0e}"
+            findings.append(f"by {way}: {shown or 'not possible'}")
         raise ModelError(
             f"--packing: {self.name} does not keep the examples of a packed row apart. Measured: "
             "the difference between packed and alone, and the effect of an example on those after "
             f"it: {'; '.join(findings)}. Omit --packing."
         )
 
-    def _try_way(self, way: str, alone: torch.Tensor) -> _Finding | None:
-        if way != "positions" and not self._is_window_seen():
+    def _try_way(self, way: str) -> _Finding | None:
+        if way != _BY_POSITIONS and not self.sees_window:
             return None
-        positions, get_packed = self.rows.positions, _WAYS[way]
         try:
-            return self._measure(
-                lambda ids: get_packed(self.model, {"input_ids": ids, "position_ids": positions}),
-                alone,
-            )
+            return self._measure(way)
         except Exception:
             # A model may fail on a mask with any exception; this method does not work for it.
             return None
 
-    def _measure(
-        self, get_inputs: Callable[[torch.Tensor], Batch], alone: torch.Tensor
-    ) -> _Finding:
-        packed = self._run(get_inputs(self.rows.ids))
-        with_change = self._run(get_inputs(self.rows.changed))
-        scale = alone.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-        is_later = (self.rows.positions == 0).cumsum(dim=1) > 1
+    def _measure(self, way: str | None) -> _Finding:
+        """What comes of keeping examples apart this way, or not at all."""
+        packed, with_change = (self._run_packed(ids, way) for ids in (self.ids, self.changed))
+        scale = self.alone.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        is_later = (self.positions == 0).cumsum(dim=1) > 1
         return _Finding(
-            difference=float((packed - alone).abs().max() / scale),
+            difference=float((packed - self.alone).abs().max() / scale),
             effect=float((packed - with_change)[is_later].abs().max() / scale),
         )
 
-    def _is_window_seen(self) -> bool:
-        """Whether the test would notice if our mask ignored the model's sliding window."""
-        window = _get_window(self.model.config)
-        return window is None or window >= self.length or max(self.rows.sizes[0]) > window
-
-    def _build_rows(self) -> _Rows:
-        config, sizes = self.model.config.get_text_config(), _SIZES
-        window = _get_window(config)
-        if window is not None and window < min(self.length, _LONGEST_PROVED_WINDOW):
-            sizes = (window + 4, *_SIZES[1:])
-        limit = getattr(config, "max_position_embeddings", None) or sum(sizes)
-        if sum(sizes) > limit:
-            sizes = tuple(max(1, limit // len(_SIZES)) for _ in _SIZES)
-        # Any tokens will do, except those with a special meaning to the model.
-        special = _flatten(config.pad_token_id, config.bos_token_id, config.eos_token_id)
-        count = self.model.get_input_embeddings().num_embeddings
-        usual = torch.tensor([i for i in range(min(count, 5000)) if i not in special])
-        dice = torch.Generator().manual_seed(0)
-        picked = torch.randint(len(usual), (2, sum(sizes)), generator=dice)
-        cuts = (sizes, (*sizes[1:], sizes[0]))
-        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts])
-        is_first = (positions == 0).cumsum(dim=1) == 1
-        other = torch.where(is_first, (picked + 1) % len(usual), picked)
-        device = next(self.model.parameters()).device
-        return _Rows(usual[picked].to(device), usual[other].to(device), positions.to(device), cuts)
-
-    def _run_alone(self) -> torch.Tensor:
-        results: list[list[torch.Tensor]] = []
-        for ids, sizes in zip(self.rows.ids, self.rows.sizes, strict=True):
-            parts = ids.split(list(sizes))
-            results.append([self._run({"input_ids": part[None]})[0] for part in parts])
-        return torch.stack([torch.cat(row) for row in results])
+    def _run_packed(self, ids: torch.Tensor, way: str | None) -> torch.Tensor:
+        if way is None:
+            return self._run({"input_ids": ids, "use_cache": False})
+        inputs = {"input_ids": ids, "position_ids": self.positions}
+        return self._run(_separate(self.model, inputs, way))
 
     def _run(self, inputs: Batch) -> torch.Tensor:
         logits: torch.Tensor = self.model(**inputs).logits
         return logits.float()
-
-
-def _flatten(*ids: Any) -> set[int]:
-    """The ids of special tokens, each given as one id, a list or None."""
-    lists = [value if isinstance(value, list) else [value] for value in ids if value is not None]
-    return {token for some in lists for token in some}

@@ -1,22 +1,37 @@
-"""What the text tasks have in common: the tokenizer, row length, padding and model settings."""
+"""What the text tasks have in common: tokenizer, row length, padding, model settings, blocks.
+
+The blocks of language models are rows of plain text. With `group_texts`, texts are joined and cut
+into rows of exactly the sequence length, so that nothing is padded or truncated; what remains at
+the end of a batch of 1000 texts becomes a shorter row instead of being dropped. Without it, each
+text is one row, truncated to the length.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.tasks.base import PreparedData
-from rapidformer.tasks.rows.rows import RowFunction, map_rows
+from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.rows import RowFunction, map_rows, to_rows
 
 if TYPE_CHECKING:
+    import torch
+
     from rapidformer.data.collate import PadCollator
 
 DEFAULT_LENGTH = 512
 DEFAULT_TARGET_LENGTH = 128
 _NO_LIMIT = 1 << 20
+TEXT = ColumnRole(
+    "text", "text_column", "the text",
+    ("text", "content", "sentence", "document", "article", "review", "code"),
+)  # fmt: skip
 
 
 class TextParts(NamedTuple):
@@ -37,8 +52,8 @@ class TextParts(NamedTuple):
         self,
         features: Mapping[str, Any],
         extras: Mapping[str, Any],
-        *,
         settings: Mapping[str, Any] | None = None,
+        *,
         side: str | None = None,
         collate: Any = None,
     ) -> PreparedData:
@@ -47,10 +62,7 @@ class TextParts(NamedTuple):
             **features,
             collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
-            model_settings={
-                **(settings or {}),
-                **get_text_settings(self.args, self.tokenizer, self.config),
-            },
+            model_settings={**(settings or {}), **self._get_model_settings()},
             extras=extras,
         )
 
@@ -64,6 +76,29 @@ class TextParts(NamedTuple):
             processor=self.tokenizer,
             extras={"labelled": {"test": False}, **extras},
         )
+
+    def _get_model_settings(self) -> dict[str, Any]:
+        """Settings of the model that follow from the tokenizer."""
+        from rapidformer.models.location import is_from_scratch
+
+        tokenizer, config = self.tokenizer, self.config
+        # Ids may have gaps, so the largest id counts, not the number of tokens.
+        needed = max(tokenizer.get_vocab().values(), default=0) + 1
+        settings: dict[str, Any] = {}
+        if is_from_scratch(self.args):
+            if self.args.vocab_size is None:
+                settings["vocab_size"] = needed
+            settings |= _get_special_ids(tokenizer, config)
+        elif config.pad_token_id is None:
+            # Classifiers on GPT-like models look for the last token that is not padding.
+            settings["pad_token_id"] = tokenizer.pad_token_id
+        size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
+        if size is not None and needed > size:
+            raise ModelError(
+                f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
+                "model's own tokenizer."
+            )
+        return settings
 
 
 def load_text_parts(args: Settings, **options: Any) -> TextParts:
@@ -105,44 +140,18 @@ def get_context_length(tokenizer: Any, config: Any) -> int:
     return int(min(get_position_limit(config) or _NO_LIMIT, tokenizer.model_max_length, _NO_LIMIT))
 
 
-def get_text_settings(args: Settings, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Model settings that follow from the tokenizer."""
-    from rapidformer.models.location import is_from_scratch
-
-    # Ids may have gaps, so the largest id counts, not the number of tokens.
-    needed = max(tokenizer.get_vocab().values(), default=0) + 1
-    settings: dict[str, Any] = {}
-    if is_from_scratch(args):
-        if args.vocab_size is None:
-            settings["vocab_size"] = needed
-        settings |= _get_special_ids(tokenizer, config)
-    elif config.pad_token_id is None:
-        # Classifiers on GPT-like models look for the last token that is not padding.
-        settings["pad_token_id"] = tokenizer.pad_token_id
-    size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
-    if size is not None and needed > size:
-        raise ModelError(
-            f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
-            "model's own tokenizer."
-        )
-    return settings
-
-
 def _get_special_ids(tokenizer: Any, config: Any) -> dict[str, Any]:
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     ids = {
         "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": _first(tokenizer.bos_token_id, tokenizer.cls_token_id),
-        "eos_token_id": _first(tokenizer.eos_token_id, tokenizer.sep_token_id),
+        "bos_token_id": tokenizer.cls_token_id if begin is None else begin,
+        "eos_token_id": tokenizer.sep_token_id if end is None else end,
     }
     if config.is_encoder_decoder:
         # As in T5: the decoder starts with padding, which no target begins with.
         ids["decoder_start_token_id"] = ids["pad_token_id"]
         ids["forced_eos_token_id"] = None
     return ids
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def build_text_collator(tokenizer: Any, side: str | None = None) -> PadCollator:
@@ -165,11 +174,84 @@ def get_tokenizer_key(tokenizer: Any) -> str:
 
 
 def check_is_fast(tokenizer: Any, task: str) -> None:
-    """Some tasks need to know which characters a token came from, which slow tokenizers cannot
-    tell.
-    """
+    """Refuse a slow tokenizer, which cannot tell which characters a token came from."""
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"{task} needs a fast tokenizer (tokenizer.json), which {tokenizer.name_or_path} does "
             "not have: choose a model that has one."
         )
+
+
+# --- blocks of plain text -------------------------------------------------------------------------
+
+
+def encode_blocks(
+    rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
+) -> Any:
+    """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
+    otherwise the end-of-text token, if there is one, follows each text.
+    """
+    tokenizer, groups = parts.tokenizer, parts.args.group_texts
+    before, after = get_frame(tokenizer) if add_special else ([], [])
+    room = parts.length - len(before) - len(after)
+    end = [] if add_special or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        texts = check_row_texts(columns[column], column, split, indices[0])
+        texts = [text for text in texts if text.strip()]
+        ids = tokenize(texts, tokenizer) if texts else []
+        if groups:
+            joined = list(chain.from_iterable([*text, *end] for text in ids))
+            pieces = [joined[start : start + room] for start in range(0, len(joined), room)]
+        else:
+            pieces = [[*text, *end][:room] for text in ids]
+        framed = [[*before, *piece, *after] for piece in pieces if len(piece) > 1 or add_special]
+        return {"input_ids": framed, "attention_mask": [[1] * len(row) for row in framed]}
+
+    result = parts.map_rows(rows, encode, "blocks", column, groups, add_special)
+    if len(result) == 0:
+        raise DataError(f"{split}: the column {column} has no text to train on.")
+    return result
+
+
+def tokenize(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids without special tokens, at full length; says nothing about what is cut later."""
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [list(ids) for ids in encoded]
+
+
+def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and after a text."""
+    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a")["input_ids"]
+    for start in range(len(framed) - len(probe) + 1):
+        if framed[start : start + len(probe)] == probe:
+            return framed[:start], framed[start + len(probe) :]
+    return [], []
+
+
+class LanguageModel(Task):
+    """A task whose rows are blocks of plain text, not examples of the user's."""
+
+    columns: tuple[ColumnRole, ...] = (TEXT,)
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        return TokenTally()
+
+
+def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
+    """One record per row: summed loss, labelled tokens, correct tokens."""
+    from rapidformer.tasks.evaluation.scoring import score_tokens
+
+    losses, counts, hits = score_tokens(logits, labels)
+    return to_rows({"loss": losses, "count": counts, "hits": hits})
+
+
+def describe_blocks(records: list[Record]) -> Answers:
+    """The perplexity of each block, if there is nothing to generate or fill in."""
+    counts = [record["count"] for record in records]
+    losses = [r["loss"] / r["count"] if r["count"] else float("nan") for r in records]
+    return [
+        {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}
+        for loss, count in zip(losses, counts, strict=True)
+    ]

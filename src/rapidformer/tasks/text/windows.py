@@ -11,13 +11,7 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
-from rapidformer.tasks.rows.rows import (
-    drop_columns,
-    get_column,
-    get_column_names,
-    keep_columns,
-    take_rows,
-)
+from rapidformer.tasks.rows.rows import drop_columns, get_column, keep_columns, take_rows
 from rapidformer.tasks.text.text import TextParts
 
 # An answer's text and the position of its first character in the context.
@@ -30,15 +24,6 @@ _STRIDE = 128
 
 
 # --- answers in the data -------------------------------------------------------------------------
-
-
-def has_answers(rows: Any, split: str, column: str) -> bool:
-    """Whether a split has the column of answers; only a test split may go without."""
-    if column in get_column_names(rows):
-        return True
-    if split != "test":
-        raise DataError(f"{split} has no column {column}: all splits need the same columns.")
-    return False
 
 
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
@@ -62,13 +47,12 @@ def _place_answers(value: Any, context: str, place: str, column: str) -> list[An
         if not text:
             continue
         if start is None or context[start : start + len(text)] != text:
-            first = context.find(text)
-            if first < 0:
-                raise DataError(
-                    f"{place}: the answer {text[:60]!r} is not in its context; an answer must be "
-                    "an exact copy of a part of it."
-                )
-            start = first
+            start = context.find(text)
+        if start < 0:
+            raise DataError(
+                f"{place}: the answer {text[:60]!r} is not in its context; an answer must be "
+                "an exact copy of a part of it."
+            )
         answers.append((text, start))
     return answers
 
@@ -96,8 +80,10 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
 # --- windows -------------------------------------------------------------------------------------
 
 
-def encode_windows(rows: Any, split: str, names: Sequence[str], parts: TextParts) -> Any:
-    """Cut the rows of a split into windows, with the first and last token of the answer.
+def encode_windows(
+    rows: Any, split: str, names: Sequence[str], parts: TextParts
+) -> tuple[Any, Any | None]:
+    """The windows of a split and, unless it is for training, where each of them comes from.
 
     ``names`` are the columns of the question, the context and, if there are any, the answers.
     """
@@ -110,14 +96,9 @@ def encode_windows(rows: Any, split: str, names: Sequence[str], parts: TextParts
         contexts = check_row_texts(columns[names[1]], names[1], split, indices[0])
         questions = _shorten(questions, tokenizer, room - stride - 1)
         encoded = tokenizer(
-            questions,
-            contexts,
-            truncation="only_second",
-            max_length=parts.length,
-            stride=stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
+            questions, contexts, truncation="only_second", max_length=parts.length, stride=stride,
+            return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
         owners = encoded.pop("overflow_to_sample_mapping")
         offsets = encoded.pop("offset_mapping")
         masks = [[int(s == 1) for s in encoded.sequence_ids(i)] for i in range(len(owners))]
@@ -139,7 +120,10 @@ def encode_windows(rows: Any, split: str, names: Sequence[str], parts: TextParts
             result["ends"] = [[last for _, last in offset] for offset in offsets]
         return result
 
-    return parts.map_rows(rows, encode, "windows", tuple(names), stride, split)
+    encoded = parts.map_rows(rows, encode, "windows", tuple(names), stride, split)
+    if split == "train":
+        return encoded, None
+    return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)
 
 
 def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
@@ -168,10 +152,3 @@ def _find_span(
         if begin < end <= stop:
             last = position
     return (first, last) if first is not None and last is not None else (0, 0)
-
-
-def separate(encoded: Any, split: str) -> tuple[Any, Any]:
-    """Split the columns into the model's inputs and the record of where each window comes from."""
-    if split == "train":
-        return encoded, None
-    return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)
