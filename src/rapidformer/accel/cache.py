@@ -24,8 +24,7 @@ _NAME = "use_cache"
 
 def apply(assembly: Assembly) -> str | None:
     """Fill no cache in training."""
-    handle = skip_cache_in_training(assembly.model)
-    if handle is None:
+    if (handle := skip_cache_in_training(assembly.model)) is None:
         return None
     assembly.applied.keep_hook(handle)
     return "models of transformers keep no keys and values"

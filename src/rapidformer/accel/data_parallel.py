@@ -29,11 +29,11 @@ def apply(assembly: Assembly) -> str | None:
     if mesh is None or assembly.args.zero_stage:
         return None
     same_experts = assembly.topology.get_expert_mesh("expert_data")
-    reducer = (
-        apply_data_parallel(assembly.model, mesh.get_group())
-        if same_experts is None
-        else ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
-    )
+    reducer: GradientReducer | ExpertGradients
+    if same_experts is None:
+        reducer = GradientReducer(assembly.model.parameters(), mesh.get_group())
+    else:
+        reducer = ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
     assembly.synchronizer = reducer
     assembly.applied.on_close(reducer.close)
     return f"gradients summed over {mesh.size()} ranks"
@@ -46,8 +46,7 @@ class _Bucket:
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
     all_used: torch.Tensor | None = None
-    """One flag per parameter, kept on the device: what is sent when every parameter has a gradient.
-    """
+    """On the device, one flag per parameter: what is sent when each of them has a gradient."""
 
 
 class GradientReducer:
@@ -72,8 +71,7 @@ class GradientReducer:
         for bucket in _build_buckets(unfrozen):
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
-        for parameter in unfrozen:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in unfrozen]
 
     def close(self) -> None:
         """Sum nothing any more."""
@@ -122,12 +120,12 @@ class ExpertGradients:
     def __init__(
         self, model: nn.Module, experts: Sequence[nn.Module], replicas: DeviceMesh, same: DeviceMesh
     ) -> None:
-        own = [p for module in experts for p in module.parameters()]
-        known = {id(p) for p in own}
+        split = [p for module in experts for p in module.parameters()]
+        known = {id(p) for p in split}
         others = [p for p in model.parameters() if id(p) not in known]
         self._reducers = [GradientReducer(others, replicas.get_group())]
         if same.size() > 1:
-            self._reducers.append(GradientReducer(own, same.get_group()))
+            self._reducers.append(GradientReducer(split, same.get_group()))
 
     def before_backward(self, is_last: bool) -> None:
         for reducer in self._reducers:
@@ -140,18 +138,6 @@ class ExpertGradients:
     def close(self) -> None:
         for reducer in self._reducers:
             reducer.close()
-
-
-def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
-    """Sum gradients over the ranks of the group from now on."""
-    return GradientReducer(model.parameters(), group)
-
-
-def broadcast_weights(model: nn.Module) -> None:
-    """Give every rank the first one's weights: each may have initialised a new head differently."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0)
 
 
 def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:

@@ -94,12 +94,8 @@ def _build_call(cls: Any) -> dict[str, Any]:
 
 def _describe(arguments: dict[str, Any]) -> _Call:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    located = {
-        _locate(tensor): tensor
-        for tensor in tensors.values()
-        if type(tensor) is Tensor and tensor.dim() == 2 and has_storage(tensor)
-    }
-    return _Call(located, has_tokens_only=tensors.keys() <= _TOKENS)
+    plain = (t for t in tensors.values() if type(t) is Tensor and t.dim() == 2 and has_storage(t))
+    return _Call({_locate(t): t for t in plain}, has_tokens_only=tensors.keys() <= _TOKENS)
 
 
 def _build_mask_giver(cls: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
-from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
+from rapidformer.accel.weights import broadcast_weights, check_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
 from rapidformer.config.row import Moment
@@ -81,21 +81,18 @@ class Parallelized:
                 loss.backward()
 
     @property
-    def _gathered_weights(self) -> GatheredWeights | None:
-        if isinstance(self.synchronizer, ShardedGradients):
-            return self.synchronizer.gathered_weights
-        return None
+    def _gathered(self) -> GatheredWeights | None:
+        sharded = self.synchronizer
+        return sharded.gathered_weights if isinstance(sharded, ShardedGradients) else None
 
     def settle(self) -> None:
         """Reshard weights that a forward pass has left gathered."""
-        if self._gathered_weights is not None:
-            self._gathered_weights.release()
+        if self._gathered is not None:
+            self._gathered.release()
 
     def keep_gathered(self) -> AbstractContextManager[None]:
         """Gather sharded weights once for all forward passes inside (an evaluation)."""
-        return (
-            self._gathered_weights.keep() if self._gathered_weights is not None else nullcontext()
-        )
+        return self._gathered.keep() if self._gathered is not None else nullcontext()
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A whole parameter for use in a loss, with the gradient of one process."""
@@ -103,8 +100,8 @@ class Parallelized:
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""
-        if self._gathered_weights is not None:
-            self.applied.keep_hook(self._gathered_weights.watch_updates(optimizer))
+        if self._gathered is not None:
+            self.applied.keep_hook(self._gathered.watch_updates(optimizer))
 
 
 @dataclass(eq=False)
@@ -182,20 +179,17 @@ def _take_from_earlier_engine(model: nn.Module) -> None:
     """Undo what an engine of this process has changed in a model; every rank must call this."""
     owner = find_fact(model, _Owner)
     earlier = owner.parallelized if owner is not None else None
-    if earlier is None or earlier.applied.is_closed:
-        drop_fact(model, _Owner)
-        return
-    if earlier.deepspeed is not None:
-        raise RapidformerError(
-            "DeepSpeed already holds this model and cannot start again: load the model again."
-        )
-    if earlier.applied.undo():
-        drop_fact(model, _Owner)
-        return
-    raise RapidformerError(
-        "this model was composed by another engine, and its weights do not fit into memory whole, "
-        "so that cannot be undone: load the model again."
-    )
+    if earlier is not None and not earlier.applied.is_closed:
+        if earlier.deepspeed is not None:
+            raise RapidformerError(
+                "DeepSpeed already holds this model and cannot start again: load the model again."
+            )
+        if not earlier.applied.undo():
+            raise RapidformerError(
+                "this model was composed by another engine, and its weights do not fit into memory "
+                "whole, so that cannot be undone: load the model again."
+            )
+    drop_fact(model, _Owner)
 
 
 def check_device(args: Settings, device: torch.device) -> None:
@@ -238,13 +232,17 @@ def check_adapter(model: nn.Module, args: Settings) -> None:
 
 def _apply_all(assembly: Assembly) -> None:
     """All rows; between them, weights are placed, made equal and, if there are none, created."""
+    model, args, deferred = assembly.model, assembly.args, assembly.deferred
     _apply_rows(assembly, "whole")
-    _place_weights(assembly)
+    stays_on_host = args.cpu_offload and not assembly.uses_deepspeed
+    place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
     _apply_rows(assembly, "weights")
-    if assembly.pipeline is None and assembly.topology.mesh is not None:
-        equalize_weights(assembly.model, assembly.deferred)
+    if assembly.pipeline is None and assembly.topology.mesh is not None and deferred is None:
+        broadcast_weights(model)  # deferred ones are equal by construction
     _apply_rows(assembly, "placed")
-    _make_weights(assembly)
+    if deferred is not None:
+        device = torch.device("cpu") if args.cpu_offload else assembly.device
+        make_weights(model, assembly.plan, deferred, device)
     _apply_rows(assembly, "final")
 
 
@@ -260,11 +258,7 @@ def _apply_rows(assembly: Assembly, moment: Moment) -> None:
 def _is_due(switch: Switch, assembly: Assembly) -> bool:
     """Whether a row is on; one that was asked for and cannot be applied is refused."""
     args = assembly.args
-    if assembly.uses_deepspeed and switch.under_deepspeed != "applied":
-        return False
-    if switch.is_for_training and not assembly.is_training:
-        return False
-    if not switch.is_on(args) or not switch.has_what_it_needs(args):
+    if not assembly.is_meant(switch) or (switch.is_for_training and not assembly.is_training):
         return False
     obstacle = switch.find_obstacle(args, assembly.situation)
     if obstacle is None:
@@ -278,18 +272,3 @@ def _is_due(switch: Switch, assembly: Assembly) -> bool:
 
 def _import(switch: Switch) -> ModuleType:
     return importlib.import_module(f"rapidformer.accel.{switch.module.partition(':')[0]}")
-
-
-def _place_weights(assembly: Assembly) -> None:
-    """Onto the device, unless they stay in host memory or do not exist yet."""
-    stays_on_host = assembly.args.cpu_offload and not assembly.uses_deepspeed
-    offloads = stays_on_host or assembly.deferred is not None
-    place_weights(assembly.model, assembly.device, offloads=offloads)
-
-
-def _make_weights(assembly: Assembly) -> None:
-    """Create this rank's slices of a model that was built without weights."""
-    if assembly.deferred is None:
-        return
-    device = torch.device("cpu") if assembly.args.cpu_offload else assembly.device
-    make_weights(assembly.model, assembly.plan, assembly.deferred, device)

@@ -42,14 +42,11 @@ def slice_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """This rank's slice of the per-token arguments; hidden states unchanged."""
     names = (*split.names, *[""] * len(args))
-    sliced = [
-        _slice(split, name, value, length) for name, value in zip(names[1:], args[1:], strict=False)
-    ]
-    first = () if args else ("hidden_states",)
-    return (*args[:1], *sliced), {
-        name: value if name in first else _slice(split, name, value, length)
-        for name, value in kwargs.items()
-    }
+    pairs = zip(names[1:], args[1:], strict=False)
+    sliced = {name: _slice(split, name, value, length) for name, value in kwargs.items()}
+    if not args and "hidden_states" in kwargs:
+        sliced["hidden_states"] = kwargs["hidden_states"]
+    return (*args[:1], *(_slice(split, name, value, length) for name, value in pairs)), sliced
 
 
 def is_cache(value: Any) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,9 +55,8 @@ def apply_context_attention(
 
 def find_configs(model: nn.Module) -> list[Any]:
     """The nested configurations that choose an attention; each part may have its own."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    by_id = {id(c): c for c in found if chooses_attention(c)}
-    return list(by_id.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if chooses_attention(c)}.values())
 
 
 def _list_entries() -> Iterator[Entry]:
@@ -97,7 +97,7 @@ def _build_attention(name: str, _: None) -> Any:
         heads, key_heads = query.shape[1], key.shape[1]
         query, key, value = exchange_heads(region, query, key, value)
         mask = _take_heads(region, attention_mask, heads)
-        with _Groups(module, heads // key_heads, query.shape[1] // key.shape[1]):
+        with _sharing(module, heads // key_heads, query.shape[1] // key.shape[1]):
             attended, _ = original(module, query, key, value, mask, *args, **kwargs)
         return region.join_heads(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
@@ -129,38 +129,32 @@ def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tenso
     return mask.chunk(region.size, dim=1)[region.rank]
 
 
-class _Groups:
-    """Tells the model's attention how many heads share a key here, if that is fewer."""
-
-    def __init__(self, module: Any, before: int, now: int) -> None:
-        self._module = module if hasattr(module, "num_key_value_groups") else None
-        self._before, self._now = before, now
-
-    def __enter__(self) -> None:
-        if self._module is not None and self._before != self._now:
-            self._module.num_key_value_groups = self._now
-
-    def __exit__(self, *_: object) -> None:
-        if self._module is not None and self._before != self._now:
-            self._module.num_key_value_groups = self._before
+@contextmanager
+def _sharing(module: Any, before: int, now: int) -> Iterator[None]:
+    """Tell the model's attention how many heads share a key here, if that is fewer."""
+    is_told = hasattr(module, "num_key_value_groups") and before != now
+    if is_told:
+        module.num_key_value_groups = now
+    try:
+        yield
+    finally:
+        if is_told:
+            module.num_key_value_groups = before
 
 
 def _find_eager(module: nn.Module) -> Callable[..., Any]:
     """The attention function in the model's own file."""
     for cls in type(module).__mro__:
-        module_of = sys.modules.get(cls.__module__)
-        found: Callable[..., Any] | None = getattr(module_of, "eager_attention_forward", None)
-        if found is not None:
-            return found
+        file = sys.modules.get(cls.__module__)
+        attend: Callable[..., Any] | None = getattr(file, "eager_attention_forward", None)
+        if attend is not None:
+            return attend
     raise AssertionError(f"{type(module).__name__} has no eager_attention_forward in its file")
 
 
 _OTHER_MEETINGS = {
-    functional.multi_head_attention_forward,
-    *FUSED_ATTENTIONS,
-    torch.conv1d,
-    torch.conv2d,
-}
+    functional.multi_head_attention_forward, *FUSED_ATTENTIONS, torch.conv1d, torch.conv2d,
+}  # fmt: skip
 
 
 class SplitTorchAttention(TorchFunctionMode):

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from rapidformer.accel.fp8.rounding import PART
+from rapidformer.accel.fp8.product import PART
 from rapidformer.compat.triton import on_device
 
 LINE = (PART, 4)

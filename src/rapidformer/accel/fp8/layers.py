@@ -51,9 +51,9 @@ def find_device_problem(device: torch.device) -> str | None:
 def apply(assembly: Assembly) -> str:
     """Convert the large linear layers of this rank's blocks."""
     fuses_gated = can_run(assembly.device)
-    converted, found = apply_fp8(assembly.model, assembly.plan, fuses_gated=fuses_gated)
+    converted, total = apply_fp8(assembly.model, assembly.plan, fuses_gated=fuses_gated)
     return (
-        f"{converted} of {found} linear layers in the blocks multiply in fp8 in training (a choice "
+        f"{converted} of {total} linear layers in the blocks multiply in fp8 in training (a choice "
         "of precision: results differ from bf16)"
     )
 
@@ -72,23 +72,17 @@ def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -
         )
     for layer in large:
         extend(layer, "fp8", _get_builder(layer), is_shared=True)
-    if fuses_gated:
-        _extend_gated(model)
-    return len(large), len(layers)
-
-
-def _extend_gated(model: nn.Module) -> None:
-    """Let gated MLPs whose layers have all been converted run as one function."""
-    for module in model.modules():
+    for module in model.modules() if fuses_gated else ():
         names = find_names(module)
         # Whatever else a layer's call does would be left out.
         if names and all(list_layers(module.get_submodule(name)) == ["fp8"] for name in names):
             extend(module, "fp8", _get_gated_builder(names), is_shared=True)
+    return len(large), len(layers)
 
 
 @functools.cache
 def _get_gated_builder(names: Names) -> Any:
-    """What builds the overlay of a gated MLP with these layers."""
+    """What builds the overlay of a gated MLP with these layers: it runs as one function."""
 
     def build(cls: Any) -> dict[str, Any]:
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:

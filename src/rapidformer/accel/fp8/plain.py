@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fp8.rounding import PART, scale_down
+from rapidformer.accel.fp8.product import PART, scale_down
 
 
 def find_largest(gate: Tensor, up: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def find_largest(gate: Tensor, up: Tensor) -> Tensor:
 
 def find_largest_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> Tensor:
     """The largest absolute values of the gradients of ``gate`` and ``up``: [2, parts]."""
-    return torch.stack([_find_parts(each) for each in _differentiate(gate, up, gradient)])
+    return torch.stack([_find_parts(part) for part in _differentiate(gate, up, gradient)])
 
 
 def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> None:
@@ -33,12 +33,12 @@ def round_gradients(
 
     ``scales`` are those of the product and of the two gradients.
     """
-    product = _gate(gate, up)
+    product_scale, gate_scale, up_scale = scales
     to_gate, to_up = _differentiate(gate, up, gradient)
-    values = (to_gate, to_gate.t(), to_up, to_up.t(), product.t())
-    numbers = (1, 1, 2, 2, 0)
-    for output, value, number in zip(outputs, values, numbers, strict=True):
-        output.copy_(scale_down(value, scales[number], output.dtype))
+    values = (to_gate, to_gate.t(), to_up, to_up.t(), _gate(gate, up).t())
+    all_scales = (gate_scale, gate_scale, up_scale, up_scale, product_scale)
+    for output, value, scale in zip(outputs, values, all_scales, strict=True):
+        output.copy_(scale_down(value, scale, output.dtype))
 
 
 def transpose(tensor: Tensor, output: Tensor) -> None:

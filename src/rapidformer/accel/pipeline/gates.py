@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.discovery import get_first, iterate_floats
+from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
-from rapidformer.accel.tensor.styles import replace_first
+from rapidformer.accel.tensor.styles import get_first, replace_first
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
@@ -105,11 +105,18 @@ class StageContext:
             hidden = get_first(args, kwargs)
             return (hidden,) if self.returns_tuple else hidden
         if index == stage.end:
-            raise StageEnd(self._prepare(get_first(args, kwargs)))
+            hidden = get_first(args, kwargs).to(self.dtype).contiguous()
+            # torch detaches a stage's output in place if backward passes are split: not a view.
+            raise StageEnd(hidden.clone() if is_view(hidden) else hidden)
         if index == stage.start and (self.is_probing or not stage.is_first):
             args, kwargs = self._enter(args, kwargs)
         output = run(*args, **kwargs)
-        self._check_output(index, output)
+        if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
+            raise ModelError(
+                f"block {index} returns more than its hidden state with a gradient (a mixture of "
+                "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
+                "stages. Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
+            )
         return output
 
     def _enter(
@@ -136,20 +143,6 @@ class StageContext:
             entered = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
         return replace_first(args, kwargs, lambda _: entered)
 
-    def _prepare(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.dtype).contiguous()
-        # torch detaches a stage's output in place if backward passes are split: not a view.
-        return hidden.clone() if is_view(hidden) else hidden
-
-    def _check_output(self, index: int, output: Any) -> None:
-        if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
-            raise ModelError(
-                f"block {index} returns more than its hidden state with a gradient (a mixture of "
-                "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
-                "stages. Use --tensor-model-parallel-size or "
-                "--zero-3-memory-optimization instead."
-            )
-
 
 class _Received(torch.autograd.Function):
     """A received hidden state, which depends on the call's arguments through earlier stages.
@@ -159,8 +152,8 @@ class _Received(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, context: StageContext, *given: Tensor) -> Tensor:
-        ctx.context, ctx.shapes = context, [each.shape for each in given]
+    def forward(ctx: Any, received: Tensor, context: StageContext, *arguments: Tensor) -> Tensor:
+        ctx.context, ctx.shapes = context, [argument.shape for argument in arguments]
         return received.view_as(received)
 
     @staticmethod

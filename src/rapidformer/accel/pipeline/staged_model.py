@@ -5,6 +5,11 @@ step. Elsewhere, without gradients, it is relayed through all stages and returns
 every rank. Ending a stage takes two methods: ``forward`` catches the end, so that hooks around it
 (FSDP's) see an ordinary return; ``__call__``, outside all hooks, raises it again for the user's
 code.
+
+Every rank has a key/value cache with all layers, but keys and values of its own blocks only; the
+other layers hold one number per token, so that they are as long. A model reads positions and masks
+off the cache before its first block, so each stage must see the lengths from before the call, also
+on a rank that has already run an earlier stage in it.
 """
 
 from __future__ import annotations
@@ -12,23 +17,23 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
-from rapidformer.accel.pipeline.stage_cache import (
-    Relay,
-    can_have_cache,
-    find_cache,
-    relay_with_cache,
-)
+from rapidformer.accel.pipeline.layout import Stage
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend, remove
 
+Relay = Callable[[Callable[[], Any]], Any]
+_CACHE = "past_key_values"
+_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -44,7 +49,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
     """The overlay of a model that runs one stage per call."""
     accepted = inspect.signature(cls.forward).parameters
     # An adapter's model passes unknown attributes on to the one inside.
-    is_open = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    is_open = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +61,15 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_collecting(self, kwargs)
-        has_cache = "use_cache" in accepted or (is_open and _has_cache(self))
+        inner_config = getattr(self, "config", None) if is_open else None
+        has_cache = "use_cache" in accepted or bool(getattr(inner_config, "use_cache", False))
         if has_cache and kwargs.get("use_cache") is None and len(args) < 2:
             # A stage would fill a cache of its own blocks only.
             kwargs["use_cache"] = False
+        own_call = functools.partial(cls.__call__, self)
+        run = functools.partial(_call_stage, own_call, context, args, kwargs)
         if context.stage is not None:
-            return _call_stage(functools.partial(cls.__call__, self), context, args, kwargs)
+            return run()
         if self.training and torch.is_grad_enabled():
             raise RapidformerError(
                 "this model is cut into stages (--pipeline-model-parallel-size), so a loop cannot "
@@ -72,11 +80,8 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
                 "        engine.step()\n"
                 "or use Finetuner or PreTrainer. (For an evaluation, call model.eval() first.)"
             )
-        run = functools.partial(
-            _call_stage, functools.partial(cls.__call__, self), context, args, kwargs
-        )
-        cache = find_cache(args, kwargs)
-        return relay(run) if cache is None else relay_with_cache(relay, run, cache, context)
+        cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
+        return relay(run) if cache is None else _relay_with_cache(relay, run, cache, context)
 
     members: dict[str, Any] = {"forward": forward, "__call__": call}
     if hasattr(cls, "generate"):
@@ -104,10 +109,6 @@ def _call_stage(
     return output
 
 
-def _has_cache(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "use_cache", False))
-
-
 def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
     config = getattr(model, "config", None)
     for name in _COLLECTED:
@@ -125,8 +126,12 @@ def _build_generate(
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "get_base_model"):
-            if not can_have_cache(self, num_blocks):
-                _turn_cache_off(kwargs)
+            if not _can_have_cache(self, num_blocks):  # it would hold one rank's blocks only
+                config = copy.copy(kwargs.get("generation_config"))
+                if config is None:
+                    kwargs["use_cache"] = False
+                else:
+                    kwargs["generation_config"], config.use_cache = config, False
             return cls.generate(self, *args, **kwargs)
         # An adapter's model lets the one inside generate: meanwhile, that one is called.
         inner = self.get_base_model()
@@ -139,11 +144,68 @@ def _build_generate(
     return generate
 
 
-def _turn_cache_off(kwargs: dict[str, Any]) -> None:
-    """A cache that stages cannot split would hold one rank's blocks only."""
-    config = kwargs.get("generation_config")
-    if config is None:
-        kwargs["use_cache"] = False
-    else:
-        kwargs["generation_config"] = copy.copy(config)
-        kwargs["generation_config"].use_cache = False
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+def _can_have_cache(model: Any, num_blocks: int) -> bool:
+    """Whether ``generate`` will make a cache with one plain layer per block."""
+    config = getattr(model, "config", None)
+    if config is None or config.is_encoder_decoder:
+        return False
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return len(layers) == num_blocks and all(type(layer) in _KINDS for layer in layers)
+
+
+def _relay_with_cache(
+    relay: Relay, run: Callable[[], Any], cache: Cache, context: StageContext
+) -> Any:
+    """A call through all stages, each of which reads and fills its own layers of the cache."""
+    layers = cache.layers
+    if not all(type(layer) in _KINDS for layer in layers):
+        raise RapidformerError(
+            f"{type(cache).__name__} cannot be split over the stages of a pipeline "
+            "(--pipeline-model-parallel-size): pass use_cache=False, or a DynamicCache."
+        )
+    # Shallow: a layer that grows gets new tensors, so its copy stays as it was.
+    before = [copy.copy(layer) for layer in layers]
+    own: set[int] = set()
+
+    def run_stage() -> Any:
+        assert context.stage is not None
+        own.update(range(context.stage.start, context.stage.end))
+        with _only_layers_of(context.stage, cache, before):
+            return _without_cache(run())
+
+    output = relay(run_stage)
+    # Make the layers of other ranks as long as this rank's.
+    first = min(own)
+    grown = layers[first].get_seq_length() - before[first].get_seq_length()
+    keys: Any = layers[first].keys
+    filling = torch.zeros(keys.shape[0], 1, grown, 1, dtype=keys.dtype, device=keys.device)
+    for number, layer in enumerate(layers):
+        if number not in own:
+            layer.update(filling, filling)
+    if hasattr(output, _CACHE):
+        output[_CACHE] = cache
+    return output
+
+
+@contextmanager
+def _only_layers_of(stage: Stage, cache: Cache, before: list[Any]) -> Iterator[None]:
+    """Other stages' layers are as they were before the call."""
+    layers = cache.layers
+    cache.layers = [
+        layer if stage.start <= number < stage.end else before[number]
+        for number, layer in enumerate(layers)
+    ]
+    try:
+        yield
+    finally:
+        cache.layers = layers
+
+
+def _without_cache(output: Any) -> Any:
+    """The same output, to be sent to the other ranks; each has a cache of its own."""
+    if getattr(output, _CACHE, None) is None:
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != _CACHE})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,10 @@ class Precision:
 
     dtype: torch.dtype | None
     reason: str
+
+    @property
+    def name(self) -> Literal["fp32", "fp16", "bf16"]:
+        return "fp32" if self.dtype is None else "fp16" if self.needs_loss_scaling else "bf16"
 
     @property
     def needs_loss_scaling(self) -> bool:

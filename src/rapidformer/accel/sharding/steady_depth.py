@@ -8,6 +8,7 @@ the same blocks every time, which each rank checks on its own before it gathers 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,10 +30,7 @@ def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
     for name in blocks:
         block = model.get_submodule(name)
         if isinstance(block, FSDPModule):
-
-            def note(module: nn.Module, inputs: Any, name: str = name) -> None:
-                depth.note(name)
-
+            note = functools.partial(depth.note, name)
             block.register_forward_pre_hook(skip(note), prepend=True)
 
 
@@ -54,7 +52,7 @@ class _Depth:
         self._call = (model.training, torch.is_grad_enabled(), len(args), given)
         self._run = []
 
-    def note(self, name: str) -> None:
+    def note(self, name: str, *_: Any) -> None:
         if self._call is None or is_in_backward():  # a block on its own, or recomputed
             return
         expected = self._known.get(self._call)

@@ -13,7 +13,6 @@ parameter.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -21,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.sharding.gathered_weights import GatheredWeights
-from rapidformer.accel.sharding.outside_calls import serve_outside_calls
+from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
 from rapidformer.accel.sharding.steady_depth import require_steady_depth
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
@@ -41,8 +39,10 @@ def apply(assembly: Assembly) -> str | None:
     if mesh is None:
         return None
     same_experts = assembly.topology.get_expert_mesh("expert_data")
-    if same_experts is not None:
-        shard_experts(assembly.experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
+    if same_experts is not None:  # each rank's experts, over the ranks that hold the same ones
+        options = _get_options(same_experts, args.zero_stage, offloads=args.cpu_offload)
+        for module in assembly.experts:
+            fully_shard(module, **options)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
     assembly.synchronizer = apply_sharding(
         model, assembly.plan, mesh, stage, offloads=args.cpu_offload
@@ -107,7 +107,8 @@ class ShardedGradients:
     """Tells the sharded model, before each backward pass, whether it is the update's last."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        self._root = _as_sharded(model)
+        assert isinstance(model, FSDPModule)
+        self._root = model
         self.gathered_weights = GatheredWeights(model, stage)
         self._stage = stage
         self._was_last: bool | None = None
@@ -133,14 +134,13 @@ def apply_sharding(
 
     With ``offloads`` the shards stay in host memory and visit the device for their block.
     """
-    options = get_sharding_options(mesh, stage, offloads=offloads)
+    options = _get_options(mesh, stage, offloads=offloads)
     # Any head with a bias returns one. It matters only to code that changes outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
-        block = model.get_submodule(name)
         if not any(tied.startswith(f"{name}.") for tied in tied_names):
-            fully_shard(block, **options)
+            fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -158,15 +158,7 @@ def apply_sharding(
     return gradients
 
 
-def shard_experts(
-    experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int, *, offloads: bool = False
-) -> None:
-    """Shard each rank's experts over the ranks that hold the same ones (ZeRO)."""
-    for module in experts:
-        fully_shard(module, **get_sharding_options(mesh, stage, offloads=offloads))
-
-
-def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
+def _get_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
     """The arguments of ``fully_shard``, for every module of a model."""
     policy = OffloadPolicy()
     if offloads:
@@ -204,8 +196,3 @@ def _refuse_copy(memo: Any) -> NoReturn:
         "To evaluate it, swap the values in (p.data.copy_(mean)) and swap them back afterwards. "
         "engine.export(folder) writes the whole model."
     )
-
-
-def _as_sharded(model: nn.Module) -> FSDPModule:
-    assert isinstance(model, FSDPModule)
-    return model

@@ -40,8 +40,8 @@ class AbsentWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in FACTS:
-            for problem in (each._explain() for each in _find_absent((args, kwargs))):
-                if problem:
+            for weight in _find_absent((args, kwargs)):
+                if problem := weight._explain():
                     raise RapidformerError(problem)
         with without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -94,12 +94,9 @@ def _describe_retired(name: str) -> str:
     )
 
 
-def _find_absent(given: Any) -> Iterable[AbsentWeight]:
-    if isinstance(given, AbsentWeight):
-        yield given
-    elif isinstance(given, dict):
-        for each in given.values():
-            yield from _find_absent(each)
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _find_absent(each)
+def _find_absent(value: Any) -> Iterable[AbsentWeight]:
+    if isinstance(value, AbsentWeight):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _find_absent(inner)

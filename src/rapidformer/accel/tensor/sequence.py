@@ -11,7 +11,7 @@ tokens together too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -47,33 +47,18 @@ _KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_pro
 
 
 def apply(assembly: Assembly) -> str:
-    """Split the tokens of this rank's blocks."""
-    mesh, tensor_plan = assembly.topology.get_submesh("tensor"), assembly.tensor_plan
+    """Split the tokens between the layers of this rank's blocks, which are already split."""
+    model, plan, tensor_plan = assembly.model, assembly.plan, assembly.tensor_plan
+    mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None and tensor_plan is not None
-    stacks = assembly.pipeline.stacks if assembly.pipeline else ()
-    apply_sequence_parallel(assembly.model, assembly.plan, tensor_plan, mesh, stacks)
-    return "between the layers of each block"
-
-
-def apply_sequence_parallel(
-    model: nn.Module,
-    plan: ModelPlan,
-    tensor_plan: TensorPlan,
-    mesh: DeviceMesh,
-    stacks: Sequence[tuple[str, ...]] = (),
-) -> nn.Module:
-    """Split the tokens between the layers of every block, which are already split.
-
-    ``stacks`` are the blocks of each pipeline stage, between which tokens are whole.
-    """
-    problem = _find_problem(model, plan, tensor_plan)
-    if problem:
+    if problem := _find_problem(model, plan, tensor_plan):
         raise ConfigurationError(
             f"--sequence-parallel cannot split the tokens of {describe_model(model)}: {problem} "
             "Remove the switch; --tensor-model-parallel-size works without it."
         )
     region = SequenceRegion(mesh.get_group())
-    gatherers = _find_gatherers(tensor_plan)
+    # Modules whose own layers are split by outputs: they need whole tokens as input.
+    gatherers = {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
     for block in plan.blocks:
         whole = list(_find_whole(block, model.get_submodule(block), tensor_plan, gatherers))
         for name in whole:
@@ -87,13 +72,14 @@ def apply_sequence_parallel(
                 _get_split(module, mesh).region = region
             if find_fact(module, Split) is not None:
                 _get_split(module, mesh).surroundings = region
-    for stack in stacks or [plan.blocks]:
+    # Between pipeline stages, tokens are whole.
+    for stack in assembly.pipeline.stacks if assembly.pipeline else [plan.blocks]:
         _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
         _extend(model.get_submodule(stack[-1]), region, mesh, LastBlock)
     split = _get_split(model, mesh)
     split.region, split.inner = region, list_inner_modules(model, plan.blocks)
     extend_class(model, split, SequenceModel)
-    return model
+    return "between the layers of each block"
 
 
 class SequenceModel(Style):
@@ -115,11 +101,6 @@ class SequenceModel(Style):
                 "(If a hook only looks, set hook.only_looks = True.)"
             )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:
-    """Modules whose own layers are split by outputs: they need whole tokens as input."""
-    return {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
 
 
 def _find_whole(
@@ -168,11 +149,9 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
         return "its blocks also use an encoder's output, whose tokens are not split."
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "its blocks have inputs of their own, whose tokens are not split."
-    if any(_get_parent(name) in plan.blocks for name in tensor_plan.parameters) or any(
-        _get_parent(name) in plan.blocks
-        for name, style in tensor_plan.styles.items()
-        if style != "rowwise" and style != "replicated_with_grad_allreduce"
-    ):
+    free = ("rowwise", "replicated_with_grad_allreduce")
+    layers = [name for name, style in tensor_plan.styles.items() if style not in free]
+    if any(_get_parent(name) in plan.blocks for name in (*tensor_plan.parameters, *layers)):
         return "layers of its plan are in the block itself, not in a module of it."
     return None
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
 from rapidformer.accel.split.on_demand import join_on_demand
-from rapidformer.accel.tensor.slices import find_slice
+from rapidformer.accel.tensor.slices import distribute_part, find_slice
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
@@ -271,11 +271,7 @@ class ColwiseGathered(Style):
         part = self._multiply(self._take_whole(hidden), self.bias)
         if split.keeps_output_split:
             shape = (*part.shape[:-1], split.length)
-            stride = torch.empty(shape, device="meta").stride()
-            placement = (Shard(part.dim() - 1),)
-            return DTensor.from_local(
-                part, split.mesh, placement, run_check=False, shape=torch.Size(shape), stride=stride
-            )
+            return distribute_part(part, split.mesh, Shard(part.dim() - 1), shape)
         return gather_out(part, -1, split.length, split.group)
 
 
@@ -376,6 +372,11 @@ def replace_first(
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states"
     return args, {**kwargs, name: change(kwargs[name])}
+
+
+def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer's hidden states: its first argument, under any name."""
+    return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
 
 
 def replace_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
