@@ -1,11 +1,9 @@
 """What an engine has changed, in order, each change with its undo.
 
-``accel/parallelize.py`` applies every row inside ``applied.row(...)``. A row may change a module's
-class (overlays, ``fully_shard``), hooks, facts, attributes and the values of its configuration,
-through other libraries too. So nobody has to list them: the model is compared before and after.
-What a row changes elsewhere it registers itself, through ``assembly.applied``: a hook on a
-parameter, a setting of torch, a context. Closing the engine takes everything off again, last change
-first; whole weights come last (``plain_weights.py``). What the user has changed since stays.
+A row may change classes, hooks, facts, attributes and configurations of a model, through other
+libraries too, so nobody lists them: the model is compared before and after. What a row changes
+elsewhere (a hook on a parameter, a setting of torch) it registers itself. Closing takes everything
+off again, last change first, whole weights last; what the user has changed since stays.
 
 Nothing here may refer to the engine: a model keeps its ``Applied``, and would keep the engine.
 """
@@ -50,6 +48,8 @@ class Applied:
     def __init__(self, model: nn.Module | None = None, plain: PlainWeights | None = None) -> None:
         """``plain`` knows the model's weights; without it, only what is registered is undone."""
         self.rows: list[AppliedRow] = []
+        self.parts: set[str] = set()
+        """Rows without a module of their own that another row, or the engine, has applied."""
         self.plain = plain or PlainWeights()
         self.is_closed = False
         self._model = model if model is not None else nn.Module()

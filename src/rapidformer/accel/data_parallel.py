@@ -1,9 +1,8 @@
 """Data parallelism without a wrapper: gradients are summed over all ranks, the module stays.
 
-DistributedDataParallel would wrap the user's module, decide in the *forward* pass whether to
-communicate, and fail on parameters that a step does not use. Here a hook per parameter fills
-buckets during the backward pass, so communication overlaps with it; a parameter that no rank used
-keeps ``grad = None``, as in one process.
+DistributedDataParallel would decide in the *forward* pass whether to communicate, and fail on
+parameters that a step does not use. Here a hook per parameter fills buckets during the backward
+pass; a parameter that no rank used keeps ``grad = None``, as in one process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Refuse gradient penalties that would differ from those of one process.
+"""Refuse gradient penalties (``create_graph=True``) that would differ from those of one process.
 
-A penalty differentiates a gradient (``torch.autograd.grad(..., create_graph=True)``). The gradient
-of a mean over this rank's rows is not that of the mean over the global batch, so its penalty
-depends on how the batch is split. And ``fully_shard`` frees weights after the first backward pass.
-Under tensor and context parallelism, second derivatives with respect to inputs are exact, but until
-an update is finished, each rank has only a part of a parameter's gradient.
+The gradient of a mean over this rank's rows is not that of the mean over the global batch, so its
+penalty depends on how the batch is split; and ``fully_shard`` frees weights after the first
+backward pass. Under tensor and context parallelism, second derivatives with respect to inputs are
+exact, but until an update is finished, each rank has only a part of a parameter's gradient.
 """
 
 from __future__ import annotations

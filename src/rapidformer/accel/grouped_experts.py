@@ -1,10 +1,8 @@
 """Run transformers' mixtures of experts in 16 bits and compiled.
 
-transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not cover
-it, so under mixed precision the experts, most of a mixture's work, would stay in fp32.
-torch.compile supports it in bf16 only, and would otherwise split every block into many graphs. Here
-its inputs are cast like those of any other product, and the fp32 product is an operator of our own,
-which torch.compile does not trace into.
+transformers multiplies each expert's tokens with torch's ``grouped_mm``, which autocast does not
+cover and torch.compile supports in bf16 only. Here its inputs are cast like those of any other
+product, and the fp32 product is an operator of our own, which torch.compile does not trace into.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Answer transformers' questions about a batch from host memory, without waiting for the device.
 
 To build an attention mask, transformers asks whether a batch has padding, and whether its positions
-restart. The batch's copy in host memory has the answers. For positions that transformers' own code
-creates there is no copy; they simply count up if the model was given nothing but tokens, and if all
-rows share them.
+restart. The batch's copy in host memory has the answers. Positions that transformers' own code
+creates count up if the model was given nothing but tokens, and if all rows share them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Turn a model into what is trained: all rows, in order, each with its undo.
 
-Rows are applied in their order (``config/switches.py``), each by the function of its module, inside
-``Applied``, which notes what they change. Weights come in between, in two steps: before layers are
-split, weights are placed on the device and made equal everywhere, since each rank cuts its slices
-from its own copy; if the model was built without memory, the slices are created at the end, when it
-is known which ones are needed.
+Weights come in between: before layers are split, they are placed on the device and made equal
+everywhere, since each rank cuts its slices from its own copy; if the model was built without
+memory, the slices are created at the end, when it is known which ones are needed.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class Parallelized:
     def explain(self, args: Settings) -> list[Answer]:
         """Every row: on, off or not applicable to this model, and why."""
         rows = {row.name: row.line for row in self.applied.rows if row.line or row.changes}
-        return explain(args, self.situation, rows)
+        return explain(args, self.situation, rows | dict.fromkeys(self.applied.parts, ""))
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:

@@ -1,9 +1,8 @@
-"""The weights of a plain model, given back when an engine closes.
+"""The weights of a plain model, given back when an engine closes, which is collective.
 
-Rows split, shard, round and drop parameters; what stays here is where each one was, which were
-tied, and its dtype, but not the parameter: a whole weight must not outlive its shards. Giving them
-back is collective. Trained weights keep the precision that they were trained in; frozen ones return
-to theirs.
+What stays here is where each parameter was, which were tied, and its dtype, but not the parameter:
+a whole weight must not outlive its shards. Trained weights keep the precision that they were
+trained in; frozen ones return to theirs.
 """
 
 from __future__ import annotations
@@ -99,8 +98,6 @@ class PlainWeights:
             return  # it trains something else as well, which is refused next
         groups = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._optimizers.append((weakref.ref(optimizer), groups))
-
-    # ---- giving them back ------------------------------------------------------------------------
 
     def are_untouched(self) -> bool:
         """Whether all parameters are still the ones that were there before."""

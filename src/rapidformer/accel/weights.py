@@ -1,9 +1,8 @@
 """Put weights on the device, equal on every rank: moved and broadcast, or created in place.
 
-A model built without memory (``models/deferred.py``) has been split by now; each rank creates its
-own slice of each parameter, one parameter at a time, so its memory stays close to the size of the
-slices. A slice is not always contiguous: layers are split first and the result is sharded over
-data-parallel ranks, so it is found by undoing these steps from the inside out, stretch by stretch.
+Of a model built without memory, each rank creates its own slice of one parameter at a time. A slice
+is not always contiguous: layers are split first and the result is sharded over data-parallel ranks,
+so it is found by undoing these steps from the inside out, stretch by stretch.
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
         rewrites += [merge_linears] if copies < _LARGEST_FRACTION * memory else []
     if assembly.wants("hashed dropout") and assembly.args.compile_backend == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
+    names = {merge_linears: "merged linear layers", hash_dropout: "hashed dropout"}
+    assembly.applied.parts |= {names[rewrite] for rewrite in rewrites}
     return rewrites
 
 

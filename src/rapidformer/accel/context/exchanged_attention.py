@@ -1,12 +1,10 @@
 """Attention over whole sequences in a block that has a slice of the tokens: Ulysses.
 
-Queries, keys and values of this rank's tokens go in; an exchange turns them into all tokens of its
-slice of the heads; the model's own attention runs on those, with the whole mask; a second exchange
-turns heads back into tokens. There are two entry points: Hugging Face's attention interface, under
-a name of ours that wraps the model's implementation (so sliding windows, soft caps and masks stay
-its own); and, for models that call it directly, torch's ``scaled_dot_product_attention``. Key/value
-heads are repeated only if there are fewer of them than ranks. Compiled blocks break their graph
-here: the exchanges have another shape for every length, and would be recompiled for each.
+An exchange turns this rank's tokens of all heads into all tokens of its heads, for the model's own
+attention with the whole mask; a second one turns them back. There are two entry points: Hugging
+Face's attention interface, under a name of ours that wraps the model's implementation, and torch's
+``scaled_dot_product_attention``, for models that call it directly. Compiled blocks break their
+graph here: the exchanges would be recompiled for every length.
 """
 
 from __future__ import annotations

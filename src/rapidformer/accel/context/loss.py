@@ -1,11 +1,9 @@
 """Head and loss on each rank's own tokens: for long sequences, logits are the largest tensor.
 
-Used if the model computes its own loss by a function that we know: Hugging Face's
-``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
-``logits``, evaluation) every rank has the logits of all tokens. Logits are then a DTensor over the
-tokens only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/split/on_demand.py``). A head with the fused loss needs none of this: it gets the region,
-and splits the rows of any loss itself.
+Only if the model computes its own loss by a function that we know; otherwise every rank has the
+logits of all tokens. Inside the model, logits are then a DTensor over the tokens;
+``outputs.logits`` are joined on demand. A head with the fused loss only gets the region: it splits
+rows itself.
 """
 
 from __future__ import annotations

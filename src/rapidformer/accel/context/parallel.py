@@ -1,11 +1,9 @@
 """Context parallelism: between embedding and head, each rank holds its slice of the tokens.
 
-Each rank takes its tokens before the first block, and they are joined after the last, so
-embeddings, heads, losses and the user's code see whole sequences. A block's ``__call__`` splits and
-joins (outside recompute and compile), and its ``forward`` tells attention how long the rows are.
-That length is passed as an argument of the block, since a block recomputed in the backward pass
-must not see the length of a later forward pass. If the tokens cannot be split (generation, rows
-shorter than the number of ranks), every rank computes them whole, with the same result.
+Tokens are taken before the first block and joined after the last, so user code sees whole
+sequences. A block's ``__call__`` splits and joins (outside recompute and compile); its ``forward``
+gets the rows' length as an argument, since a block recomputed in the backward pass must not see the
+length of a later forward pass. Tokens that cannot be split (generation, short rows) stay whole.
 """
 
 from __future__ import annotations
@@ -162,9 +160,6 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
     if has_fixed_attention(model):
         return "its attention does not go through transformers' attention interface."
     return None
-
-
-# ---- modules -------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,9 +1,8 @@
 """Weights and optimizer state that DeepSpeed has cut into flat shards, whole and by name.
 
-A checkpoint stores them exactly as a run without DeepSpeed would, so it resumes under any stage, on
-any number of ranks, and without DeepSpeed. One tensor at a time is joined; ranks take turns in
-keeping them in host memory, and all write. DeepSpeed holds every weight twice (fp32 shards for the
-update, and the weight the model computes with), so a restored one must be put into both.
+A checkpoint stores them as a run without DeepSpeed would, so it resumes under any stage, on any
+number of ranks. Tensors are joined one at a time. DeepSpeed holds every weight twice (fp32 shards
+for the update, and the weight the model computes with), so a restored one must be put into both.
 """
 
 from __future__ import annotations
@@ -127,8 +126,6 @@ class GatheredState:
             if f"model.{name}" in tensors:
                 buffer.copy_(tensors[f"model.{name}"])
 
-    # ---- names and parameters --------------------------------------------------------------------
-
     def _iterate_parameters(self) -> Iterator[tuple[list[str], nn.Parameter]]:
         """Every parameter once, with all of its names."""
         names: dict[nn.Parameter, list[str]] = {}
@@ -161,8 +158,6 @@ class GatheredState:
         state = self._strategy.engine.basic_optimizer.state
         return any(state[p][key].dim() == 0 for p in self._get_pieces() if key in state.get(p, {}))
 
-    # ---- joining shards --------------------------------------------------------------------------
-
     def _gather_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 weight that updates apply to."""
         if not parameter.requires_grad:
@@ -193,8 +188,6 @@ class GatheredState:
         """Make DeepSpeed find its state again: it looks after the first group's first step."""
         if self._strategy.stage < 3:
             link_optimizer_state(self._strategy.engine.optimizer)
-
-    # ---- splitting into shards -------------------------------------------------------------------
 
     def _put_weight(self, parameter: nn.Parameter, weight: torch.Tensor) -> None:
         part = _cut_tensor_split(parameter, weight.to(self._strategy.device))

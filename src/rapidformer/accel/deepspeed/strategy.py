@@ -93,8 +93,6 @@ class DeepSpeedStrategy:
         self.bypass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context manager inside which the optimizer steps at once."""
 
-    # ---- start -----------------------------------------------------------------------------------
-
     def start(
         self,
         optimizer: Optimizer | None,
@@ -171,8 +169,6 @@ class DeepSpeedStrategy:
         replicas = self._topology.num_replicas
         over = f" over {replicas} ranks" if replicas > 1 else ""
         return f"{', '.join(parts)}{over} ({self.file})"
-
-    # ---- backward pass ---------------------------------------------------------------------------
 
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)

@@ -1,12 +1,10 @@
 """Expert parallelism: each rank holds some of every mixture's experts.
 
-Tokens are routed as usual, on their own rank; rows then travel to the owners of their experts,
-through them, and back. Only the expert modules change: their parameters become DTensors on the
-expert axis, split along dimension 0. The ranks that divide the experts among themselves see
-*different* tokens (they are data- or context-parallel neighbours), so an expert's gradient already
-includes all of their tokens when it arrives, and is summed only over the ranks that hold the same
-experts; all other gradients are summed over all replicas. A compiled block breaks its graph here:
-how many rows travel is known only at run time.
+Tokens are routed on their own rank; rows then travel to the owners of their experts and back. The
+experts' parameters become DTensors, split along dimension 0. The ranks that divide the experts see
+*different* tokens, so an expert's gradient already includes all of them when it arrives, and is
+summed only over the ranks that hold the same experts. A compiled block breaks its graph here: how
+many rows travel is known only at run time.
 """
 
 from __future__ import annotations
@@ -69,9 +67,6 @@ def _build_generate(cls: Any) -> dict[str, Any]:
     return {"generate": generate}
 
 
-# ---- which experts -------------------------------------------------------------------------------
-
-
 def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
     """Expert modules, by the model's own plan or by transformers'."""
     if plan.experts:
@@ -110,9 +105,6 @@ def _find_problems(model: nn.Module, styles: dict[str, type], size: int) -> Iter
                 f"{_FLAG} {size} does not divide the {number} experts of {name} of {model_name}: "
                 f"use {list_choices(number)}."
             )
-
-
-# ---- modules -------------------------------------------------------------------------------------
 
 
 class SortedExperts(Style):

@@ -1,9 +1,8 @@
-"""``--fp8``: the blocks' large matrix products in 8-bit floating point.
+"""``--fp8``: the blocks' large matrix products in 8-bit floating point, in training.
 
 Each tensor is scaled by its largest value right before it is rounded, so there is no history of
 scales to keep, and weights, gradients, optimizer and checkpoints are those of a bf16 run. Inputs
-and weights are rounded to e4m3; gradients, which have a wider range, to e5m2. Evaluation and
-generation use bf16, like everything outside these products.
+and weights are rounded to e4m3; gradients, which have a wider range, to e5m2.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Find out where a model uses the parameters outside its blocks.
 
 One forward pass of a few tokens, in which every block only records its inputs and returns a new
-tensor. Parameters are replaced by single numbers, so nothing large is computed or held, and
-autograd then says which of them each block's inputs, and the model's output, depend on. The model's
-own code between blocks runs, so whatever it does there (an embedding added before every block, a
-bias that all blocks share) is seen too.
+tensor, and parameters are single numbers. Autograd then says which of them each block's inputs, and
+the model's output, depend on. The model's own code between blocks runs, so what it does there (a
+bias that all blocks share, say) is seen too.
 """
 
 from __future__ import annotations
@@ -212,9 +211,6 @@ def _build_recording(cls: type, recorder: _Recorder, index: int) -> dict[str, An
 def iterate_floats(value: Any) -> Iterator[Tensor]:
     """Every floating-point tensor of a nested value."""
     return (tensor for tensor in iterate_tensors(value) if tensor.is_floating_point())
-
-
-# ---- inputs to try the model with ----------------------------------------------------------------
 
 
 def _build_inputs(model: nn.Module) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """What a block does while one stage of the model runs: pass on, take over, run, or end the call.
 
-The model's own forward runs on every stage, with the real batch, so masks and positions are
-computed where they are needed. Blocks before the stage pass on their input; the stage's first block
-takes the hidden state that was received; the block after its last one ends the call. It ends with
-an exception that passes through the user's code, so nothing after the call of the model runs there,
-except on the last stage, where the model returns its real output.
+The model's own forward runs on every stage, with the real batch, for masks and positions. The block
+after the stage's last one ends the call with an exception that passes through the user's code, so
+nothing after the call of the model runs there, except on the last stage.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A model cut into stages, and one update of it.
 
 ``apply`` decides and cuts, before any other switch; ``attach`` puts the gates around all other
-overlays; ``run`` is an update: shapes, schedule, sums over replicas and over holders of one
-parameter. Gradients are left as *sums* over the micro-batches; the division by the total weight,
-which only the last stage knows and sends to the others, happens in the engine as in any other run.
+overlays; ``run`` is an update. Gradients are left as *sums* over the micro-batches; the division by
+the total weight, which only the last stage knows and sends to the others, happens in the engine.
 """
 
 from __future__ import annotations
@@ -202,8 +201,6 @@ class Pipeline:
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-
-    # ---- after it ------------------------------------------------------------------------------
 
     def broadcast_results(self, count: int) -> list[MicroBatchResult]:
         """The last stage's losses and weights, on every rank, in one small message."""

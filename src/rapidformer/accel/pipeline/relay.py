@@ -69,9 +69,6 @@ def _receive(
     return hidden
 
 
-# ---- nested outputs ------------------------------------------------------------------------------
-
-
 class _Slot:
     """The position of a tensor in an output whose tensors are sent separately."""
 

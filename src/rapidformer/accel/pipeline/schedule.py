@@ -1,9 +1,8 @@
 """torch's pipeline schedules on our stages, for micro-batches of any shape.
 
 torch fixes the shapes between stages at the first step. Here a stage asks, before each receive,
-what shape its input will have; gradients have the shape of what was sent. The tensors passed
-through ``step`` are only the *numbers* of micro-batches; the micro-batches themselves are on every
-rank.
+what shape its input will have. The tensors passed through ``step`` are only the *numbers* of micro-
+batches; the micro-batches themselves are on every rank.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 In a schedule a call runs the current stage and, unless that is the last, ends the user's forward
 step. Elsewhere, without gradients, it is relayed through all stages and returns the real output on
 every rank. Ending a stage takes two methods: ``forward`` catches the end, so that hooks around it
-(FSDP's) see an ordinary return; ``__call__``, outside all hooks, raises it again for the user's
-code.
+(FSDP's) see an ordinary return; ``__call__``, outside all hooks, raises it again.
 
-Every rank has a key/value cache with all layers, but keys and values of its own blocks only; the
-other layers hold one number per token, so that they are as long. A model reads positions and masks
-off the cache before its first block, so each stage must see the lengths from before the call, also
-on a rank that has already run an earlier stage in it.
+A rank's key/value cache has keys and values of its own blocks; the other layers hold one number per
+token, so that they are as long. A model reads positions off the cache before its first block, so
+each stage must see the lengths from before the call.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Gathered weights: when they are released, so that no stale copy is used or changed.
 
-ZeRO-1 and ZeRO-2 keep weights gathered from a forward pass to the end of its backward pass. After a
-pass without a backward pass (on validation data, say) they would stay gathered: the optimizer would
-update the shards while later passes used the old copies, and a user's change to the weights would
-change only the copies. So weights are resharded after such a pass and before every update, and
-changes made to gathered weights are copied to the shards.
+ZeRO-1 and ZeRO-2 keep weights gathered until the end of the backward pass. After a pass without one
+they would stay gathered: the optimizer would update the shards while later passes used the old
+copies, and a user's change to the weights would change only the copies. So weights are resharded
+after such a pass and before every update, and changes to gathered weights are copied to the shards.
 
-A user may also call a part of the model directly, as in ``model.get_input_embeddings()(ids)``. It
-would find the shards of its weights or, if they are still gathered, compute a gradient after the
-model's own has been reduced. So each module that owns weights outside blocks gathers them for a
-call from outside, and their gradient goes to the shards directly.
+A user may also call a part of the model directly, as in ``model.get_input_embeddings()(ids)``. So
+each module that owns weights outside blocks gathers them for a call from outside the model, and
+their gradient goes to the shards directly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Refuse a depth that depends on the data (LayerDrop, early exit) under ZeRO.
 
-Every rank gathers a block's weights when it calls the block, and all ranks must do so together. If
-one rank skips a block, its next call meets the other ranks' call of another block: the run hangs,
-or continues with the wrong block's weights. So calls of the model with the same arguments must run
-the same blocks every time, which each rank checks on its own before it gathers anything.
+All ranks gather a block's weights together. If one rank skips a block, its next call meets the
+other ranks' call of another block: the run hangs, or continues with the wrong weights. So calls
+with the same arguments must run the same blocks every time, which each rank checks before it
+gathers.
 """
 
 from __future__ import annotations

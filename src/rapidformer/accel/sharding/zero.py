@@ -1,13 +1,11 @@
 """ZeRO-1, -2 and -3 (= FSDP): one mechanism, ``fully_shard``, with three settings.
 
-What each stage keeps whole:
+What each stage keeps whole (optimizer state is sharded in all of them):
   1  parameters and gradients between micro-batches; gradients are reduced once, at the last one
   2  parameters; gradients are reduced and scattered in every micro-batch
   3  nothing: parameters are gathered block by block
-Optimizer state is sharded in all of them. On a mesh of two axes (replicas x shards), each group of
-ranks along the second has a complete copy of the state, and gradients are also summed along the
-first. A module that owns a tied weight stays in the root's group, since two groups cannot own one
-parameter.
+On a mesh of two axes (replicas x shards), gradients are also summed along the first. A module that
+owns a tied weight stays in the root's group, since two groups cannot own one parameter.
 """
 
 from __future__ import annotations

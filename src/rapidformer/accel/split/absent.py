@@ -1,9 +1,8 @@
 """Weights that this rank does not have, or no longer uses: computing with one is an error.
 
 ``compose`` splits and shards parameters, and a pipeline drops those of other stages. A list of
-parameters collected earlier then holds objects that are no longer part of the model: their
-gradients stay empty, and a penalty over them changes nothing. Nothing would fail by itself, so
-these objects refuse to be used. Shape, dtype and device can still be read.
+parameters collected earlier then holds objects that are no longer part of the model: a penalty over
+them would change nothing, and nothing would fail. Shape, dtype and device can still be read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A split tensor in user code: joined by the first operation that needs its values.
 
-``outputs.logits`` of a training step, or a split weight read outside the model, stays split until
-something computes with it. Its shape and similar are known without communication, so a single rank
-may print them. The underlying tensor is a placeholder without memory; only autograd sees it, never
-an operation.
+``outputs.logits`` of a training step, or a split weight read outside the model. Shape and similar
+are known without communication, so a single rank may print them. The underlying tensor is a
+placeholder without memory; only autograd sees it, never an operation.
 """
 
 from __future__ import annotations

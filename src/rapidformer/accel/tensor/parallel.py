@@ -1,9 +1,8 @@
 """Tensor parallelism: each rank holds its slice of every layer, by the model's plan.
 
 Every parameter becomes a DTensor on the tensor axis: a slice if the plan splits the layer, else
-whole (Replicate). Sharding over data-parallel ranks is then applied on top. A parameter is replaced
-once, for all modules that own it, so tied weights stay tied. Nothing is communicated here: all
-ranks already hold equal weights and cut their own slices.
+whole (Replicate). It is replaced once, for all modules that own it, so tied weights stay tied.
+Nothing is communicated: all ranks hold equal weights and cut their own slices.
 """
 
 from __future__ import annotations
@@ -249,9 +248,6 @@ def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
     return number if isinstance(number, int) else 0
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def _is_conv1d(module: nn.Module) -> bool:
     return any(is_conv1d(cls) for cls in type(module).__mro__)
 
@@ -346,9 +342,6 @@ def _get_weight(module: nn.Module) -> Tensor:
     weight = get_parameter_table(module)["weight"]
     assert weight is not None
     return weight
-
-
-# ---- modules -------------------------------------------------------------------------------------
 
 
 def _extend(

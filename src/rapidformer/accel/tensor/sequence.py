@@ -1,12 +1,9 @@
 """Sequence parallelism: between its split layers, each rank holds its slice of the tokens.
 
-What tensor parallelism leaves whole on every rank (norms, dropout, residual sums) is split by
-tokens: each rank takes its slice before the first block; attention and feed-forward layers gather
-all tokens and scatter their sums; after the last block tokens are joined. A part of a block that
-the plan does not know gets all tokens, as without the switch. Only in training: an evaluation keeps
-its tokens together. Rows may have any length; slices may differ by a few tokens. If something reads
-activations between the blocks (a hook, ``output_hidden_states``), that forward pass keeps its
-tokens together too.
+What tensor parallelism leaves whole (norms, dropout, residual sums) is split by tokens: attention
+and feed-forward layers gather all tokens and scatter their sums. A part of a block that the plan
+does not know gets all tokens. Evaluations keep their tokens together, and so does a forward pass in
+which something reads activations between the blocks (a hook, ``output_hidden_states``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """What a module does once its layer is split: a subclass of its own class, per style.
 
-Parameters are DTensors on the tensor axis (under DeepSpeed plain slices, ``slices.py``); code that
-*reads* one (``self.weight``, anywhere) gets this rank's slice as a plain tensor, with the right
-gradient behind it (outside any module's call: the whole weight). So arithmetic in a layer is plain,
-and clipping, optimizers and checkpoints see one kind of tensor. A weight that every rank holds
-whole but uses on its own slice (of heads, or of tokens) has a different gradient on each; it is
-read through ``copy_in``, which sums them in each backward pass, so accumulation adds sums and never
-sums twice.
+Parameters are DTensors on the tensor axis (under DeepSpeed plain slices); code that *reads* one
+(``self.weight``, anywhere) gets this rank's slice as a plain tensor, with the right gradient behind
+it (outside any module's call: the whole weight). A weight that every rank holds whole but uses on
+its own slice (of heads, or of tokens) is read through ``copy_in``, which sums the ranks' gradients
+in each backward pass, so accumulation adds sums and never sums twice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """What a split model returns: whole outputs, and a loss over a split vocabulary.
 
 In training, no rank holds a whole row of logits if the model computes its own loss by a function
-that we know: Hugging Face's ``loss_function``, or a plan with ``has_split_losses``. Otherwise
-(losses that users compute from ``logits``, evaluation) the head joins its outputs, which is right
-for any code. Logits are then a DTensor only inside the model; ``outputs.logits`` are joined once
-something computes with them (``accel/split/on_demand.py``).
+that we know; otherwise the head joins its outputs, which is right for any code. Logits are then a
+DTensor only inside the model; ``outputs.logits`` are joined on demand.
 """
 
 from __future__ import annotations
