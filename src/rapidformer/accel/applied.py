@@ -107,10 +107,7 @@ class Applied:
         self.on_close(handle.remove)
 
     def undo(self) -> bool:
-        """Take all changes off again, last one first; every rank must call this.
-
-        False if they stay, since the whole weights do not fit into memory; a warning says so.
-        """
+        """Take all changes off again, on every rank; False, with a warning, if memory is short."""
         if not self.is_closed:
             if not self.plain.have_room():
                 return False

@@ -19,12 +19,16 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan
 
 
-class GradientSynchronizer(Protocol):
+class GradientSynchronizer:
     """What every data-parallel strategy does around a backward pass: leave *sums* in ``.grad``."""
 
     def before_backward(self, is_last: bool) -> None: ...
 
     def after_backward(self) -> None: ...
+
+
+class Alone(GradientSynchronizer):
+    """One rank: nothing to synchronize."""
 
 
 class Stages(Protocol):
@@ -34,14 +38,6 @@ class Stages(Protocol):
     def stacks(self) -> list[tuple[str, ...]]: ...
 
     def attach(self, model: nn.Module) -> None: ...
-
-
-class Alone:
-    """One rank: nothing to synchronize."""
-
-    def before_backward(self, is_last: bool) -> None: ...
-
-    def after_backward(self) -> None: ...
 
 
 @dataclass(kw_only=True)

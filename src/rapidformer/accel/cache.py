@@ -56,10 +56,8 @@ def _list_parameters(model: Any) -> list[str]:
 
 
 def _passes_on(model: Any, names: list[str]) -> bool:
-    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside.
-
-    A user's model may pass the argument itself, next to its ``**kwargs``.
-    """
+    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside."""
     body = getattr(model, "base_model", model)
     takes_any = "kwargs" in names and body is not model and shifts_labels(model)
+    # A user's model may pass the argument itself, next to its `**kwargs`.
     return takes_any and is_own_model(get_own_class(model)) and _NAME in _list_parameters(body)

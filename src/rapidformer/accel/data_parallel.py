@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -48,16 +48,14 @@ class _Bucket:
     """On the device, one flag per parameter: what is sent when each of them has a gradient."""
 
 
-class GradientReducer:
+class GradientReducer(GradientSynchronizer):
     """Sums gradients over the ranks while the backward pass is still running."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._frozen = group, list(parameters)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._frozen = list(parameters)
-        self._is_active = False
-        self._next = 0
+        self._is_active, self._next = False, 0
         self._hooks: list[RemovableHandle] = []
         self._adopt_unfrozen()
 
@@ -81,8 +79,7 @@ class GradientReducer:
         """Sum in the coming backward pass, if it is the last of the update."""
         if is_last:
             self._adopt_unfrozen()
-        self._is_active = is_last
-        self._next = 0
+        self._is_active, self._next = is_last, 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
 
@@ -113,7 +110,7 @@ class GradientReducer:
             self._next += 1
 
 
-class ExpertGradients:
+class ExpertGradients(GradientSynchronizer):
     """Sums gradients: of experts over one group, of everything else over all replicas."""
 
     def __init__(
@@ -162,14 +159,9 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
 def shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
-    return DTensor.from_local(
-        flat.view_as(get_local(parameter)),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    local, shape, stride = flat.view_as(get_local(parameter)), parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:

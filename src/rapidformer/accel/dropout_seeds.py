@@ -34,10 +34,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> bool:
-    """Seed the random numbers of training; report once what cannot match one process.
-
-    False if nothing was seeded: one process goes on with its own random numbers.
-    """
+    """Seed dropout if ranks differ, and tell once how; False: one process goes on with its own."""
     replica = topology.get_rank("data")
     split = [what for axis, what in _WHAT_CHANGES.items() if topology.get_size(axis) > 1]
     if replica or split:

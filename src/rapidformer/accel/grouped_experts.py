@@ -87,10 +87,7 @@ def _run_linear(module: Any, name: str, rows: Tensor, ids: Tensor, ends: Tensor)
 
 
 def multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's rows times its weight: [rows, in] x [experts, in, out] -> [rows, out].
-
-    The rows of expert i end at ``ends[i]``.
-    """
+    """Expert i's rows, up to ``ends[i]``, times its weight: [rows, in] x [experts, in, out]."""
     kind = rows.device.type
     # The kernel reads 16 bytes at a time, which is 8 elements of 16 bits.
     is_aligned = all(size % 8 == 0 for size in weights.shape[1:])

@@ -74,10 +74,7 @@ class PlainWeights:
                     self._weights.setdefault(id(p), weight).places.append((module, name))
 
     def keep_exact(self, parameter: nn.Parameter, rounded: torch.dtype) -> None:
-        """Before a frozen weight is rounded: keep its values if casting back is not exact.
-
-        Those of most published models are in 16 bits already, and need no copy.
-        """
+        """Before a frozen weight is rounded: keep its values, unless casting back is exact."""
         weight = self._weights.get(id(parameter))
         if weight is None or weight.reference() is not parameter or parameter.is_meta:
             return
@@ -86,10 +83,7 @@ class PlainWeights:
             weight.exact = exact.cpu()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Point this optimizer to the plain parameters again, with its state, when they return.
-
-        Called before it is re-pointed to split ones, or after it was built from them.
-        """
+        """Point an optimizer of plain or split parameters to the plain ones when they return."""
         # By living objects: the id of a parameter that was dropped may be another's by now.
         weights = self._weights.items()
         known = ((p, key) for key, w in weights for p in (w.find_current(), w.reference()))
@@ -108,7 +102,11 @@ class PlainWeights:
         """Whether the whole weights fit into free memory on every rank; says so if they do not."""
         if self.are_untouched() and self._topology.pipeline == 1:
             return True
-        needed = sum(map(_count_new_bytes, self._weights.values())) + self._count_state_bytes()
+        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        split = [v for state in states for v in state.values() if isinstance(v, DTensor)]
+        needed = sum(map(_count_new_bytes, self._weights.values()))
+        needed += sum(value.numel() * value.dtype.itemsize for value in split)
         devices = {p.device for w in self._weights.values() if (p := w.find_current()) is not None}
         free = min((self.measure_free(device) for device in devices), default=0.0)
         needs = [(needed, free)] if is_alone() else gather_from_all((needed, free))
@@ -121,12 +119,6 @@ class PlainWeights:
             "engine.export(folder) writes the whole model."
         )
         return False
-
-    def _count_state_bytes(self) -> int:
-        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        values = [value for state in states for value in state.values()]
-        return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, DTensor))
 
     def restore(self) -> None:
         """Give every module its whole parameters again; every rank must call this."""

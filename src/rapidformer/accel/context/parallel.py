@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.context.arguments import (
-    ArgumentSplit,
-    find_argument_names,
-    is_cache,
-    slice_arguments,
-)
+from rapidformer.accel.context.arguments import find_argument_names, is_cache
 from rapidformer.accel.context.exchanged_attention import (
     ATTENTION,
     KNOWN,
@@ -75,7 +70,37 @@ class _Place:
     draws: _OwnDraws
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
-    arguments: ArgumentSplit
+    token_dims: Mapping[str, int]
+    """Arguments with a value per token, and the dimension of the tokens."""
+    names: tuple[str, ...]
+    """The block's positional arguments."""
+
+    def slice_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's slice of the per-token arguments; hidden states unchanged."""
+        names = (*self.names, *[""] * len(args))
+        pairs = zip(names[1:], args[1:], strict=False)
+        sliced = {name: self._slice(name, value, length) for name, value in kwargs.items()}
+        if not args and "hidden_states" in kwargs:
+            sliced["hidden_states"] = kwargs["hidden_states"]
+        return (*args[:1], *(self._slice(name, value, length) for name, value in pairs)), sliced
+
+    def _slice(self, name: str, value: Any, length: int) -> Any:
+        """Positions are split like hidden states; masks stay whole: attention sees all tokens."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._slice(name, part, length) for part in value)
+        if isinstance(value, dict):
+            return {key: self._slice(name, part, length) for key, part in value.items()}
+        if not isinstance(value, Tensor):
+            return None if is_cache(value) else value
+        dim = self.token_dims.get(name)
+        if dim is None:
+            is_per_token = value.dim() in (2, 3) and value.shape[TOKENS] == length
+            if not is_per_token or "mask" in name:
+                return value
+            dim = TOKENS
+        return self.region.slice(value, dim)
 
 
 def apply(assembly: Assembly) -> str:
@@ -98,9 +123,8 @@ def apply(assembly: Assembly) -> str:
             is_last=number == len(blocks) - 1,
             draws=draws,
             uses_torch=plan.has_split_attention,
-            arguments=ArgumentSplit(
-                region=region, token_dims=plan.token_dims, names=find_argument_names(block)
-            ),
+            token_dims=plan.token_dims,
+            names=find_argument_names(block),
         )
         extend_module(block, SplitBlock, place)
         for module in block.modules():
@@ -248,7 +272,7 @@ class SplitBlock:
             region.incoming = length = length if is_split else 0
         if not length:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = slice_arguments(place.arguments, args, kwargs, length)
+        args, kwargs = place.slice_arguments(args, kwargs, length)
         if place.is_first:
             place.draws.start(hidden.device, is_needed=self.training)
             args, kwargs = replace_first(args, kwargs, region.enter)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.deepspeed.package import announce_build, import_deepspeed, in_process_group
 from rapidformer.accel.deepspeed.state import GatheredState
 from rapidformer.accel.precision.precision import to_fp32
@@ -60,7 +60,7 @@ def apply(assembly: Assembly) -> str | None:
     return strategy.describe()
 
 
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(GradientSynchronizer):
     """Connects the engine's methods to a ``DeepSpeedEngine``, which exists from ``start`` on."""
 
     def __init__(self, assembly: Assembly) -> None:
@@ -153,17 +153,14 @@ class DeepSpeedStrategy:
         """One phrase for the list of switches."""
         from deepspeed import __version__
 
-        zero, tensor = self.settings["zero_optimization"], self._topology.tensor
+        zero = self.settings["zero_optimization"]
         parts = [f"DeepSpeed {__version__}", f"ZeRO-{self.stage}" if self.stage else "no ZeRO"]
-        offloaded = [
-            name.removeprefix("offload_")
-            for name in ("offload_optimizer", "offload_param")
-            if (zero.get(name) or {}).get("device") == "cpu"
-        ]
-        if offloaded:
-            parts.append(f"{' and '.join(offloaded)} on the CPU")
+        offloads = {name: zero.get(f"offload_{name}") or {} for name in ("optimizer", "param")}
+        on_cpu = [name for name, offload in offloads.items() if offload.get("device") == "cpu"]
+        if on_cpu:
+            parts.append(f"{' and '.join(on_cpu)} on the CPU")
         if self._uses_autotp:
-            parts.append(f"AutoTP over {tensor} ranks")
+            parts.append(f"AutoTP over {self._topology.tensor} ranks")
         if self.keeps_precision:
             parts.append("16-bit weights next to fp32 ones")
         replicas = self._topology.num_replicas
@@ -172,9 +169,6 @@ class DeepSpeedStrategy:
 
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
-
-    def after_backward(self) -> None:
-        """Nothing to do: DeepSpeed reduces in the backward pass and right after it."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a sum; everything DeepSpeed would divide or scale by is 1."""
@@ -203,8 +197,7 @@ class DeepSpeedStrategy:
         """Clip the coming update."""
         if self.stage:
             self.engine.optimizer.clip_grad = max_norm
-            return
-        if max_norm > 0:
+        elif max_norm > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             multiply_all(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -237,11 +230,10 @@ class DeepSpeedStrategy:
 
     def close(self) -> None:
         """Release the process group, so that another engine can start in this process."""
-        if self.engine is None:
-            return
-        self.engine.destroy()
-        self.engine = None
-        forget_groups()
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+            forget_groups()
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -277,14 +269,12 @@ class DeepSpeedStrategy:
 
     def check_given(self, optimizer: Optimizer | None, has_schedule: bool) -> None:
         """Refuse a user's own optimizer or schedule if the file has one too."""
+        sections = {"optimizer": ("an optimizer", optimizer is not None)}
+        sections["scheduler"] = ("a schedule", has_schedule)
         problems = [
-            f"compose() got {what}, but {self.file} has a section `{section}`: give only one of "
-            "them."
-            for what, section, is_given in (
-                ("an optimizer", "optimizer", optimizer is not None),
-                ("a schedule", "scheduler", has_schedule),
-            )
-            if is_given and find_value(self._content, f"{section}.type") is not None
+            f"compose() got {what}, but {self.file} has a section `{name}`: give only one of them."
+            for name, (what, is_given) in sections.items()
+            if is_given and find_value(self._content, f"{name}.type") is not None
         ]
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         allows_any = bool(self._content.get("zero_allow_untested_optimizer"))
@@ -324,7 +314,6 @@ class DeepSpeedStrategy:
         if isinstance(reason, (ConfigurationError, MissingPackageError)):
             return reason
         text = " ".join(str(reason).split()) or type(reason).__name__
-        hint = ""
         if self._topology.tensor > 1:
-            hint = " --tensor-model-parallel-size without --deepspeed splits more models."
-        return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}{hint}")
+            text += " --tensor-model-parallel-size without --deepspeed splits more models."
+        return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}")

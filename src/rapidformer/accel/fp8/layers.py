@@ -62,7 +62,8 @@ def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -
     modules = (module for block in plan.get_blocks(model) for module in block.modules())
     # Blocks may share layers (ALBERT's do).
     layers = [module for module in dict.fromkeys(modules) if _get_builder(module) is not None]
-    large = [layer for layer in layers if _is_large(layer)]
+    shapes = {layer: layer.get_parameter("weight").shape for layer in layers}
+    large = [m for m in layers if all(n >= SMALLEST and n % MULTIPLE == 0 for n in shapes[m])]
     if not large:
         raise ConfigurationError(
             f"--fp8: no block of {type(model).__name__} has a linear layer with at least "
@@ -112,11 +113,6 @@ def _get_builder(layer: nn.Module) -> Any:
     if cls is nn.Linear:
         return _build_linear
     return _build_transposed if is_conv1d(cls) else None
-
-
-def _is_large(layer: nn.Module) -> bool:
-    weight = layer.get_parameter("weight")
-    return all(size >= SMALLEST and size % MULTIPLE == 0 for size in weight.shape)
 
 
 def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:

@@ -29,10 +29,7 @@ def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> No
 def round_gradients(
     gate: Tensor, up: Tensor, gradient: Tensor, scales: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Fill the outputs: gradients of gate and up, both also transposed, and the product transposed.
-
-    ``scales`` are those of the product and of the two gradients.
-    """
+    """Fill the outputs: gradients of gate and up, also transposed, and the product transposed."""
     product_scale, gate_scale, up_scale = scales
     to_gate, to_up = _differentiate(gate, up, gradient)
     values = (to_gate, to_gate.t(), to_up, to_up.t(), _gate(gate, up).t())

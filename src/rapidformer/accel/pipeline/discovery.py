@@ -79,7 +79,9 @@ class _WrongFormError(Exception):
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
     """Run the hollow forward pass; an error says what the plan should declare instead."""
-    outside = _find_outside(model, plan)
+    prefixes = tuple(f"{block}." for block in plan.blocks)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    outside = [name for name in names if not name.startswith(prefixes)]
     if plan.before or plan.after:
         return _read_plan(outside, plan)
     inputs = _build_inputs(model)
@@ -106,14 +108,6 @@ def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
     return Usage(
         blocks_of={n: {block for block in sides if is_in(n, sides[block])} for n in outside}
     )
-
-
-def _find_outside(model: nn.Module, plan: ModelPlan) -> list[str]:
-    return [
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(name.startswith(f"{block}.") for block in plan.blocks)
-    ]
 
 
 def _run_hollow(

@@ -83,10 +83,7 @@ class StageContext:
 
     @property
     def is_at_loss(self) -> bool:
-        """Whether user code runs whose result counts: that of other stages' forward steps is lost.
-
-        On other stages the code before the model's call runs as well.
-        """
+        """Whether user code runs whose result counts: other stages' forward steps run in part."""
         return self.stage is not None and self.stage.is_last and not self.is_in_model
 
     def pass_block(

@@ -37,9 +37,8 @@ from rapidformer.accel.pipeline.refusals import (
     refuse_partial_reads,
     refuse_shared_gradients,
 )
-from rapidformer.accel.pipeline.relay import relay_call
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule, Wires
-from rapidformer.accel.pipeline.staged_model import apply_staged_calls
+from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_call
 from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
@@ -324,10 +323,7 @@ def _build_layout(
 
 
 def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> str:
-    """Zero-bubble separates a stage's gradients into those of inputs and those of weights.
-
-    torch loses, or miscounts, what a weight gets from several blocks of a stage.
-    """
+    """Zero-bubble loses, or miscounts, the gradient that a weight gets from several blocks."""
     ends = {0, layout.stages[-1].end - 1}
     shared = [name for name, blocks in usage.blocks_of.items() if blocks - ends]
     if layout.schedule != "zero-bubble" or not shared:

@@ -56,10 +56,7 @@ def explain_absence(context: StageContext, is_in_block: bool, name: str) -> str:
 def refuse_partial_reads(
     model: nn.Module, absent: Iterable[str], blocks: Iterable[str], context: StageContext
 ) -> None:
-    """Make modules without some of their parameters refuse to list them for a loss.
-
-    Those outside the blocks may still be called by themselves (the embedding, by user code).
-    """
+    """Make modules without some of their parameters refuse to list them for a loss."""
     # All modules around a parameter, the model's own (empty) name included.
     holders = {
         ".".join(parts[:count])
@@ -67,6 +64,7 @@ def refuse_partial_reads(
         for count in range(len(parts))
     }
     prefixes = tuple(f"{block}." for block in blocks)
+    # Those outside the blocks may still be called by themselves (the embedding, by user code).
     builders = [
         functools.partial(_build_partial, context=context, may_be_called=may_be_called)
         for may_be_called in (True, False)

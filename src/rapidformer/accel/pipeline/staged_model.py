@@ -1,9 +1,10 @@
 """The user's model, once it is cut: what a call of it means.
 
 In a schedule a call runs the current stage and, unless that is the last, ends the user's forward
-step. Elsewhere, without gradients, it is relayed through all stages and returns the real output on
-every rank. Ending a stage takes two methods: ``forward`` catches the end, so that hooks around it
-(FSDP's) see an ordinary return; ``__call__``, outside all hooks, raises it again.
+step. Elsewhere, without gradients, it is relayed through all stages, one rank at a time, and
+returns the real output on every rank: all must make the same calls. Ending a stage takes two
+methods: ``forward`` catches the end, so that hooks around it (FSDP's) see an ordinary return;
+``__call__``, outside all hooks, raises it again.
 
 A rank's key/value cache has keys and values of its own blocks; the other layers hold one number per
 token, so that they are as long. A model reads positions off the cache before its first block, so
@@ -15,21 +16,24 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
-from rapidformer.accel.pipeline.layout import Stage
+from rapidformer.accel.pipeline.layout import Layout
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import extend, remove
 
 Relay = Callable[[Callable[[], Any]], Any]
+_DIMENSIONS = 8
 _CACHE = "past_key_values"
 _KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -170,9 +174,18 @@ def _relay_with_cache(
 
     def run_stage() -> Any:
         assert context.stage is not None
-        own.update(range(context.stage.start, context.stage.end))
-        with _only_layers_of(context.stage, cache, before):
-            return _without_cache(run())
+        blocks = range(context.stage.start, context.stage.end)
+        own.update(blocks)
+        # Other stages' layers are as they were before the call.
+        cache.layers = [now if n in blocks else before[n] for n, now in enumerate(layers)]
+        try:
+            output = run()
+        finally:
+            cache.layers = layers
+        if getattr(output, _CACHE, None) is None:
+            return output
+        # To be sent to the other ranks; each has a cache of its own.
+        return type(output)(**{name: value for name, value in output.items() if name != _CACHE})
 
     output = relay(run_stage)
     # Make the layers of other ranks as long as this rank's.
@@ -188,22 +201,101 @@ def _relay_with_cache(
     return output
 
 
-@contextmanager
-def _only_layers_of(stage: Stage, cache: Cache, before: list[Any]) -> Iterator[None]:
-    """Other stages' layers are as they were before the call."""
-    layers = cache.layers
-    cache.layers = [
-        layer if stage.start <= number < stage.end else before[number]
-        for number, layer in enumerate(layers)
-    ]
-    try:
-        yield
-    finally:
-        cache.layers = layers
+# ---- the relay -----------------------------------------------------------------------------------
 
 
-def _without_cache(output: Any) -> Any:
-    """The same output, to be sent to the other ranks; each has a cache of its own."""
-    if getattr(output, _CACHE, None) is None:
-        return output
-    return type(output)(**{name: value for name, value in output.items() if name != _CACHE})
+def relay_call(
+    run: Callable[[], Any],
+    layout: Layout,
+    context: StageContext,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Any:
+    """``run()`` calls the model; returns the last stage's output, on every rank."""
+    process = dist.get_rank(group)
+    hidden: Tensor | None = None
+    output: Any = None
+    with torch.no_grad():
+        for stage in layout.stages:
+            if stage.owner == process:
+                before = layout.stages[stage.index - 1].owner
+                if not stage.is_first and before != process:
+                    hidden = _receive(before, group, device, context.dtype)
+                with context.at(stage, hidden):
+                    try:
+                        output = run()
+                    except StageEnd as end:
+                        hidden = end.hidden
+                after = layout.stages[min(stage.index + 1, len(layout.stages) - 1)].owner
+                if after != process:
+                    assert hidden is not None
+                    _send(hidden, after, group)
+        return broadcast_nested(output, layout.stages[-1].owner, group, device)
+
+
+def _send(hidden: Tensor, process: int, group: dist.ProcessGroup) -> None:
+    shape = [*hidden.shape, *[0] * (_DIMENSIONS - hidden.dim())]
+    header = torch.tensor([hidden.dim(), *shape], dtype=torch.long, device=hidden.device)
+    dist.send(header, group=group, group_dst=process)
+    dist.send(hidden.contiguous(), group=group, group_dst=process)
+
+
+def _receive(
+    process: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    header = torch.empty(_DIMENSIONS + 1, dtype=torch.long, device=device)
+    dist.recv(header, group=group, group_src=process)
+    dims, *shape = header.tolist()
+    hidden = torch.empty(shape[:dims], dtype=dtype, device=device)
+    dist.recv(hidden, group=group, group_src=process)
+    return hidden
+
+
+@dataclass
+class _Slot:
+    """The position of a tensor in an output whose tensors are sent separately."""
+
+    number: int
+
+
+def broadcast_nested(
+    value: Any, source: int, group: dist.ProcessGroup, device: torch.device
+) -> Any:
+    """A nested value of one rank of the group, on all of them; tensors are sent as tensors."""
+    is_source = dist.get_rank(group) == source
+    tensors: list[Tensor] = []
+    box: list[Any] = [None]
+    if is_source:
+        form = _map(value, lambda leaf: _take(leaf, tensors))
+        box = [(form, [(t.shape, t.dtype) for t in tensors])]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    form, kinds = box[0]
+    if not is_source:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=source)
+    if is_source:
+        return value
+    return _map(form, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Slot) else leaf)
+
+
+def _take(leaf: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    tensors.append(whole.detach().contiguous())
+    return _Slot(len(tensors) - 1)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nested value with other leaves; a model's output object keeps its class."""
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _map(item, change)
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(item, change) for item in value)
+    return change(value)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.context.arguments import is_cache
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
 from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
@@ -81,8 +82,8 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
         # A block that fills a key-value cache would fill it twice, and training needs none.
-        args = tuple(_drop_cache(value) for value in args)
-        kwargs = {name: _drop_cache(value) for name, value in kwargs.items()}
+        args = tuple(None if is_cache(value) else value for value in args)
+        kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         region = find_fact(self, SequenceRegion)
@@ -90,7 +91,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
             run = functools.partial(_run_at_length, region, region.length, run)
         buffers = find_fact(self, BlockBuffers)
         if buffers is not None:
-            run = RepeatedPass(buffers, run)
+            run = buffers.repeat(run)
         return checkpoint(run, *args, **options, **kwargs)
 
     return {"__call__": call}
@@ -111,11 +112,6 @@ def _run_at_length(
     return run(*args, **kwargs)
 
 
-def _drop_cache(value: Any) -> Any:
-    # By name: models without transformers must not import it.
-    return None if any(cls.__name__ == "Cache" for cls in type(value).__mro__) else value
-
-
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -133,14 +129,28 @@ class BlockBuffers:
         # and tables that never change, and they can be large.
         self._changing: set[Place] | None = None
 
-    def run(self, run: Callable[[], Any]) -> tuple[Any, dict[Place, Tensor]]:
+    def repeat(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A pass that finds the same buffers when it runs again."""
+        before: dict[Place, Tensor] | None = None
+
+        def run_pass(*args: Any, **kwargs: Any) -> Any:
+            nonlocal before
+            if before is not None:
+                with _replaced(before):
+                    return run(*args, **kwargs)
+            output, before = self._run_first(lambda: run(*args, **kwargs))
+            return output
+
+        return run_pass
+
+    def _run_first(self, run: Callable[[], Any]) -> tuple[Any, dict[Place, Tensor]]:
         """The result of a pass, and what the buffers that it changed held before."""
         held = {place: getattr(*place) for place in self.places}
         changes = {place: count_changes(buffer) for place, buffer in held.items()}
         copied = self.places if self._changing is None else self._changing
         copies = {place: held[place].clone() for place in copied}
         output = run()
-        found = {
+        changed = {
             place
             for place, buffer in held.items()
             if getattr(*place) is not buffer or count_changes(buffer) != changes[place]
@@ -148,31 +158,14 @@ class BlockBuffers:
         if self._changing is None:
             # torch's batch_norm changes its statistics without counting it. Comparing values waits
             # for the device, but only in the first pass.
-            found |= {place for place in copies if not torch.equal(copies[place], held[place])}
+            changed |= {place for place in copies if not torch.equal(copies[place], held[place])}
         # A BatchNorm that was frozen in the first pass counts its batches from now on.
-        trained = {module for module, name in found if name == "num_batches_tracked"}
-        found |= {place for place in self.places if place[0] in trained}
-        self._changing = (self._changing or set()) | found
+        trained = {module for module, name in changed if name == "num_batches_tracked"}
+        changed |= {place for place in self.places if place[0] in trained}
+        self._changing = (self._changing or set()) | changed
         # Without a copy, recomputing at least does not change a buffer again.
-        return output, {
-            place: copies[place] if place in copies else held[place].clone()
-            for place in self._changing
-        }
-
-
-class RepeatedPass:
-    """One pass of a block, which runs again with the same buffers."""
-
-    def __init__(self, buffers: BlockBuffers, run: Callable[..., Any]) -> None:
-        self._buffers, self._run = buffers, run
-        self._before: dict[Place, Tensor] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            with _replaced(self._before):
-                return self._run(*args, **kwargs)
-        output, self._before = self._buffers.run(lambda: self._run(*args, **kwargs))
-        return output
+        late = {place: held[place].clone() for place in self._changing - copies.keys()}
+        return output, {p: copies[p] if p in copies else late[p] for p in self._changing}
 
 
 @contextmanager

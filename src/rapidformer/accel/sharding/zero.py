@@ -10,16 +10,18 @@ owns a tied weight stays in the root's group, since two groups cannot own one pa
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
-from rapidformer.accel.sharding.steady_depth import require_steady_depth
+from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
@@ -28,6 +30,8 @@ from rapidformer.errors import ModelError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
+
+Call = tuple[bool, bool, int, frozenset[tuple[str, bool | str | None]]]
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -42,12 +46,11 @@ def apply(assembly: Assembly) -> str | None:
         for module in assembly.experts:
             fully_shard(module, **options)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
-    assembly.synchronizer = apply_sharding(
-        model, assembly.plan, mesh, stage, offloads=args.cpu_offload
-    )
-    assembly.applied.on_close(_take_off, model, assembly.synchronizer)
+    sharded = apply_sharding(model, assembly.plan, mesh, stage, offloads=args.cpu_offload)
+    assembly.synchronizer = sharded
+    assembly.applied.on_close(_take_off, model, sharded)
     if assembly.pipeline is None:  # a rank with several stages runs them in the schedule's order
-        require_steady_depth(assembly.model, tuple(assembly.plan.blocks))
+        require_steady_depth(model, assembly.plan.blocks)
     return _describe(args, mesh)
 
 
@@ -101,7 +104,7 @@ def gather_weight(synchronizer: object, parameter: Tensor) -> Tensor:
     return gather_with_gradient(parameter)
 
 
-class ShardedGradients:
+class ShardedGradients(GradientSynchronizer):
     """Tells the sharded model, before each backward pass, whether it is the update's last."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
@@ -121,17 +124,11 @@ class ShardedGradients:
         if self._stage < 3:
             self._root.set_reshard_after_backward(is_last)
 
-    def after_backward(self) -> None:
-        """Nothing to do: fully_shard finishes in the backward pass itself."""
-
 
 def apply_sharding(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int, *, offloads: bool = False
 ) -> ShardedGradients:
-    """Shard parameters, gradients and optimizer state over the mesh, in place.
-
-    With ``offloads`` the shards stay in host memory and visit the device for their block.
-    """
+    """Shard the training state over the mesh; with ``offloads`` it stays in host memory."""
     options = _get_options(mesh, stage, offloads=offloads)
     # Any head with a bias returns one. It matters only to code that changes outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -168,11 +165,7 @@ def _get_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, A
 def _build_generate(
     cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool
 ) -> dict[str, Any]:
-    """Let ``generate`` work on sharded weights.
-
-    It calls an encoder directly, bypassing the root whose weights (the embeddings) the encoder
-    uses; and if weights are gathered in every forward pass, all ranks must do equally many.
-    """
+    """``generate`` calls an encoder directly, whose weights (the embeddings) are the root's."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The root must know that it is one before a part of it is called.
@@ -193,4 +186,76 @@ def _refuse_copy(memo: Any) -> NoReturn:
         "    for mean, p in zip(average, model.parameters()): mean.lerp_(p.detach(), 0.01)\n"
         "To evaluate it, swap the values in (p.data.copy_(mean)) and swap them back afterwards. "
         "engine.export(folder) writes the whole model."
+    )
+
+
+# ---- a steady depth ------------------------------------------------------------------------------
+
+
+def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
+    """Refuse a depth that depends on the data (LayerDrop, early exit), before anything is gathered.
+
+    All ranks gather a block's weights together. If one of them skips a block, its next call meets
+    the others' call of another block: the run hangs, or continues with the wrong weights.
+    """
+    depth = _Depth()
+    skip = torch.compiler.disable
+    model.register_forward_pre_hook(skip(depth.start), prepend=True, with_kwargs=True)
+    model.register_forward_hook(skip(depth.finish))
+    for name in blocks:
+        block = model.get_submodule(name)
+        if isinstance(block, FSDPModule):
+            note = functools.partial(depth.note, name)
+            block.register_forward_pre_hook(skip(note), prepend=True)
+
+
+class _Depth:
+    """Which blocks ran in calls of the model, by their arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Call, list[str]] = {}
+        self._call: Call | None = None
+        self._run: list[str] = []
+
+    def start(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # Modes may choose blocks, and are the same on every rank; tensors are data.
+        given = frozenset(
+            (name, value if isinstance(value, bool | str) else None)
+            for name, value in kwargs.items()
+            if value is not None
+        )
+        self._call = (model.training, torch.is_grad_enabled(), len(args), given)
+        self._run = []
+
+    def note(self, name: str, *_: Any) -> None:
+        if self._call is None or is_in_backward():  # a block on its own, or recomputed
+            return
+        expected = self._known.get(self._call)
+        place = len(self._run)
+        self._run.append(name)
+        if expected is not None and (place >= len(expected) or expected[place] != name):
+            raise _refuse(expected, self._run)
+
+    def finish(self, model: nn.Module, args: Any, output: Any) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        expected = self._known.setdefault(call, self._run)
+        if len(self._run) != len(expected):
+            raise _refuse(expected, self._run)
+
+
+def _refuse(expected: list[str], run: list[str]) -> ModelError:
+    """The error that names the first block that differs."""
+    place = next(
+        (i for i, (a, b) in enumerate(zip(expected, run, strict=False)) if a != b), len(run)
+    )
+    before = expected[place] if place < len(expected) else "no further block"
+    now = run[place] if place < len(run) else "no further block"
+    return ModelError(
+        f"the model ran {now}, but an earlier call with the same arguments ran "
+        f"{before}: its depth depends on the data or on chance (LayerDrop, early exit). Under "
+        "ZeRO/FSDP all ranks gather the weights of a block together, so every rank must run the "
+        "same blocks. Turn it off (layerdrop=0), run every block and drop its result, or use "
+        "data parallelism without ZeRO."
     )

@@ -57,10 +57,7 @@ def build_placeholder(
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Row ``retired parameters``: refuse the use of those that were replaced or dropped.
-
-    References are weak: whole weights that nobody has collected must not outlive their shards.
-    """
+    """Row ``retired parameters``: refuse the use of those that were replaced or dropped."""
     kept = {id(parameter) for parameter in assembly.model.parameters()}
     count = 0
     for name, reference in assembly.applied.plain.names.items():

@@ -53,17 +53,13 @@ class WholeOnDemand(torch.Tensor):
         kwargs = kwargs or {}
         if func in FACTS:
             return super().__torch_function__(func, types, args, kwargs)
-        first = args[0] if args else None
-        if isinstance(first, cls) and first._source is not None and _is_about_parameter(func):
+        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        # Something that only the weight has, or a change of it in place.
+        is_own = func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
+        if is_own and isinstance(first, cls) and first._source is not None:
             return func(first._source, *args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _is_about_parameter(func: Any) -> bool:
-    """Whether it changes a weight in place, or needs something that only the weight has."""
-    name = getattr(func, "__name__", "")
-    return func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def join_on_demand(

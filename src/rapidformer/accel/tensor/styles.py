@@ -103,9 +103,7 @@ class Split:
     inner: Mapping[str, nn.Module] = field(default_factory=dict)
     """For a model whose tokens are split: its blocks and their modules."""
     surroundings: SequenceRegion | None = None
-    """Set if tokens are split around the module: whole weights then have partial gradients (of this
-    rank's tokens, or heads), which are summed.
-    """
+    """Set if tokens are split around the module: gradients of whole weights are then summed."""
 
     @property
     def group(self) -> Group:
@@ -203,10 +201,7 @@ def _build_call(cls: Any) -> Callable[..., Any]:
 
 @contextmanager
 def inside_a_call() -> Iterator[None]:
-    """Code in here is a split module's own, and reads this rank's slices of its weights.
-
-    Needed by a forward that is not compiled, in a block that is: its call was compiled away.
-    """
+    """Code in here is a split module's own; a forward that a compiled block calls says it again."""
     global _running_calls
     _running_calls += 1
     try:
@@ -291,8 +286,8 @@ class RowwiseSplit(Rowwise):
 
 
 class SharedOutputs(Style):
-    """A whole layer whose first outputs go to a split layer, which handles their gradients, and
-    whose last outputs are used on each rank's own heads: those gradients are summed.
+    """A whole layer whose last outputs are used on each rank's own heads: their gradients are
+    summed. The first ones go to a split layer, which handles theirs.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -357,9 +352,9 @@ class LastBlock(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         region = get_fact(self, Split).region
-        if not (self.training and is_split_by_tokens(region)):
-            return output
-        return replace_output(output, region.leave)
+        if self.training and is_split_by_tokens(region):
+            return replace_output(output, region.leave)
+        return output
 
 
 def replace_first(
