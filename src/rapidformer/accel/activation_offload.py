@@ -34,7 +34,7 @@ def apply(assembly: Assembly) -> str:
     return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
 
 
-def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> nn.Module:
+def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
     """Keep what each block saves for its backward pass in host memory."""
     if not plan.blocks:
         raise ConfigurationError(
@@ -44,7 +44,6 @@ def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.de
     build = functools.partial(_build_offload, lane=Lane(device))
     for block in plan.get_blocks(model):
         extend(block, "offload", build, is_shared=True)
-    return model
 
 
 def _build_offload(cls: type[nn.Module], lane: Lane) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.compat.torch_modules import WEIGHT_TABLES
 from rapidformer.errors import RapidformerError
-from rapidformer.overlay import Build, drop_fact, extend, put_fact, remove, return_to
+from rapidformer.overlay import return_to
 
 Undo = Callable[[], None]
 _MISSING: Any = object()
@@ -91,16 +91,6 @@ class Applied:
         leave.atexit = False
         self._undo.callback(leave)
         return value
-
-    def extend(self, target: Any, layer: str, build: Build, **options: Any) -> None:
-        """Add an overlay to an object, as ``overlay.extend`` does."""
-        extend(target, layer, build, **options)
-        self.on_close(remove, target, layer)
-
-    def put_fact(self, target: Any, fact: object) -> None:
-        """Keep a fact on an object, as ``overlay.put_fact`` does."""
-        put_fact(target, fact)
-        self.on_close(drop_fact, target, type(fact))
 
     def keep_hook(self, handle: RemovableHandle) -> None:
         """A hook that was registered, to be removed on closing."""

@@ -110,9 +110,9 @@ def _build_mask_giver(cls: Any) -> dict[str, Any]:
 
 
 def _add_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    tokens = embeddings if ids is None else ids
-    has_mask = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
+    ids = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if ids is None else ids
+    has_mask = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
     if has_mask or not isinstance(tokens, Tensor):
         return kwargs
     mask = torch.ones(tokens.shape[:2], device=tokens.device)
@@ -157,9 +157,7 @@ def is_packed(positions: Tensor) -> bool | None:
 
 def find_values(tensor: Tensor) -> NDArray[Any] | None:
     """A tensor's values in host memory; None if they are only on the device."""
-    if not has_storage(tensor):
-        return None
-    copy = find_host_copy(_find_given(tensor))
+    copy = find_host_copy(_find_given(tensor)) if has_storage(tensor) else None
     return copy.numpy() if copy is not None and fits_numpy(copy) else None
 
 

@@ -39,7 +39,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
-from rapidformer.overlay import drop_fact, find_fact
+from rapidformer.overlay import drop_fact, find_fact, put_fact
 
 
 @dataclass(kw_only=True)
@@ -169,7 +169,8 @@ def parallelize(
         wants=assembly.wants,
         situation=assembly.situation,
     )
-    assembly.applied.put_fact(model, _Owner(parallelized))
+    put_fact(model, _Owner(parallelized))
+    assembly.applied.on_close(drop_fact, model, _Owner)
     return parallelized
 
 

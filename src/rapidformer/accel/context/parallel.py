@@ -47,12 +47,7 @@ from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
-from rapidformer.models.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
+from rapidformer.models.watched import find_reader, list_inner_modules
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--context-parallel-size"
@@ -196,14 +191,6 @@ class _WholeModel:
     inner: dict[str, nn.Module]
     """The blocks and their modules."""
 
-    def find_reason(self, model: Any, kwargs: dict[str, Any]) -> str | None:
-        """Why all tokens are needed between the blocks; None: they are not."""
-        asked = find_requested(model, kwargs)
-        if asked is not None:
-            return f"{asked} asks"
-        watched = find_watched(self.inner)
-        return f"a hook on {describe_watched(watched)} asks" if watched else None
-
 
 class SplitModel:
     """The whole model: decides when sequences stay whole, and avoids useless caches."""
@@ -214,11 +201,11 @@ class SplitModel:
         place = get_fact(self, _WholeModel)
         region, head = place.region, place.head
         was_off = region.is_off
-        if (reason := place.find_reason(self, kwargs)) is not None:
+        if reader := find_reader(self, kwargs, place.inner):
             region.is_off = True
             if self.training:
                 warn_once(
-                    f"{_FLAG}: {reason} for activations of all tokens, so every rank computes "
+                    f"{_FLAG}: {reader} asks for activations of all tokens, so every rank computes "
                     "whole sequences: the result is right, but no memory is saved. (If a hook "
                     "only looks, set hook.only_looks = True.)"
                 )

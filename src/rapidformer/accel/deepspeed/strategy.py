@@ -177,8 +177,6 @@ class DeepSpeedStrategy(GradientSynchronizer):
         # would divide its gradient by the number of micro-batches.
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
-    # ---- update ----------------------------------------------------------------------------------
-
     def finish(self, divisor: float) -> torch.Tensor:
         """Set the divisor for the sums over micro-batches; returns the norm after the division."""
         # DeepSpeed has already divided by the number of replicas.
@@ -234,8 +232,6 @@ class DeepSpeedStrategy(GradientSynchronizer):
             self.engine.destroy()
             self.engine = None
             forget_groups()
-
-    # ---- inside ----------------------------------------------------------------------------------
 
     def _build_members(self, cls: Any) -> dict[str, Any]:
         """The overlay of a model whose calls go through DeepSpeed's engine, which calls it."""

@@ -46,12 +46,10 @@ def _trace(module: nn.Module) -> str:
     """The formula of a module in training; empty if there is none, or the module changes itself."""
     before = dict(vars(module))
     module.training = True  # fp8 is used in training only, and a module may do less in evaluation
-    kept = dict(vars(module))
+    kept = {name: id(value) for name, value in vars(module).items()}
     try:
         formula = _describe(module)
-        is_pure = vars(module).keys() == kept.keys() and all(
-            value is kept[name] for name, value in vars(module).items()
-        )
+        is_pure = {name: id(value) for name, value in vars(module).items()} == kept
     except Exception:  # a model's code may raise anything when it is traced
         return ""
     finally:

@@ -56,10 +56,9 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
 def apply_cut(
     model: nn.Module, held: Set[str], device: torch.device, explain: Callable[[str], str]
 ) -> nn.Module:
-    """Drop every parameter that is not held; move the others to the device.
+    """Drop every parameter that is not held; move the others, equal to rank 0's, to the device.
 
-    All ranks get the first one's weights on the way, as in any run. ``explain(name)`` says why a
-    parameter of another rank cannot be used now; it is empty if it can.
+    ``explain(name)`` says why a parameter of another rank cannot be used now; empty if it can.
     """
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
@@ -75,19 +74,17 @@ def apply_cut(
                     parameter.data = weights
             if full_name not in held:
                 del get_parameter_table(module)[name]
+                why = functools.partial(explain, full_name)
                 # A plain attribute, not a buffer: it is in no checkpoint and never moves.
-                module.__dict__[name] = build_placeholder(
-                    parameter, device, functools.partial(explain, full_name)
-                )
+                module.__dict__[name] = build_placeholder(parameter, device, why)
     _cut_buffers(model, names, held, device)
     return model
 
 
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
-    """Give every rank the first one's buffers; only a layer's owner may save them.
+    """Give every rank the first one's buffers, since masks are needed where no weight is.
 
-    Buffers stay everywhere, since masks are needed where no weight is. But what a layer counts in
-    them (running means) is right only where its weights are, so no other rank may save it.
+    What a layer counts in them (running means) is right only where its weights are: saved there.
     """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():

@@ -103,8 +103,11 @@ class StageContext:
             hidden = get_first(args, kwargs).to(self.dtype).contiguous()
             # torch detaches a stage's output in place if backward passes are split: not a view.
             raise StageEnd(hidden.clone() if is_view(hidden) else hidden)
-        if index == stage.start and (self.is_probing or not stage.is_first):
-            args, kwargs = self._enter(args, kwargs)
+        if index == stage.start and self.is_probing:
+            raise StageEnd(get_first(args, kwargs))
+        if index == stage.start and not stage.is_first:
+            entered = self._enter(get_first(args, kwargs).shape, stage)
+            args, kwargs = replace_first(args, kwargs, lambda _: entered)
         output = run(*args, **kwargs)
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
             raise ModelError(
@@ -114,29 +117,23 @@ class StageContext:
             )
         return output
 
-    def _enter(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the hidden state of the stage's first block by the one received."""
-        expected = get_first(args, kwargs)
-        if self.is_probing:
-            raise StageEnd(expected)
+    def _enter(self, expected: torch.Size, stage: Stage) -> Tensor:
+        """The hidden state that was received, for the stage's first block."""
         received = self.received
         assert received is not None
-        if received.shape != expected.shape:
+        if received.shape != expected:
             raise RapidformerError(
                 f"a stage received a hidden state of shape {list(received.shape)} but expected "
-                f"{list(expected.shape)}: the forward step must do the same on every rank."
+                f"{list(expected)}: the forward step must do the same on every rank."
             )
         if self.on_entry is not None:
             self.on_entry()
-        # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients in
-        # 16 bits.
-        entered = received.view_as(received)
         # Only there does user code continue after the call.
-        if self.given and self.stage is not None and self.stage.is_last:
-            entered = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
-        return replace_first(args, kwargs, lambda _: entered)
+        if self.given and stage.is_last:
+            joined: Tensor = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
+            return joined
+        # Not the tensor itself: autocast would sum a leaf's gradients in 16 bits.
+        return received.view_as(received)
 
 
 class _Received(torch.autograd.Function):
@@ -174,12 +171,11 @@ class Gate:
     index: int
 
 
-def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:
+def apply_gates(blocks: list[nn.Module], context: StageContext) -> None:
     """Make every block ask the context first, in place; outside all other overlays."""
     for index, block in enumerate(blocks):
         put_fact(block, Gate(context, index))
         extend(block, "stages", _build_gate, is_shared=True)
-    return model
 
 
 def _build_gate(cls: type[nn.Module]) -> dict[str, Any]:

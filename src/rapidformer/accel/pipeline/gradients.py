@@ -58,10 +58,9 @@ class SharedGradients:
     def serve_clipping(
         self, model: nn.Module, device: torch.device
     ) -> AbstractContextManager[None]:
-        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages.
+        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages, on all ranks.
 
-        Every rank of the pipeline must call it. A rank that holds none of the parameters in
-        question passes no gradients, and takes part all the same.
+        A rank that holds none of the parameters in question passes no gradients, but takes part.
         """
         owner = weakref.ref(model)
 

@@ -103,7 +103,7 @@ class Pipeline:
         """Put the gates around everything that has been applied."""
         self.model = model
         self._far_modules = list_far_modules(model, self.layout, self.plan)
-        apply_gates(model, self.plan.get_blocks(model), self._context)
+        apply_gates(self.plan.get_blocks(model), self._context)
         apply_staged_calls(model, self._context, self._relay, len(self.plan.blocks))
         absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
@@ -121,8 +121,6 @@ class Pipeline:
     def close(self) -> None:
         """Take off what is outside the model's modules: hooks of parameters, and clipping."""
         self._open.close()
-
-    # ---- an update -----------------------------------------------------------------------------
 
     def run(self, compute: Compute, count: int, *, step: int, synchronizer: Any) -> None:
         """Forward and backward of an update's micro-batches; leaves sums in every ``.grad``."""

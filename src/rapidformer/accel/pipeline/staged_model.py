@@ -30,21 +30,20 @@ from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.gates import StageContext, StageEnd
 from rapidformer.accel.pipeline.layout import Layout
 from rapidformer.errors import RapidformerError
+from rapidformer.models.watched import find_requested
 from rapidformer.overlay import extend, remove
 
 Relay = Callable[[Callable[[], Any]], Any]
 _DIMENSIONS = 8
 _CACHE = "past_key_values"
 _KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
-_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def apply_staged_calls(
     model: nn.Module, context: StageContext, relay: Relay, num_blocks: int
-) -> nn.Module:
+) -> None:
     """Make calls of the model follow the context, or go through the relay; in place."""
     extend(model, "stages", lambda cls: _build_staged(cls, context, relay, num_blocks))
-    return model
 
 
 def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int) -> dict[str, Any]:
@@ -62,7 +61,11 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
             return end.hidden
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_collecting(self, kwargs)
+        if name := find_requested(self, kwargs):
+            raise RapidformerError(
+                f"{name}=True collects something from every block, but other ranks hold some of "
+                "this model's blocks (--pipeline-model-parallel-size). Use only one of them."
+            )
         inner_config = getattr(self, "config", None) if is_open else None
         has_cache = "use_cache" in accepted or bool(getattr(inner_config, "use_cache", False))
         if has_cache and kwargs.get("use_cache") is None and len(args) < 2:
@@ -109,16 +112,6 @@ def _call_stage(
     if context.ended_with is not None:
         raise StageEnd(context.ended_with)
     return output
-
-
-def _refuse_collecting(model: Any, kwargs: dict[str, Any]) -> None:
-    config = getattr(model, "config", None)
-    for name in _COLLECTED:
-        if kwargs.get(name) or (kwargs.get(name) is None and getattr(config, name, False)):
-            raise RapidformerError(
-                f"{name}=True collects something from every block, but other ranks hold some of "
-                "this model's blocks (--pipeline-model-parallel-size). Use only one of them."
-            )
 
 
 def _build_generate(

@@ -99,8 +99,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
 
 # Built once: blocks with the same builder share a class, and so a compiled graph.
 _BUILDERS = {
-    granularity: functools.partial(_build_recompute, granularity=granularity)
-    for granularity in ("full", "selective")
+    name: functools.partial(_build_recompute, granularity=name) for name in ("full", "selective")
 }
 
 

@@ -30,12 +30,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.adapter_styles import get_layer_name
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan, describe_model
-from rapidformer.models.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
+from rapidformer.models.watched import find_reader, list_inner_modules
 from rapidformer.overlay import find_fact, get_fact
 
 _GATHERED = {"colwise", "key_value", "fused_qkv", "whole_fused_qkv"}
@@ -85,15 +80,12 @@ class SequenceModel(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = get_fact(self, Split)
         assert split.region is not None
-        reason = find_requested(self, kwargs)
-        watched = find_watched(split.inner)
-        if watched:
-            reason = f"a hook on {describe_watched(watched)}"
+        reader = find_reader(self, kwargs, split.inner)
         # Not reset at the end: a block recomputed in the backward pass must find it.
-        split.region.is_off = reason is not None
-        if reason and self.training:
+        split.region.is_off = reader is not None
+        if reader and self.training:
             warn_once(
-                f"--sequence-parallel: {reason} needs the activations of all tokens, so such a "
+                f"--sequence-parallel: {reader} needs the activations of all tokens, so such a "
                 "forward pass does not split them: the result is right, but no memory is saved. "
                 "(If a hook only looks, set hook.only_looks = True.)"
             )
