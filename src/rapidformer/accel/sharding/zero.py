@@ -10,7 +10,6 @@ owns a tied weight stays in the root's group, since two groups cannot own one pa
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any, NoReturn
 
@@ -205,7 +204,10 @@ def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
     for name in blocks:
         block = model.get_submodule(name)
         if isinstance(block, FSDPModule):
-            note = functools.partial(depth.note, name)
+            # Not a partial function: nothing would tell that it is our hook, not the user's.
+            def note(module: nn.Module, inputs: Any, name: str = name) -> None:
+                depth.note(name)
+
             block.register_forward_pre_hook(skip(note), prepend=True)
 
 
@@ -219,15 +221,15 @@ class _Depth:
 
     def start(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         # Modes may choose blocks, and are the same on every rank; tensors are data.
-        given = frozenset(
+        modes = frozenset(
             (name, value if isinstance(value, bool | str) else None)
             for name, value in kwargs.items()
             if value is not None
         )
-        self._call = (model.training, torch.is_grad_enabled(), len(args), given)
+        self._call = (model.training, torch.is_grad_enabled(), len(args), modes)
         self._run = []
 
-    def note(self, name: str, *_: Any) -> None:
+    def note(self, name: str) -> None:
         if self._call is None or is_in_backward():  # a block on its own, or recomputed
             return
         expected = self._known.get(self._call)
