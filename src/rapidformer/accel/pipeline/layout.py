@@ -80,11 +80,12 @@ def build_layout(
     owners = list(range(num_processes)) * len(bounds)
     if name == "zero-bubble":  # there and back
         owners = [*range(num_processes), *reversed(range(num_processes))]
-    stages = []
-    for i, (start, end) in enumerate(pairwise(bounds)):
-        ends = {"is_first": i == 0, "is_last": end == len(costs)}
-        stages.append(Stage(index=i, start=start, end=end, owner=owners[i], **ends))
-    return Layout(schedule=name, stages=tuple(stages), num_processes=num_processes)
+    last = len(costs)
+    stages = tuple(
+        Stage(index=i, start=start, end=end, is_first=i == 0, is_last=end == last, owner=owner)
+        for i, ((start, end), owner) in enumerate(zip(pairwise(bounds), owners, strict=False))
+    )
+    return Layout(schedule=name, stages=stages, num_processes=num_processes)
 
 
 def _find_problems(
