@@ -21,7 +21,7 @@ from torch.nn import functional
 from workloads import Workload, list_workloads
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel.fp8 import product, switch
+from rapidformer.accel.fp8 import layers, product
 from rapidformer.accel.precision.processor import EMULATE_VARIABLE
 from rapidformer.data.collate import PadCollator
 
@@ -119,7 +119,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if is_tiny:
         os.environ[EMULATE_VARIABLE] = "1"
-        switch.SMALLEST = 64
+        layers.SMALLEST = 64
     print("relative errors of output/input gradient/weight gradient")
     print_layer_errors(device, rows=4096 // (16 if is_tiny else 1), divisor=32 if is_tiny else 1)
     for name in options.runs:

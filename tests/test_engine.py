@@ -522,6 +522,17 @@ def test_explain_names_every_switch() -> None:
     assert any(line.startswith("off            recompute: ") for line in said)
 
 
+@pytest.mark.parametrize(("kind", "state"), [("t5", "on"), ("bert", "not applicable")])
+def test_explain_says_of_a_composed_model_what_was_applied_to_it(kind: str, state: str) -> None:
+    """Also of rows that are applied by another row's module, or by the engine."""
+    engine = make_engine()
+    engine.compose(make(kind))
+    said = engine.explain().splitlines()
+    assert any(line.startswith(f"{state:<15}bias layout: ") for line in said)
+    assert any(line.startswith("on             update clock: ") for line in said)
+    engine.close()
+
+
 def test_modules_kept_in_evaluation_mode_stay_in_it() -> None:
     """compose() tries batches, and an evaluation comes and goes."""
     model: Any = make("bert", dropout=0.1).train()

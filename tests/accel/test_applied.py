@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from rapidformer.accel.applied import Applied
+from rapidformer.compat.patches import Change
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -324,3 +326,38 @@ def stay_sharded() -> str:
 @pytest.mark.slow
 def test_weights_that_do_not_fit_whole_stay_sharded() -> None:
     assert run_in_processes(stay_sharded, 2) == ["FSDPGPT2LMHeadModel"] * 2
+
+
+def test_a_row_copies_the_tables_of_a_model_once() -> None:
+    class Counted(dict[str, int]):
+        copies = 0
+
+        def copy(self) -> dict[str, int]:
+            self.copies += 1
+            return dict(self)
+
+    model: Any = nn.Linear(1, 1)
+    model.table = Counted(left=1, changed=2)
+    applied = Applied(model)
+    with applied.row("row"):
+        model.table["changed"] = 3
+    assert model.table.copies == 1
+    assert applied.rows[0].changes == 1
+    assert applied.undo()
+    assert model.table == {"left": 1, "changed": 2}
+
+
+def test_an_engine_that_is_dropped_without_being_closed_leaves_what_it_has_entered() -> None:
+    undone: list[str] = []
+    change = Change(lambda: lambda: undone.append("once"))
+    first, second = Applied(), Applied()
+    change.keep(first)
+    change.keep(second)
+    del first
+    gc.collect()
+    assert change.is_made and not undone
+    second.undo()
+    del second
+    gc.collect()
+    assert not change.is_made and undone == ["once"]
+    assert not change.is_inside()

@@ -39,10 +39,10 @@ class Rig:
         self.clock = UpdateClock(rounds, Topology())
         self.scaler = scaler
         make = optimizer or functools.partial(SGD, lr=1.0)
-        made = make(self.model.parameters())
-        scheduler = LambdaLR(made, lambda update: 1.0 / (1 + update))
-        self.optimizer = take_over_optimizer(
-            made,
+        self.optimizer = make(self.model.parameters())
+        scheduler = LambdaLR(self.optimizer, lambda update: 1.0 / (1 + update))
+        take_over_optimizer(
+            self.optimizer,
             self.clock,
             clip_grad=clip_grad,
             scaler=self.scaler,

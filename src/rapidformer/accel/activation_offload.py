@@ -1,14 +1,9 @@
 """``--activation-offload``: keep what a block saves for its backward pass in host memory.
 
 A block's ``__call__`` sends every tensor that autograd saves to pinned memory, on a separate
-stream, while the next block computes. In the backward pass, the first tensor asked for brings back
-its whole block and starts on the block before it, so the copies run ahead. Tensors that are on the
-device anyway stay there: weights, and the masks and positions that all blocks share. So does a
-tensor whose strides a copy would change, such as an expanded one: kernels must see the same layout
-again.
-
-Around a recomputed block it sends what recompute keeps, the block's inputs; around a compiled one,
-what the compiled forward pass saves for the backward pass.
+stream, while the next block computes: around a recomputed block its inputs, around a compiled one
+what the compiled forward pass saves. In the backward pass, the first tensor asked for brings back
+its whole block and starts on the block before it, so the copies run ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +34,7 @@ def apply(assembly: Assembly) -> str:
     return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
 
 
-def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> nn.Module:
+def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
     """Keep what each block saves for its backward pass in host memory."""
     if not plan.blocks:
         raise ConfigurationError(
@@ -50,17 +44,15 @@ def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.de
     build = functools.partial(_build_offload, lane=Lane(device))
     for block in plan.get_blocks(model):
         extend(block, "offload", build, is_shared=True)
-    return model
 
 
 def _build_offload(cls: type[nn.Module], lane: Lane) -> dict[str, Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run: Callable[..., Any] = functools.partial(cls.__call__, self)
         if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
+            return cls.__call__(self, *args, **kwargs)
         saved = lane.open(self, [*args, *kwargs.values()])
         with saved_tensors_hooks(saved.pack, saved.unpack):
-            return run(*args, **kwargs)
+            return cls.__call__(self, *args, **kwargs)
 
     return {"__call__": call}
 
@@ -76,17 +68,17 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: weakref.ref[SavedTensors] | None = None
+        self.last: weakref.ref[SavedTensors] | None = None
         self._leaving: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
         self._sent: list[Tensor] = []
 
-    def open(self, block: nn.Module, given: list[Any]) -> SavedTensors:
+    def open(self, block: nn.Module, arguments: list[Any]) -> SavedTensors:
         """Where the tensors go that a call of a block with these arguments saves."""
         # The copies of the block before the last one had the whole last block to finish.
         self._let_go(keeping=1)
-        saved = SavedTensors(block, given, self, previous=self._last)
+        saved = SavedTensors(block, arguments, self)
         # Weak, so that a graph dropped without a backward pass drops its copies too.
-        self._last = weakref.ref(saved)
+        self.last = weakref.ref(saved)
         return saved
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -129,8 +121,7 @@ class Lane:
             self._leaving.append((self._sent, self.stream.record_event()))
             self._sent = []
         while len(self._leaving) > keeping:
-            _, event = self._leaving[0]
-            self.wait(event)
+            self.wait(self._leaving[0][1])
             self._leaving.popleft()
 
 
@@ -157,19 +148,11 @@ class Copy:
 class SavedTensors:
     """What one call of a block saves for its backward pass."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        given: list[Any],
-        lane: Lane,
-        previous: weakref.ref[SavedTensors] | None,
-    ) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, arguments: list[Any], lane: Lane) -> None:
+        self._block, self._lane, self._previous = block, lane, lane.last
         # Masks and rotary positions: every block gets the same ones.
-        tensors = [value for value in tree_leaves(given) if type(value) is Tensor]
+        tensors = [value for value in tree_leaves(arguments) if type(value) is Tensor]
         self._shared = {_get_place(tensor) for tensor in tensors if not tensor.requires_grad}
-        self._lane = lane
-        self._previous = previous
         self._copies: list[Copy] = []
         self._latest: dict[tuple[int, Any], Copy] = {}
         self._weights: set[int] | None = None
@@ -181,16 +164,14 @@ class SavedTensors:
         if not self._is_offloaded(tensor):
             return Kept(tensor=tensor, version=count_changes(tensor))
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        copy = self._latest.get((_get_place(tensor), layout))
+        key, version = (_get_place(tensor), layout), count_changes(tensor)
+        copy = self._latest.get(key)
         # Memory is reused: an address identifies a tensor only while that tensor lives.
-        if copy is None or copy.source.expired() or copy.version != count_changes(tensor):
-            copy = Copy(
-                host=self._lane.send(tensor),
-                source=StorageWeakRef(tensor.untyped_storage()),
-                version=count_changes(tensor),
-            )
+        if copy is None or copy.source.expired() or copy.version != version:
+            source = StorageWeakRef(tensor.untyped_storage())
+            copy = Copy(host=self._lane.send(tensor), source=source, version=version)
             self._copies.append(copy)
-            self._latest[_get_place(tensor), layout] = copy
+            self._latest[key] = copy
         copy.times_saved += 1
         return copy
 
@@ -240,8 +221,10 @@ class SavedTensors:
         if self._weights is None:
             # Not earlier: under ZeRO-3 a block's weights are gathered when it is called.
             self._weights = {_get_place(get_local(p)) for p in self._block.parameters()}
-        if _get_place(tensor) in self._weights or _get_place(tensor) in self._shared:
-            return False
+        place = _get_place(tensor)
+        if place in self._weights or place in self._shared:
+            return False  # it is on the device anyway
+        # Kernels must see the same strides again: a copy of an expanded tensor has others.
         return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

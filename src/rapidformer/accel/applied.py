@@ -1,27 +1,33 @@
 """What an engine has changed, in order, each change with its undo.
 
-``accel/parallelize.py`` applies every row inside ``applied.row(...)``, which notes what the row
-changes in the model (``changes.py``). What a row changes elsewhere it registers itself, through
-``assembly.applied``: a hook on a parameter, a setting of torch, a context. Closing the engine takes
-everything off again, last change first; whole weights come last (``plain_weights.py``).
+A row may change classes, hooks, facts, attributes and configurations of a model, through other
+libraries too, so nobody lists them: the model is compared before and after. What a row changes
+elsewhere (a hook on a parameter, a setting of torch) it registers itself. Closing takes everything
+off again, last change first, whole weights last; what the user has changed since stays.
 
 Nothing here may refer to the engine: a model keeps its ``Applied``, and would keep the engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.changes import Snapshot
 from rapidformer.accel.plain_weights import PlainWeights
+from rapidformer.compat.torch_modules import WEIGHT_TABLES
 from rapidformer.errors import RapidformerError
-from rapidformer.overlay import Build, drop_fact, extend, put_fact, remove
+from rapidformer.overlay import return_to
+
+Undo = Callable[[], None]
+_MISSING: Any = object()
+_WEIGHTS = frozenset(WEIGHT_TABLES)
 
 
 @dataclass(eq=False)
@@ -42,6 +48,8 @@ class Applied:
     def __init__(self, model: nn.Module | None = None, plain: PlainWeights | None = None) -> None:
         """``plain`` knows the model's weights; without it, only what is registered is undone."""
         self.rows: list[AppliedRow] = []
+        self.parts: set[str] = set()
+        """Rows without a module of their own that another row, or the engine, has applied."""
         self.plain = plain or PlainWeights()
         self.is_closed = False
         self._model = model if model is not None else nn.Module()
@@ -52,16 +60,17 @@ class Applied:
     def row(self, name: str, *, is_silent: bool = False) -> Iterator[AppliedRow]:
         """Inside, what changes in the model, and what is registered here, belongs to this row."""
         row = AppliedRow(name, is_silent)
-        before = Snapshot(self._model)
+        before = [_Look(owner) for owner in _list_owners(self._model)]
         outer, self._undo = self._undo, ExitStack()
         try:
             yield row
         finally:
             registered, self._undo = self._undo, outer
-            changes = before.find_changes()
-            row.changes = len(changes)
+            for look in before:
+                for undo in look.find_changes():
+                    row.changes += 1
+                    self._undo.callback(undo)
             self.rows.append(row)
-            self._undo.callback(changes.undo)
             # Undone before that: what the row has registered, such as a hook on a parameter.
             self._undo.push(registered)
 
@@ -76,28 +85,19 @@ class Applied:
         self._undo.callback(undo, *args)
 
     def enter(self, context: AbstractContextManager[Any]) -> Any:
-        """Enter a context until the engine closes."""
-        return self._undo.enter_context(context)
-
-    def extend(self, target: Any, layer: str, build: Build, **options: Any) -> None:
-        """Add an overlay to an object, as ``overlay.extend`` does."""
-        extend(target, layer, build, **options)
-        self.on_close(remove, target, layer)
-
-    def put_fact(self, target: Any, fact: object) -> None:
-        """Keep a fact on an object, as ``overlay.put_fact`` does."""
-        put_fact(target, fact)
-        self.on_close(drop_fact, target, type(fact))
+        """Enter a context until the engine closes, or is dropped without that."""
+        value = context.__enter__()
+        leave = weakref.finalize(self, context.__exit__, None, None, None)
+        leave.atexit = False
+        self._undo.callback(leave)
+        return value
 
     def keep_hook(self, handle: RemovableHandle) -> None:
         """A hook that was registered, to be removed on closing."""
         self.on_close(handle.remove)
 
     def undo(self) -> bool:
-        """Take all changes off again, last one first; every rank must call this.
-
-        False if they stay, since the whole weights do not fit into memory; a warning says so.
-        """
+        """Take all changes off again, on every rank; False, with a warning, if memory is short."""
         if not self.is_closed:
             if not self.plain.have_room():
                 return False
@@ -112,3 +112,65 @@ class Applied:
                 "this engine is closed: engine.close() was called, or another engine has composed "
                 "its model since. Use that engine, or create a new one and compose the model again."
             )
+
+
+class _Look:
+    """A module or a configuration as it is now; weights are not looked at."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._cls = owner, type(owner)
+        values = {name: value for name, value in vars(owner).items() if name not in _WEIGHTS}
+        # Tables and sets are changed in place.
+        tables = {name: value for name, value in values.items() if isinstance(value, (dict, set))}
+        self._values, self._tables = values, tables
+        self._contents = {name: table.copy() for name, table in tables.items()}
+
+    def find_changes(self) -> Iterator[Undo]:
+        """What undoes each change since."""
+        if type(self._owner) is not self._cls:
+            yield partial(return_to, self._owner, self._cls)
+        now = vars(self._owner)
+        yield from _compare(now, self._values)
+        for name, table in self._tables.items():
+            # If the table itself was replaced, its own line puts the old one back.
+            if now.get(name) is table:
+                yield from _compare(table, self._contents[name])
+
+
+def _list_owners(model: nn.Module) -> Iterator[Any]:
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        yield module
+        _add_configs(vars(module).get("config"), configs)
+    yield from configs.values()
+
+
+def _add_configs(config: Any, configs: dict[int, Any]) -> None:
+    """A configuration of transformers, and those inside it."""
+    if hasattr(config, "to_dict") and hasattr(config, "__dict__") and id(config) not in configs:
+        configs[id(config)] = config
+        for value in list(vars(config).values()):
+            _add_configs(value, configs)
+
+
+def _compare(table: Any, before: Any) -> Iterator[Undo]:
+    """What undoes each change of a table or a set since it was copied."""
+    if isinstance(table, set):
+        yield from (partial(table.discard, key) for key in table - before)
+        yield from (partial(table.add, key) for key in before - table)
+        return
+    for key in [*before, *(key for key in table if key not in before)]:
+        old, new = before.get(key, _MISSING), table.get(key, _MISSING)
+        # A tensor that was moved or filled in is the model's own.
+        is_kept = old is new or (isinstance(old, Tensor) and isinstance(new, Tensor))
+        if not is_kept and key not in _WEIGHTS:
+            yield partial(_put_back, table, key, old, new)
+
+
+def _put_back(table: dict[Any, Any], key: Any, before: Any, after: Any) -> None:
+    if table.get(key, _MISSING) is not after:
+        return  # the user's
+    if before is _MISSING:
+        del table[key]
+    else:
+        table[key] = before

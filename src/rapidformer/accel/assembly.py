@@ -12,19 +12,23 @@ from torch import nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
-from rapidformer.config.switches import Situation, get_switch
+from rapidformer.config.switches import Situation, Switch, get_switch
 from rapidformer.dist.topology import Topology
 from rapidformer.models.deferred import DeferredWeights
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import TensorPlan
 
 
-class GradientSynchronizer(Protocol):
+class GradientSynchronizer:
     """What every data-parallel strategy does around a backward pass: leave *sums* in ``.grad``."""
 
     def before_backward(self, is_last: bool) -> None: ...
 
     def after_backward(self) -> None: ...
+
+
+class Alone(GradientSynchronizer):
+    """One rank: nothing to synchronize."""
 
 
 class Stages(Protocol):
@@ -34,14 +38,6 @@ class Stages(Protocol):
     def stacks(self) -> list[tuple[str, ...]]: ...
 
     def attach(self, model: nn.Module) -> None: ...
-
-
-class Alone:
-    """One rank: nothing to synchronize."""
-
-    def before_backward(self, is_last: bool) -> None: ...
-
-    def after_backward(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -84,21 +80,19 @@ class Assembly:
     @property
     def situation(self) -> Situation:
         """What a row asks beside the settings."""
-        dtype = self.precision.dtype
         return Situation(
             device=self.device.type,
             ranks=self.args.world_size,
-            precision="fp32" if dtype is None else _NAMES[dtype],
+            precision=self.precision.name,
             is_training=self.is_training,
         )
+
+    def is_meant(self, row: Switch) -> bool:
+        """Whether a row is on in this run, if nothing is in its way."""
+        is_done_elsewhere = self.uses_deepspeed and row.under_deepspeed != "applied"
+        return row.is_on(self.args) and row.has_what_it_needs(self.args) and not is_done_elsewhere
 
     def wants(self, name: str) -> bool:
         """Whether a row that another row's module applies is on in this run."""
         row = get_switch(name)
-        is_on = row.is_on(self.args) and row.has_what_it_needs(self.args)
-        is_done_elsewhere = self.uses_deepspeed and row.under_deepspeed != "applied"
-        is_possible = row.find_obstacle(self.args, self.situation) is None
-        return is_on and is_possible and not is_done_elsewhere
-
-
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return self.is_meant(row) and row.find_obstacle(self.args, self.situation) is None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.dist.regions import copy_in, sum_out
-from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 from rapidformer.overlay import extend
 
@@ -24,32 +23,20 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Share the statistics of every BatchNorm."""
-    return synchronise_batch_norm(
-        assembly.model,
-        assembly.topology,
-        micro_batches=assembly.args.gradient_accumulation_steps or 1,
-        is_filler=assembly.is_filler,
-    )
-
-
-def synchronise_batch_norm(
-    model: nn.Module, topology: Topology, *, micro_batches: int, is_filler: Callable[[], bool]
-) -> str | None:
-    """Let every BatchNorm see the rows of all replicas, in place; returns a start-up line."""
-    modules = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
+    """Let every BatchNorm see the rows of all replicas."""
+    modules = [module for module in assembly.model.modules() if isinstance(module, _BATCH_NORMS)]
     if not modules:
         return None
-    if micro_batches > 1:
+    if (micro_batches := assembly.args.gradient_accumulation_steps or 1) > 1:
         warn_once(
             f"BatchNorm takes its statistics over one micro-batch, not over the {micro_batches} of "
             "an optimizer step: the result depends on --micro-batch-size. Raise it until a step "
             "is one micro-batch, or use LayerNorm or GroupNorm."
         )
-    group = topology.get_replica_group()
+    group = assembly.topology.get_replica_group()
     if group is None:
         return None
-    members = {"_replicas": group, "_is_filler": staticmethod(is_filler)}
+    members = {"_replicas": group, "_is_filler": staticmethod(assembly.is_filler)}
     for module in modules:
         extend(module, "statistics", lambda cls: members, styles=(_JoinedStatistics,))
     return f"statistics of {len(modules)} layers over {group.size()} ranks"

@@ -24,8 +24,7 @@ _NAME = "use_cache"
 
 def apply(assembly: Assembly) -> str | None:
     """Fill no cache in training."""
-    handle = skip_cache_in_training(assembly.model)
-    if handle is None:
+    if (handle := skip_cache_in_training(assembly.model)) is None:
         return None
     assembly.applied.keep_hook(handle)
     return "models of transformers keep no keys and values"
@@ -57,10 +56,8 @@ def _list_parameters(model: Any) -> list[str]:
 
 
 def _passes_on(model: Any, names: list[str]) -> bool:
-    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside.
-
-    A user's model may pass the argument itself, next to its ``**kwargs``.
-    """
+    """Whether a causal language model takes it as one of ``**kwargs``, for the model inside."""
     body = getattr(model, "base_model", model)
     takes_any = "kwargs" in names and body is not model and shifts_labels(model)
+    # A user's model may pass the argument itself, next to its `**kwargs`.
     return takes_any and is_own_model(get_own_class(model)) and _NAME in _list_parameters(body)

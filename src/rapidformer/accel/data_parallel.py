@@ -1,9 +1,8 @@
 """Data parallelism without a wrapper: gradients are summed over all ranks, the module stays.
 
-DistributedDataParallel would wrap the user's module, decide in the *forward* pass whether to
-communicate, and fail on parameters that a step does not use. Here a hook per parameter fills
-buckets during the backward pass, so communication overlaps with it; a parameter that no rank used
-keeps ``grad = None``, as in one process.
+DistributedDataParallel would decide in the *forward* pass whether to communicate, and fail on
+parameters that a step does not use. Here a hook per parameter fills buckets during the backward
+pass; a parameter that no rank used keeps ``grad = None``, as in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -29,11 +28,11 @@ def apply(assembly: Assembly) -> str | None:
     if mesh is None or assembly.args.zero_stage:
         return None
     same_experts = assembly.topology.get_expert_mesh("expert_data")
-    reducer = (
-        apply_data_parallel(assembly.model, mesh.get_group())
-        if same_experts is None
-        else ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
-    )
+    reducer: GradientReducer | ExpertGradients
+    if same_experts is None:
+        reducer = GradientReducer(assembly.model.parameters(), mesh.get_group())
+    else:
+        reducer = ExpertGradients(assembly.model, assembly.experts, mesh, same_experts)
     assembly.synchronizer = reducer
     assembly.applied.on_close(reducer.close)
     return f"gradients summed over {mesh.size()} ranks"
@@ -46,20 +45,17 @@ class _Bucket:
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
     all_used: torch.Tensor | None = None
-    """One flag per parameter, kept on the device: what is sent when every parameter has a gradient.
-    """
+    """On the device, one flag per parameter: what is sent when each of them has a gradient."""
 
 
-class GradientReducer:
+class GradientReducer(GradientSynchronizer):
     """Sums gradients over the ranks while the backward pass is still running."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._frozen = group, list(parameters)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        self._frozen = list(parameters)
-        self._is_active = False
-        self._next = 0
+        self._is_active, self._next = False, 0
         self._hooks: list[RemovableHandle] = []
         self._adopt_unfrozen()
 
@@ -72,8 +68,7 @@ class GradientReducer:
         for bucket in _build_buckets(unfrozen):
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
-        for parameter in unfrozen:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+        self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in unfrozen]
 
     def close(self) -> None:
         """Sum nothing any more."""
@@ -84,8 +79,7 @@ class GradientReducer:
         """Sum in the coming backward pass, if it is the last of the update."""
         if is_last:
             self._adopt_unfrozen()
-        self._is_active = is_last
-        self._next = 0
+        self._is_active, self._next = is_last, 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
 
@@ -116,18 +110,18 @@ class GradientReducer:
             self._next += 1
 
 
-class ExpertGradients:
+class ExpertGradients(GradientSynchronizer):
     """Sums gradients: of experts over one group, of everything else over all replicas."""
 
     def __init__(
         self, model: nn.Module, experts: Sequence[nn.Module], replicas: DeviceMesh, same: DeviceMesh
     ) -> None:
-        own = [p for module in experts for p in module.parameters()]
-        known = {id(p) for p in own}
+        split = [p for module in experts for p in module.parameters()]
+        known = {id(p) for p in split}
         others = [p for p in model.parameters() if id(p) not in known]
         self._reducers = [GradientReducer(others, replicas.get_group())]
         if same.size() > 1:
-            self._reducers.append(GradientReducer(own, same.get_group()))
+            self._reducers.append(GradientReducer(split, same.get_group()))
 
     def before_backward(self, is_last: bool) -> None:
         for reducer in self._reducers:
@@ -140,18 +134,6 @@ class ExpertGradients:
     def close(self) -> None:
         for reducer in self._reducers:
             reducer.close()
-
-
-def apply_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> GradientReducer:
-    """Sum gradients over the ranks of the group from now on."""
-    return GradientReducer(model.parameters(), group)
-
-
-def broadcast_weights(model: nn.Module) -> None:
-    """Give every rank the first one's weights: each may have initialised a new head differently."""
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0)
 
 
 def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
@@ -177,14 +159,9 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
 def shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
-    return DTensor.from_local(
-        flat.view_as(get_local(parameter)),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    local, shape, stride = flat.view_as(get_local(parameter)), parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:

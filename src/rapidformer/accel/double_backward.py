@@ -1,20 +1,18 @@
-"""Refuse gradient penalties that would differ from those of one process.
+"""Refuse gradient penalties (``create_graph=True``) that would differ from those of one process.
 
-A penalty differentiates a gradient (``torch.autograd.grad(..., create_graph=True)``). The gradient
-of a mean over this rank's rows is not that of the mean over the global batch, so its penalty
-depends on how the batch is split. And ``fully_shard`` frees weights after the first backward pass.
-Tensor and context parallelism support second derivatives with respect to inputs; for parameters,
-see ``double_gradients.py``.
+The gradient of a mean over this rank's rows is not that of the mean over the global batch, so its
+penalty depends on how the batch is split; and ``fully_shard`` frees weights after the first
+backward pass. Under tensor and context parallelism, second derivatives with respect to inputs are
+exact, but until an update is finished, each rank has only a part of a parameter's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_dispatch import tree_leaves
@@ -26,13 +24,22 @@ _WHAT = "torch.autograd.grad(..., create_graph=True) through the model (a gradie
 
 
 def apply(assembly: Assembly) -> None:
-    """Watch what the model returns."""
+    """Check whenever a gradient is taken through the model to be differentiated again."""
     args, topology, is_by_row = assembly.args, assembly.topology, assembly.is_by_row
 
-    def check() -> None:
-        check_double_backward(args, topology, is_by_row=is_by_row())
+    def see_gradient(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward pass, so only with create_graph
+            _check(args, topology, is_by_row=is_by_row())
 
-    assembly.applied.keep_hook(watch_double_backward(assembly.model, check))
+    def watch_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(see_gradient)
+
+    hook = torch.compiler.disable(watch_output)
+    assembly.applied.keep_hook(assembly.model.register_forward_hook(hook))
 
 
 class RowGradients:
@@ -46,31 +53,14 @@ class RowGradients:
         return self.is_taken
 
 
-def watch_double_backward(model: nn.Module, check: Callable[[], None]) -> RemovableHandle:
-    """Call ``check`` whenever a gradient is taken through the model to be differentiated again."""
-
-    def see_gradient(gradient: Tensor) -> None:
-        if torch.is_grad_enabled():  # in a backward pass, so only with create_graph
-            check()
-
-    def watch_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(see_gradient)
-
-    return model.register_forward_hook(torch.compiler.disable(watch_output))
-
-
-def check_double_backward(args: Settings, topology: Topology, *, is_by_row: bool) -> None:
+def _check(args: Settings, topology: Topology, *, is_by_row: bool) -> None:
     """Refuse a gradient penalty that one process would compute differently."""
-    found = {
+    ways = {
         "ZeRO/FSDP": bool(args.zero_stage) and topology.num_replicas > 1,
         "expert parallelism": topology.expert > 1,
         "pipeline parallelism": topology.pipeline > 1,
     }
-    split = " and ".join(name for name, is_on in found.items() if is_on)
+    split = " and ".join(name for name, is_on in ways.items() if is_on)
     if split:
         raise TrainingError(
             f"{_WHAT} does not work under {split}: the backward pass runs only once there. Use "
@@ -83,3 +73,19 @@ def check_double_backward(args: Settings, topology: Topology, *, is_by_row: bool
             "a sum over rows, whose gradient is each row's own, and do so inside `with "
             "engine.model.gradients_by_row():`."
         )
+
+
+def refuse_double_gradients(model: nn.Module, flag: str) -> None:
+    """Raise if the gradient of a parameter of a split model is differentiated."""
+
+    def check(name: str, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                f"{flag}: the loss uses the gradient of {name} (create_graph=True), but each rank "
+                "has only a part of that gradient. Penalise gradients with respect to inputs or "
+                f"embeddings, or remove {flag}."
+            )
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(check, name))

@@ -15,27 +15,15 @@ from rapidformer.dist.topology import Topology
 from rapidformer.log import warn_once
 
 DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
 """torch's dropout layers, each with its rate ``p``."""
 _WHAT_CHANGES = {
-    "tensor": (
-        "--tensor-model-parallel-size",
-        "all slices of a layer (its heads) get the same mask",
-    ),
-    "pipeline": (
-        "--pipeline-model-parallel-size",
-        "each stage draws the masks of its own blocks",
-    ),
-    "context": (
-        "--context-parallel-size",
-        "each rank draws the masks of its own tokens",
-    ),
+    "tensor": "--tensor-model-parallel-size with dropout: all slices of a layer (its heads) get "
+    "the same mask",
+    "pipeline": "--pipeline-model-parallel-size with dropout: each stage draws the masks of its "
+    "own blocks",
+    "context": "--context-parallel-size with dropout: each rank draws the masks of its own tokens",
 }
 
 
@@ -46,19 +34,16 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def seed_dropout(model: nn.Module, seed: int, topology: Topology) -> bool:
-    """Seed the random numbers of training; report once what cannot match one process.
-
-    False if nothing was seeded: one process goes on with its own random numbers.
-    """
+    """Seed dropout if ranks differ, and tell once how; False: one process goes on with its own."""
     replica = topology.get_rank("data")
-    split = [words for axis, words in _WHAT_CHANGES.items() if topology.get_size(axis) > 1]
+    split = [what for axis, what in _WHAT_CHANGES.items() if topology.get_size(axis) > 1]
     if replica or split:
         torch.manual_seed(seed + replica)
     is_told = topology.is_first_process and has_dropout(model)
-    for flag, what in split if is_told else ():
+    for what in split if is_told else ():
         warn_once(
-            f"{flag} with dropout: {what}. A run therefore uses other masks than one process, each "
-            "with the same distribution; everything else is exact."
+            f"{what}. A run therefore uses other masks than one process, each with the same "
+            "distribution; everything else is exact."
         )
     return bool(replica or split)
 

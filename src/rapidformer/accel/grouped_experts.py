@@ -1,10 +1,8 @@
 """Run transformers' mixtures of experts in 16 bits and compiled.
 
-transformers multiplies each expert's tokens with torch's ``grouped_mm``. Autocast does not cover
-it, so under mixed precision the experts, most of a mixture's work, would stay in fp32.
-torch.compile supports it in bf16 only, and would otherwise split every block into many graphs. Here
-its inputs are cast like those of any other product, and the fp32 product is an operator of our own,
-which torch.compile does not trace into.
+transformers multiplies each expert's tokens with torch's ``grouped_mm``, which autocast does not
+cover and torch.compile supports in bf16 only. Here its inputs are cast like those of any other
+product, and the fp32 product is an operator of our own, which torch.compile does not trace into.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ def _run_linear(module: Any, name: str, rows: Tensor, ids: Tensor, ends: Tensor)
 
 
 def multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's rows times its weight: [rows, in] x [experts, in, out] -> [rows, out].
-
-    The rows of expert i end at ``ends[i]``.
-    """
+    """Expert i's rows, up to ``ends[i]``, times its weight: [rows, in] x [experts, in, out]."""
     kind = rows.device.type
     # The kernel reads 16 bytes at a time, which is 8 elements of 16 bits.
     is_aligned = all(size % 8 == 0 for size in weights.shape[1:])

@@ -1,9 +1,8 @@
 """Answer transformers' questions about a batch from host memory, without waiting for the device.
 
 To build an attention mask, transformers asks whether a batch has padding, and whether its positions
-restart. The batch's copy in host memory has the answers. For positions that transformers' own code
-creates there is no copy; they simply count up if the model was given nothing but tokens, and if all
-rows share them.
+restart. The batch's copy in host memory has the answers. Positions that transformers' own code
+creates count up if the model was given nothing but tokens, and if all rows share them.
 """
 
 from __future__ import annotations
@@ -94,12 +93,8 @@ def _build_call(cls: Any) -> dict[str, Any]:
 
 def _describe(arguments: dict[str, Any]) -> _Call:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    located = {
-        _locate(tensor): tensor
-        for tensor in tensors.values()
-        if type(tensor) is Tensor and tensor.dim() == 2 and has_storage(tensor)
-    }
-    return _Call(located, has_tokens_only=tensors.keys() <= _TOKENS)
+    plain = (t for t in tensors.values() if type(t) is Tensor and t.dim() == 2 and has_storage(t))
+    return _Call({_locate(t): t for t in plain}, has_tokens_only=tensors.keys() <= _TOKENS)
 
 
 def _build_mask_giver(cls: Any) -> dict[str, Any]:
@@ -115,9 +110,9 @@ def _build_mask_giver(cls: Any) -> dict[str, Any]:
 
 
 def _add_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
-    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    tokens = embeddings if ids is None else ids
-    has_mask = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
+    ids = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if ids is None else ids
+    has_mask = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
     if has_mask or not isinstance(tokens, Tensor):
         return kwargs
     mask = torch.ones(tokens.shape[:2], device=tokens.device)
@@ -162,9 +157,7 @@ def is_packed(positions: Tensor) -> bool | None:
 
 def find_values(tensor: Tensor) -> NDArray[Any] | None:
     """A tensor's values in host memory; None if they are only on the device."""
-    if not has_storage(tensor):
-        return None
-    copy = find_host_copy(_find_given(tensor))
+    copy = find_host_copy(_find_given(tensor)) if has_storage(tensor) else None
     return copy.numpy() if copy is not None and fits_numpy(copy) else None
 
 

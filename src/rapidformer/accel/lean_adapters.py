@@ -43,8 +43,7 @@ def apply_adapted_layers(assembly: Assembly) -> str | None:
     has_shortcut = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
     if find_adapter(assembly.model) is None or not has_shortcut:
         return None
-    assembly.applied.enter(_WITHOUT_SHORTCUT)
-    torch.backends.mha.set_fastpath_enabled(False)  # in case somebody has turned it on since
+    _WITHOUT_SHORTCUT.keep(assembly.applied)
     return "torch's encoder layers call their parts"
 
 
@@ -60,19 +59,14 @@ _WITHOUT_SHORTCUT = Change(_turn_shortcut_off)
 
 def find_frozen_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     """The frozen parameters that only linear layers use."""
-    used_elsewhere = {
-        id(parameter)
-        for module in model.modules()
-        if not _is_linear(module)
-        for parameter in get_parameter_table(module).values()
-        if parameter is not None
-    }
-    for module in model.modules():
-        for parameter in get_parameter_table(module).values() if _is_linear(module) else ():
-            # A head may be tied to the embedding, which stays in full precision.
-            if parameter is None or parameter.requires_grad or id(parameter) in used_elsewhere:
-                continue
-            yield parameter
+    linear = [module for module in model.modules() if _is_linear(module)]
+    others = (module for module in model.modules() if not _is_linear(module))
+    # A head may be tied to the embedding, which stays in full precision.
+    used_elsewhere = {id(p) for other in others for p in get_parameter_table(other).values()}
+    for module in linear:
+        for p in get_parameter_table(module).values():
+            if p is not None and not p.requires_grad and id(p) not in used_elsewhere:
+                yield p
 
 
 def _is_linear(module: nn.Module) -> bool:

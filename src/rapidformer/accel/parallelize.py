@@ -1,10 +1,8 @@
 """Turn a model into what is trained: all rows, in order, each with its undo.
 
-Rows are applied in their order (``config/switches.py``), each by the function of its module, inside
-``Applied``, which notes what they change. Weights come in between, in two steps: before layers are
-split, weights are placed on the device and made equal everywhere, since each rank cuts its slices
-from its own copy; if the model was built without memory, the slices are created at the end, when it
-is known which ones are needed.
+Weights come in between: before layers are split, they are placed on the device and made equal
+everywhere, since each rank cuts its slices from its own copy; if the model was built without
+memory, the slices are created at the end, when it is known which ones are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
-from rapidformer.accel.weights import check_weights, equalize_weights, make_weights, place_weights
+from rapidformer.accel.weights import broadcast_weights, check_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
 from rapidformer.config.row import Moment
@@ -41,7 +39,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
-from rapidformer.overlay import drop_fact, find_fact
+from rapidformer.overlay import drop_fact, find_fact, put_fact
 
 
 @dataclass(kw_only=True)
@@ -64,7 +62,7 @@ class Parallelized:
     def explain(self, args: Settings) -> list[Answer]:
         """Every row: on, off or not applicable to this model, and why."""
         rows = {row.name: row.line for row in self.applied.rows if row.line or row.changes}
-        return explain(args, self.situation, rows)
+        return explain(args, self.situation, rows | dict.fromkeys(self.applied.parts, ""))
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
@@ -81,21 +79,18 @@ class Parallelized:
                 loss.backward()
 
     @property
-    def _gathered_weights(self) -> GatheredWeights | None:
-        if isinstance(self.synchronizer, ShardedGradients):
-            return self.synchronizer.gathered_weights
-        return None
+    def _gathered(self) -> GatheredWeights | None:
+        sharded = self.synchronizer
+        return sharded.gathered_weights if isinstance(sharded, ShardedGradients) else None
 
     def settle(self) -> None:
         """Reshard weights that a forward pass has left gathered."""
-        if self._gathered_weights is not None:
-            self._gathered_weights.release()
+        if self._gathered is not None:
+            self._gathered.release()
 
     def keep_gathered(self) -> AbstractContextManager[None]:
         """Gather sharded weights once for all forward passes inside (an evaluation)."""
-        return (
-            self._gathered_weights.keep() if self._gathered_weights is not None else nullcontext()
-        )
+        return self._gathered.keep() if self._gathered is not None else nullcontext()
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A whole parameter for use in a loss, with the gradient of one process."""
@@ -103,8 +98,8 @@ class Parallelized:
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""
-        if self._gathered_weights is not None:
-            self.applied.keep_hook(self._gathered_weights.watch_updates(optimizer))
+        if self._gathered is not None:
+            self.applied.keep_hook(self._gathered.watch_updates(optimizer))
 
 
 @dataclass(eq=False)
@@ -174,7 +169,8 @@ def parallelize(
         wants=assembly.wants,
         situation=assembly.situation,
     )
-    assembly.applied.put_fact(model, _Owner(parallelized))
+    put_fact(model, _Owner(parallelized))
+    assembly.applied.on_close(drop_fact, model, _Owner)
     return parallelized
 
 
@@ -182,20 +178,17 @@ def _take_from_earlier_engine(model: nn.Module) -> None:
     """Undo what an engine of this process has changed in a model; every rank must call this."""
     owner = find_fact(model, _Owner)
     earlier = owner.parallelized if owner is not None else None
-    if earlier is None or earlier.applied.is_closed:
-        drop_fact(model, _Owner)
-        return
-    if earlier.deepspeed is not None:
-        raise RapidformerError(
-            "DeepSpeed already holds this model and cannot start again: load the model again."
-        )
-    if earlier.applied.undo():
-        drop_fact(model, _Owner)
-        return
-    raise RapidformerError(
-        "this model was composed by another engine, and its weights do not fit into memory whole, "
-        "so that cannot be undone: load the model again."
-    )
+    if earlier is not None and not earlier.applied.is_closed:
+        if earlier.deepspeed is not None:
+            raise RapidformerError(
+                "DeepSpeed already holds this model and cannot start again: load the model again."
+            )
+        if not earlier.applied.undo():
+            raise RapidformerError(
+                "this model was composed by another engine, and its weights do not fit into memory "
+                "whole, so that cannot be undone: load the model again."
+            )
+    drop_fact(model, _Owner)
 
 
 def check_device(args: Settings, device: torch.device) -> None:
@@ -238,13 +231,17 @@ def check_adapter(model: nn.Module, args: Settings) -> None:
 
 def _apply_all(assembly: Assembly) -> None:
     """All rows; between them, weights are placed, made equal and, if there are none, created."""
+    model, args, deferred = assembly.model, assembly.args, assembly.deferred
     _apply_rows(assembly, "whole")
-    _place_weights(assembly)
+    stays_on_host = args.cpu_offload and not assembly.uses_deepspeed
+    place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
     _apply_rows(assembly, "weights")
-    if assembly.pipeline is None and assembly.topology.mesh is not None:
-        equalize_weights(assembly.model, assembly.deferred)
+    if assembly.pipeline is None and assembly.topology.mesh is not None and deferred is None:
+        broadcast_weights(model)  # deferred ones are equal by construction
     _apply_rows(assembly, "placed")
-    _make_weights(assembly)
+    if deferred is not None:
+        device = torch.device("cpu") if args.cpu_offload else assembly.device
+        make_weights(model, assembly.plan, deferred, device)
     _apply_rows(assembly, "final")
 
 
@@ -260,11 +257,7 @@ def _apply_rows(assembly: Assembly, moment: Moment) -> None:
 def _is_due(switch: Switch, assembly: Assembly) -> bool:
     """Whether a row is on; one that was asked for and cannot be applied is refused."""
     args = assembly.args
-    if assembly.uses_deepspeed and switch.under_deepspeed != "applied":
-        return False
-    if switch.is_for_training and not assembly.is_training:
-        return False
-    if not switch.is_on(args) or not switch.has_what_it_needs(args):
+    if not assembly.is_meant(switch) or (switch.is_for_training and not assembly.is_training):
         return False
     obstacle = switch.find_obstacle(args, assembly.situation)
     if obstacle is None:
@@ -278,18 +271,3 @@ def _is_due(switch: Switch, assembly: Assembly) -> bool:
 
 def _import(switch: Switch) -> ModuleType:
     return importlib.import_module(f"rapidformer.accel.{switch.module.partition(':')[0]}")
-
-
-def _place_weights(assembly: Assembly) -> None:
-    """Onto the device, unless they stay in host memory or do not exist yet."""
-    stays_on_host = assembly.args.cpu_offload and not assembly.uses_deepspeed
-    offloads = stays_on_host or assembly.deferred is not None
-    place_weights(assembly.model, assembly.device, offloads=offloads)
-
-
-def _make_weights(assembly: Assembly) -> None:
-    """Create this rank's slices of a model that was built without weights."""
-    if assembly.deferred is None:
-        return
-    device = torch.device("cpu") if assembly.args.cpu_offload else assembly.device
-    make_weights(assembly.model, assembly.plan, assembly.deferred, device)

@@ -1,9 +1,8 @@
-"""The weights of a plain model, given back when an engine closes.
+"""The weights of a plain model, given back when an engine closes, which is collective.
 
-Rows split, shard, round and drop parameters; what stays here is where each one was, which were
-tied, and its dtype, but not the parameter: a whole weight must not outlive its shards. Giving them
-back is collective. Trained weights keep the precision that they were trained in; frozen ones return
-to theirs.
+What stays here is where each parameter was, which were tied, and its dtype, but not the parameter:
+a whole weight must not outlive its shards. Trained weights keep the precision that they were
+trained in; frozen ones return to theirs.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class _Weight:
     dtype: torch.dtype
     shape: torch.Size
     exact: Tensor | None = None
-    """The values of a frozen weight that was rounded, in host memory, if casting back is not exact.
-    """
+    """In host memory, the values of a frozen weight that was rounded, if casting back loses any."""
 
     def find_current(self) -> nn.Parameter | None:
         """What its owners have now; None if it is on another pipeline stage."""
@@ -67,23 +65,16 @@ class PlainWeights:
         self._orders = {module: tuple(get_parameter_table(module)) for module in model.modules()}
         self._unsaved = {module: set(list_unsaved(module)) for module in model.modules()}
         self._weights: dict[int, _Weight] = {}
-        self._optimizers: list[tuple[weakref.ref[Optimizer], list[list[_Weight]]]] = []
+        self._optimizers: list[tuple[weakref.ref[Optimizer], list[list[int]]]] = []
+        """Each with its groups of weights."""
         for module in model.modules():
-            for name, parameter in get_parameter_table(module).items():
-                if parameter is not None:
-                    self._add(module, name, parameter)
-
-    def _add(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        weight = _Weight(
-            reference=weakref.ref(parameter), dtype=parameter.dtype, shape=parameter.shape
-        )
-        self._weights.setdefault(id(parameter), weight).places.append((module, name))
+            for name, p in get_parameter_table(module).items():
+                if p is not None:
+                    weight = _Weight(reference=weakref.ref(p), dtype=p.dtype, shape=p.shape)
+                    self._weights.setdefault(id(p), weight).places.append((module, name))
 
     def keep_exact(self, parameter: nn.Parameter, rounded: torch.dtype) -> None:
-        """Before a frozen weight is rounded: keep its values if casting back is not exact.
-
-        Those of most published models are in 16 bits already, and need no copy.
-        """
+        """Before a frozen weight is rounded: keep its values, unless casting back is exact."""
         weight = self._weights.get(id(parameter))
         if weight is None or weight.reference() is not parameter or parameter.is_meta:
             return
@@ -92,19 +83,15 @@ class PlainWeights:
             weight.exact = exact.cpu()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Point this optimizer to the plain parameters again, with its state, when they return.
-
-        Called before it is re-pointed to split ones, or after it was built from them.
-        """
+        """Point an optimizer of plain or split parameters to the plain ones when they return."""
         # By living objects: the id of a parameter that was dropped may be another's by now.
-        known = ((p, w) for w in self._weights.values() for p in (w.find_current(), w.reference()))
-        by_id = {id(p): w for p, w in known if p is not None}
-        if any(id(p) not in by_id for group in optimizer.param_groups for p in group["params"]):
+        weights = self._weights.items()
+        known = ((p, key) for key, w in weights for p in (w.find_current(), w.reference()))
+        keys = {id(p): key for p, key in known if p is not None}
+        if any(id(p) not in keys for group in optimizer.param_groups for p in group["params"]):
             return  # it trains something else as well, which is refused next
-        groups = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self._optimizers.append((weakref.ref(optimizer), groups))
-
-    # ---- giving them back ------------------------------------------------------------------------
 
     def are_untouched(self) -> bool:
         """Whether all parameters are still the ones that were there before."""
@@ -115,7 +102,11 @@ class PlainWeights:
         """Whether the whole weights fit into free memory on every rank; says so if they do not."""
         if self.are_untouched() and self._topology.pipeline == 1:
             return True
-        needed = sum(map(_count_new_bytes, self._weights.values())) + self._count_state_bytes()
+        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        split = [v for state in states for v in state.values() if isinstance(v, DTensor)]
+        needed = sum(map(_count_new_bytes, self._weights.values()))
+        needed += sum(value.numel() * value.dtype.itemsize for value in split)
         devices = {p.device for w in self._weights.values() if (p := w.find_current()) is not None}
         free = min((self.measure_free(device) for device in devices), default=0.0)
         needs = [(needed, free)] if is_alone() else gather_from_all((needed, free))
@@ -129,30 +120,31 @@ class PlainWeights:
         )
         return False
 
-    def _count_state_bytes(self) -> int:
-        optimizers = [optimizer for ref, _ in self._optimizers if (optimizer := ref()) is not None]
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        values = [value for state in states for value in state.values()]
-        return sum(v.numel() * v.dtype.itemsize for v in values if isinstance(v, DTensor))
-
     def restore(self) -> None:
         """Give every module its whole parameters again; every rank must call this."""
         sources = self._find_sources()
         replaced: dict[int, nn.Parameter] = {}
-        states = list(self._collect_states())
+        optimizers = list(self._collect_states())
         for key, weight in self._weights.items():
-            current = weight.find_current()
-            plain = self._make_plain(weight, current, sources.get(key))
-            replaced[key] = plain
+            replaced[key] = self._make_plain(weight, weight.find_current(), sources.get(key))
             for module, name in weight.places:
-                get_parameter_table(module)[name] = plain
+                get_parameter_table(module)[name] = replaced[key]
         for module, names in self._orders.items():
             table = get_parameter_table(module)
             ordered = {name: table[name] for name in names if name in table} | table
             table.clear()
             table.update(ordered)
         self._restore_buffers()
-        self._restore_optimizers(replaced, states)
+        for optimizer, groups, state in optimizers:
+            del optimizer.param_groups[len(groups) :]
+            for group, keys in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [replaced[key] for key in keys]
+            optimizer.state.clear()
+            for key, values in state.items():
+                optimizer.state[replaced[key]] = {
+                    name: join_whole(value) if isinstance(value, DTensor) else value
+                    for name, value in values.items()
+                }
 
     def _make_plain(
         self, weight: _Weight, current: nn.Parameter | None, source: _Source | None
@@ -164,17 +156,12 @@ class PlainWeights:
             if source is not None:
                 _broadcast(current.data, source, self._topology)
             return current
-        values: Tensor | None = None
-        if current is not None:
-            values = join_whole(current).to(current.device)
+        values = None if current is None else join_whole(current).to(current.device)
+        is_trained = current is not None and current.requires_grad
         if source is not None:
             values = _broadcast(values, source, self._topology)
+            is_trained = source.is_trained
         assert values is not None
-        is_trained = (
-            source.is_trained
-            if source is not None
-            else bool(current is not None and current.requires_grad)
-        )
         if not is_trained and values.dtype != weight.dtype:
             values = _return_to_dtype(weight, values)
         if original is None or original.is_meta:
@@ -188,18 +175,18 @@ class PlainWeights:
         """For each weight that a stage lacks: the stage that sends it. Empty without a pipeline."""
         if self._topology.pipeline == 1:
             return {}
+        stage = self._topology.get_rank("pipeline")
         held = {
-            index: _Source(0, p.dtype, p.requires_grad, weight.shape)
+            index: _Source(stage, p.dtype, p.requires_grad, weight.shape)
             for index, weight in enumerate(self._weights.values())
             if (p := weight.find_current()) is not None
         }
         by_stage = gather_from_stages(held, self._topology)
         sources: dict[int, _Source] = {}
         for index, key in enumerate(self._weights):
-            stages = [stage for stage, names in enumerate(by_stage) if index in names]
-            if len(stages) < len(by_stage):
-                first = by_stage[stages[0]][index]
-                sources[key] = _Source(stages[0], first.dtype, first.is_trained, first.shape)
+            holders = [held[index] for held in by_stage if index in held]
+            if len(holders) < len(by_stage):
+                sources[key] = holders[0]
         return sources
 
     def _restore_buffers(self) -> None:
@@ -215,39 +202,13 @@ class PlainWeights:
                     source = _Source(away.index(False), buffer.dtype, False, buffer.shape)
                     _broadcast(buffer, source, self._topology)
 
-    def _collect_states(self) -> Iterator[tuple[Optimizer, dict[int, Any]]]:
-        """Each optimizer's state by the weight that it is of."""
+    def _collect_states(self) -> Iterator[tuple[Optimizer, list[list[int]], dict[int, Any]]]:
+        """Each optimizer with its groups, and its state by the weight that it is of."""
         current = {id(w.find_current()): key for key, w in self._weights.items()}
-        for reference, _ in self._optimizers:
-            optimizer = reference()
-            if optimizer is not None:
-                yield (
-                    optimizer,
-                    {
-                        current[id(p)]: state
-                        for p, state in optimizer.state.items()
-                        if id(p) in current
-                    },
-                )
-
-    def _restore_optimizers(
-        self,
-        replaced: dict[int, nn.Parameter],
-        states: list[tuple[Optimizer, dict[int, Any]]],
-    ) -> None:
-        keys = {id(weight): key for key, weight in self._weights.items()}
-        groups_of = {id(ref()): groups for ref, groups in self._optimizers}
-        for optimizer, state in states:
-            groups = groups_of[id(optimizer)]
-            del optimizer.param_groups[len(groups) :]
-            for group, weights in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = [replaced[keys[id(weight)]] for weight in weights]
-            optimizer.state.clear()
-            for key, values in state.items():
-                optimizer.state[replaced[key]] = {
-                    name: join_whole(value) if isinstance(value, DTensor) else value
-                    for name, value in values.items()
-                }
+        for reference, groups in self._optimizers:
+            if (optimizer := reference()) is not None:
+                entries = [(id(p), values) for p, values in optimizer.state.items()]
+                yield optimizer, groups, {current[i]: v for i, v in entries if i in current}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def _build_attention(cls: Any) -> dict[str, Any]:
             heads = fused.view(rows, tokens, -1, per_group + 2, self.head_dim)
             query = heads[..., :-2, :]
             pair = (heads[..., -2:-1, :].expand_as(query), heads[..., -1:, :].expand_as(query))
-            return tuple(each.flatten(2, 3) for each in (query, *pair))
+            return tuple(part.flatten(2, 3) for part in (query, *pair))
         if self.multi_query:
             heads = fused.view(rows, tokens, self.num_heads + 2, self.head_dim)
             return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]

@@ -1,9 +1,8 @@
 """Put weights on the device, equal on every rank: moved and broadcast, or created in place.
 
-A model built without memory (``models/deferred.py``) has been split by now; each rank creates its
-own slice of each parameter, one parameter at a time, so its memory stays close to the size of the
-slices. A slice is not always contiguous: layers are split first and the result is sharded over
-data-parallel ranks, so it is found by undoing these steps from the inside out, stretch by stretch.
+Of a model built without memory, each rank creates its own slice of one parameter at a time. A slice
+is not always contiguous: layers are split first and the result is sharded over data-parallel ranks,
+so it is found by undoing these steps from the inside out, stretch by stretch.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer.accel.data_parallel import broadcast_weights
 from rapidformer.compat.torch_modules import get_parameter_table, replace_tensors
 from rapidformer.dist.whole import find_strided_axis
 from rapidformer.errors import ModelError
@@ -52,10 +51,11 @@ def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> 
             setattr(module, name, buffer.to(device))
 
 
-def equalize_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
-    """Give every rank the first one's weights; deferred ones are equal by construction."""
-    if deferred is None:
-        broadcast_weights(model)
+def broadcast_weights(model: nn.Module) -> None:
+    """Give every rank the first one's weights: each may have initialised a new head differently."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, src=0)
 
 
 def make_weights(
@@ -92,14 +92,12 @@ def find_spans(parameter: Tensor) -> list[Stretches]:
 
 def _cut(stretches: Stretches, parts: int, rank: int, size: int) -> Stretches:
     """A rank's part of the stretches, cut the way ``torch.chunk`` would."""
-    total = sum(end - start for start, end in stretches)
-    width = total // parts
+    width = sum(end - start for start, end in stretches) // parts
     length = -(-width // size)
-    chosen: Stretches = []
-    for part in range(parts):
-        first = min(rank * length, width)
-        last = min(first + length, width)
-        chosen += _select(stretches, part * width + first, part * width + last)
+    first = min(rank * length, width)
+    last = min(first + length, width)
+    starts = range(0, parts * width, width or 1)
+    chosen = [span for start in starts for span in _select(stretches, start + first, start + last)]
     return chosen or [(0, 0)]
 
 

@@ -45,7 +45,7 @@ class Change(AbstractContextManager[None]):
     def __init__(self, make: Callable[[], Callable[[], object]]) -> None:
         """``make`` makes the change and returns how to undo it."""
         self._make = make
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an engine may be garbage-collected inside, and leave
         self._users = 0
         self._undo: Callable[[], object] | None = None
         self._depth: ContextVar[int] = ContextVar("depth", default=0)
@@ -74,7 +74,8 @@ class Change(AbstractContextManager[None]):
             keeper.enter(self)
 
     def __exit__(self, *_: object) -> None:
-        self._depth.set(self._depth.get() - 1)
+        # Another thread than the one that entered may drop an engine.
+        self._depth.set(max(self._depth.get() - 1, 0))
         with self._lock:
             self._users -= 1
             if not self._users and self._undo is not None:

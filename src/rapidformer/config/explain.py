@@ -52,8 +52,11 @@ def _answer(
     switch: Switch, args: Settings, situation: Situation, applied: Mapping[str, str] | None
 ) -> Answer:
     state, why = _decide(switch, args, situation)
-    if state == "on" and applied is not None and switch.module and switch.name not in applied:
-        state, why = "not applicable", "this model has nothing that it would change"
+    # A setting without a module of its own is on if it was asked for.
+    is_found = applied is None or switch.name in applied
+    if state == "on" and not is_found and (switch.module or switch.kind != "asked"):
+        what = "this model has" if switch.module else "this model and its optimizer have"
+        state, why = "not applicable", f"{what} nothing that it would change"
     elif state == "on" and applied is not None and applied.get(switch.name):
         why = f"{why}: {applied[switch.name]}"
     does = switch.does or get_settings()[switch.turned_on_by[0]].help.split(": ")[0]

@@ -23,7 +23,7 @@ from rapidformer.engine.runtime import Runtime
 from rapidformer.log import get_logger
 from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues, describe_bad_batch
 from rapidformer.optim.loss_scaler import LossScaler
-from rapidformer.optim.optimizers import build_optimizer, group_parameters
+from rapidformer.optim.optimizers import build_optimizer, group_parameters, uses_kernel
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.shard_probe import check_given_optimizer
 from rapidformer.optim.takeover import (
@@ -74,6 +74,8 @@ def prepare_optimizer(
     elif deepspeed is None or not deepspeed.has_own_optimizer:
         optimizer = build_optimizer(model, args)
         parallelized.applied.plain.follow(optimizer)
+        if uses_kernel(optimizer):
+            parallelized.applied.parts.add("AdamW kernel")
     if deepspeed is not None:
         groups = group_parameters(deepspeed.model, args.weight_decay)
         optimizer = deepspeed.start(optimizer, groups, functools.partial(bypass_clock, clock))
@@ -116,7 +118,7 @@ def take_over(
     """Let both follow the clock until the engine closes."""
     for taken in (optimizer, scheduler):
         parallelized.applied.on_close(give_back, weakref.ref(taken))
-    take_over_optimizer(
+    clips = take_over_optimizer(
         optimizer,
         clock,
         clip_grad=args.clip_grad,
@@ -124,6 +126,12 @@ def take_over(
         clips_in_step=parallelized.wants("clipping in the step"),
     )
     take_over_scheduler(scheduler, clock)
+    parts = {
+        "update clock": True,
+        "loss scaling": scaler is not None,
+        "clipping in the step": clips,
+    }
+    parallelized.applied.parts |= {name for name, is_on in parts.items() if is_on}
 
 
 def build_guard(

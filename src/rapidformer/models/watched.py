@@ -59,6 +59,15 @@ def find_requested(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
+def find_reader(
+    model: Any, kwargs: Mapping[str, Any], inner: Mapping[str, nn.Module]
+) -> str | None:
+    """Who reads the activations inside a model in this call: a request of it, or hooks."""
+    watched = find_watched(inner)
+    hooks = f"a hook on {describe_watched(watched)}" if watched else None
+    return find_requested(model, kwargs) or hooks
+
+
 def describe_watched(names: list[str]) -> str:
     """The first few of them."""
     return list_some(names)

@@ -103,18 +103,18 @@ def take_over_optimizer(
     clip_grad: float,
     scaler: LossScaler | None,
     clips_in_step: bool = False,
-) -> Optimizer:
+) -> bool:
     """Make ``step`` and ``zero_grad`` wait until an update is due.
 
     ``clips_in_step``: let the optimizer clip while it updates, if it can, instead of in a pass over
-    all gradients before. The result may differ in the last bit.
+    all gradients before. The result may differ in the last bit. Returns whether it does.
     """
     # A scheduler made earlier has wrapped the old `step` with its counter; ours keeps count.
     optimizer.__dict__.pop("step", None)
     clips = clips_in_step and clip_grad > 0 and _can_clip(optimizer)
     extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler, clips))
     mark_as_stepped(optimizer)
-    return optimizer
+    return clips
 
 
 def give_back(reference: ReferenceType[Any]) -> None:

@@ -60,8 +60,8 @@ class Device:
 def apply(assembly: Assembly) -> str | None:
     """Choose the attention of the model."""
     model, asked = assembly.model, assembly.args.attention
-    if assembly.wants("bias layout"):
-        apply_bias_layout(model)
+    if assembly.wants("bias layout") and apply_bias_layout(model):
+        assembly.applied.parts.add("bias layout")
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
@@ -85,6 +85,8 @@ def apply(assembly: Assembly) -> str | None:
     unknown = find_unknown_attention() if by_length or by_bias else None
     is_known = unknown is None
     choice = KernelChoice(_ORDERS[chosen], by_length and is_known, by_bias and is_known)
+    chosen_by = {"varied lengths": by_length, "learned bias kernel": by_bias}
+    assembly.applied.parts |= {name for name, is_on in chosen_by.items() if is_on and is_known}
     blocks = assembly.plan.get_blocks(model) if assembly.plan.blocks else []
     apply_choice(model, blocks, choice)
     extra = _activate_flash(model, assembly.applied) if asked == "flash" else ""
@@ -192,15 +194,17 @@ def _is_installed(package: str) -> bool:
 # ---- relative position bias ----------------------------------------------------------------------
 
 
-def apply_bias_layout(model: nn.Module) -> None:
-    """Lay out T5's bias as [1, heads, queries, keys] in memory.
+def apply_bias_layout(model: nn.Module) -> int:
+    """Lay out T5's bias as [1, heads, queries, keys] in memory; returns how many there are.
 
     T5 permutes a [queries, keys, heads] table. Fused kernels need adjacent keys, so torch would
     compute all of self-attention unfused, and in fp32.
     """
-    for module in _find_biased(model):
+    biased = _find_biased(model)
+    for module in biased:
         extend(module, "bias", _build_biased, is_shared=True)
         extend_table(module.relative_attention_bias)
+    return len(biased)
 
 
 def _find_biased(model: nn.Module) -> list[Any]:

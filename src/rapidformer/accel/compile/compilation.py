@@ -118,9 +118,12 @@ def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
     if assembly.wants("merged linear layers"):
         copies = sum(2 * parameter.numel() for parameter in assembly.model.parameters())
         memory = torch.cuda.get_device_properties(assembly.device).total_memory
-        rewrites += [merge_linears] if copies < _LARGEST_FRACTION * memory else []
+        if copies < _LARGEST_FRACTION * memory:
+            rewrites.append(merge_linears)
+            assembly.applied.parts.add("merged linear layers")
     if assembly.wants("hashed dropout") and assembly.args.compile_backend == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
+        assembly.applied.parts.add("hashed dropout")
     return rewrites
 
 

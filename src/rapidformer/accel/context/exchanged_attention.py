@@ -1,12 +1,10 @@
 """Attention over whole sequences in a block that has a slice of the tokens: Ulysses.
 
-Queries, keys and values of this rank's tokens go in; an exchange turns them into all tokens of its
-slice of the heads; the model's own attention runs on those, with the whole mask; a second exchange
-turns heads back into tokens. There are two entry points: Hugging Face's attention interface, under
-a name of ours that wraps the model's implementation (so sliding windows, soft caps and masks stay
-its own); and, for models that call it directly, torch's ``scaled_dot_product_attention``. Key/value
-heads are repeated only if there are fewer of them than ranks. Compiled blocks break their graph
-here: the exchanges have another shape for every length, and would be recompiled for each.
+An exchange turns this rank's tokens of all heads into all tokens of its heads, for the model's own
+attention with the whole mask; a second one turns them back. There are two entry points: Hugging
+Face's attention interface, under a name of ours that wraps the model's implementation, and torch's
+``scaled_dot_product_attention``, for models that call it directly. Compiled blocks break their
+graph here: the exchanges would be recompiled for every length.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,9 +53,8 @@ def apply_context_attention(
 
 def find_configs(model: nn.Module) -> list[Any]:
     """The nested configurations that choose an attention; each part may have its own."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    by_id = {id(c): c for c in found if chooses_attention(c)}
-    return list(by_id.values())
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if chooses_attention(c)}.values())
 
 
 def _list_entries() -> Iterator[Entry]:
@@ -97,7 +95,7 @@ def _build_attention(name: str, _: None) -> Any:
         heads, key_heads = query.shape[1], key.shape[1]
         query, key, value = exchange_heads(region, query, key, value)
         mask = _take_heads(region, attention_mask, heads)
-        with _Groups(module, heads // key_heads, query.shape[1] // key.shape[1]):
+        with _sharing(module, heads // key_heads, query.shape[1] // key.shape[1]):
             attended, _ = original(module, query, key, value, mask, *args, **kwargs)
         return region.join_heads(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
@@ -129,38 +127,32 @@ def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tenso
     return mask.chunk(region.size, dim=1)[region.rank]
 
 
-class _Groups:
-    """Tells the model's attention how many heads share a key here, if that is fewer."""
-
-    def __init__(self, module: Any, before: int, now: int) -> None:
-        self._module = module if hasattr(module, "num_key_value_groups") else None
-        self._before, self._now = before, now
-
-    def __enter__(self) -> None:
-        if self._module is not None and self._before != self._now:
-            self._module.num_key_value_groups = self._now
-
-    def __exit__(self, *_: object) -> None:
-        if self._module is not None and self._before != self._now:
-            self._module.num_key_value_groups = self._before
+@contextmanager
+def _sharing(module: Any, before: int, now: int) -> Iterator[None]:
+    """Tell the model's attention how many heads share a key here, if that is fewer."""
+    is_told = hasattr(module, "num_key_value_groups") and before != now
+    if is_told:
+        module.num_key_value_groups = now
+    try:
+        yield
+    finally:
+        if is_told:
+            module.num_key_value_groups = before
 
 
 def _find_eager(module: nn.Module) -> Callable[..., Any]:
     """The attention function in the model's own file."""
     for cls in type(module).__mro__:
-        module_of = sys.modules.get(cls.__module__)
-        found: Callable[..., Any] | None = getattr(module_of, "eager_attention_forward", None)
-        if found is not None:
-            return found
+        file = sys.modules.get(cls.__module__)
+        attend: Callable[..., Any] | None = getattr(file, "eager_attention_forward", None)
+        if attend is not None:
+            return attend
     raise AssertionError(f"{type(module).__name__} has no eager_attention_forward in its file")
 
 
 _OTHER_MEETINGS = {
-    functional.multi_head_attention_forward,
-    *FUSED_ATTENTIONS,
-    torch.conv1d,
-    torch.conv2d,
-}
+    functional.multi_head_attention_forward, *FUSED_ATTENTIONS, torch.conv1d, torch.conv2d,
+}  # fmt: skip
 
 
 class SplitTorchAttention(TorchFunctionMode):

@@ -1,11 +1,9 @@
 """Head and loss on each rank's own tokens: for long sequences, logits are the largest tensor.
 
-Used if the model computes its own loss by a function that we know: Hugging Face's
-``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
-``logits``, evaluation) every rank has the logits of all tokens. Logits are then a DTensor over the
-tokens only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/split/on_demand.py``). A head with the fused loss needs none of this: it gets the region,
-and splits the rows of any loss itself.
+Only if the model computes its own loss by a function that we know; otherwise every rank has the
+logits of all tokens. Inside the model, logits are then a DTensor over the tokens;
+``outputs.logits`` are joined on demand. A head with the fused loss only gets the region: it splits
+rows itself.
 """
 
 from __future__ import annotations
@@ -13,16 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from rapidformer.accel.split.known_loss import build_split_loss
+from rapidformer.accel.split.known_loss import find_head, use_split_loss
+from rapidformer.accel.tensor.slices import distribute_part
 from rapidformer.accel.tensor.styles import Split, extend_module
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.token_losses import is_split_over_tokens, sum_losses_by_tokens
-from rapidformer.models.own_loss import find_known_loss
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import find_fact, get_fact, list_layers, put_fact
 
@@ -41,7 +38,7 @@ def apply_split_loss(
     model: Any, plan: ModelPlan, region: ContextRegion, mesh: DeviceMesh
 ) -> SplitHeadPlace | None:
     """Let the head work on a slice of the tokens if the model's loss allows it."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = find_head(model)
     if not isinstance(head, nn.Linear):
         return None
     if "loss" in list_layers(head):
@@ -49,16 +46,8 @@ def apply_split_loss(
         return None
     if find_fact(head, Split) is not None:
         return None  # tensor parallelism splits the logits already
-    if not plan.has_split_losses:
-        shifts = find_known_loss(model)
-        if shifts is None:
-            return None
-        model.loss_function = build_split_loss(
-            model.loss_function,
-            shifts=shifts,
-            is_split=is_split_over_tokens,
-            sum_losses=sum_losses_by_tokens,
-        )
+    if not use_split_loss(model, plan, is_split_over_tokens, sum_losses_by_tokens):
+        return None
     place = SplitHeadPlace(region=region, mesh=mesh)
     extend_module(head, SplitHead, place)
     return place
@@ -74,8 +63,5 @@ class SplitHead:
             whole: Tensor = super().forward(hidden)  # type: ignore[misc]
             return whole
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
-        shape = torch.Size((part.shape[0], length, part.shape[2]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            part, place.mesh, (Shard(TOKENS),), run_check=False, shape=shape, stride=stride
-        )
+        shape = (part.shape[0], length, part.shape[2])
+        return distribute_part(part, place.mesh, Shard(TOKENS), shape)

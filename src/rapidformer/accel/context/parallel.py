@@ -1,34 +1,25 @@
 """Context parallelism: between embedding and head, each rank holds its slice of the tokens.
 
-Each rank takes its tokens before the first block, and they are joined after the last, so
-embeddings, heads, losses and the user's code see whole sequences. A block's ``__call__`` splits and
-joins (outside recompute and compile), and its ``forward`` tells attention how long the rows are.
-That length is passed as an argument of the block, since a block recomputed in the backward pass
-must not see the length of a later forward pass. If the tokens cannot be split (generation, rows
-shorter than the number of ranks), every rank computes them whole, with the same result.
+Tokens are taken before the first block and joined after the last, so user code sees whole
+sequences. A block's ``__call__`` splits and joins (outside recompute and compile); its ``forward``
+gets the rows' length as an argument, since a block recomputed in the backward pass must not see the
+length of a later forward pass. Tokens that cannot be split (generation, short rows) stay whole.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.context.arguments import (
-    ArgumentSplit,
-    find_argument_names,
-    is_cache,
-    slice_arguments,
-)
-from rapidformer.accel.context.draws import OwnDraws
+from rapidformer.accel.context.arguments import find_argument_names, is_cache
 from rapidformer.accel.context.exchanged_attention import (
     ATTENTION,
     KNOWN,
@@ -38,24 +29,25 @@ from rapidformer.accel.context.exchanged_attention import (
 )
 from rapidformer.accel.context.loss import SplitHeadPlace, apply_split_loss
 from rapidformer.accel.context.proof import prove_context
+from rapidformer.accel.double_backward import refuse_double_gradients
 from rapidformer.accel.dropout_seeds import has_dropout
-from rapidformer.accel.split.double_gradients import refuse_double_gradients
 from rapidformer.accel.split.known_loss import has_labels
 from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
-from rapidformer.accel.tensor.styles import Split, extend_module, replace_first
+from rapidformer.accel.tensor.styles import (
+    Split,
+    extend_module,
+    get_first,
+    replace_first,
+    replace_output,
+)
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
-from rapidformer.models.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
+from rapidformer.models.watched import find_reader, list_inner_modules
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--context-parallel-size"
@@ -70,33 +62,54 @@ class _Place:
     name: str
     is_first: bool
     is_last: bool
-    draws: OwnDraws
+    draws: _OwnDraws
     uses_torch: bool
     """Whether attention is torch's own function rather than Hugging Face's interface."""
-    arguments: ArgumentSplit
+    token_dims: Mapping[str, int]
+    """Arguments with a value per token, and the dimension of the tokens."""
+    names: tuple[str, ...]
+    """The block's positional arguments."""
+
+    def slice_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's slice of the per-token arguments; hidden states unchanged."""
+        names = (*self.names, *[""] * len(args))
+        pairs = zip(names[1:], args[1:], strict=False)
+        sliced = {name: self._slice(name, value, length) for name, value in kwargs.items()}
+        if not args and "hidden_states" in kwargs:
+            sliced["hidden_states"] = kwargs["hidden_states"]
+        return (*args[:1], *(self._slice(name, value, length) for name, value in pairs)), sliced
+
+    def _slice(self, name: str, value: Any, length: int) -> Any:
+        """Positions are split like hidden states; masks stay whole: attention sees all tokens."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._slice(name, part, length) for part in value)
+        if isinstance(value, dict):
+            return {key: self._slice(name, part, length) for key, part in value.items()}
+        if not isinstance(value, Tensor):
+            return None if is_cache(value) else value
+        dim = self.token_dims.get(name)
+        if dim is None:
+            is_per_token = value.dim() in (2, 3) and value.shape[TOKENS] == length
+            if not is_per_token or "mask" in name:
+                return value
+            dim = TOKENS
+        return self.region.slice(value, dim)
 
 
 def apply(assembly: Assembly) -> str:
     """Split the tokens between the first block and the last."""
-    mesh = assembly.topology.get_submesh("context")
+    model, plan, mesh = assembly.model, assembly.plan, assembly.topology.get_submesh("context")
     assert mesh is not None
-    apply_context_parallel(assembly.model, assembly.plan, mesh, assembly.applied)
-    return f"{mesh.size()} ranks"
-
-
-def apply_context_parallel(
-    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, applied: Applied
-) -> ContextRegion:
-    """Split the tokens of every sequence over the mesh, in place."""
     region = ContextRegion(mesh.get_group())
-    problems = list(_find_problems(model, plan, region.size))
-    if problems:
+    if problems := list(_find_problems(model, plan, region.size)):
         raise ConfigurationError(problems)
     blocks = plan.get_blocks(model)
     if not plan.has_split_attention:
-        applied.enter(ATTENTION)
+        assembly.applied.enter(ATTENTION)
         apply_context_attention(model, blocks, region)
-    draws = OwnDraws(region, is_needed=has_dropout(model))
+    draws = _OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
         place = _Place(
             region=region,
@@ -105,9 +118,8 @@ def apply_context_parallel(
             is_last=number == len(blocks) - 1,
             draws=draws,
             uses_torch=plan.has_split_attention,
-            arguments=ArgumentSplit(
-                region=region, token_dims=plan.token_dims, names=find_argument_names(block)
-            ),
+            token_dims=plan.token_dims,
+            names=find_argument_names(block),
         )
         extend_module(block, SplitBlock, place)
         for module in block.modules():
@@ -118,7 +130,7 @@ def apply_context_parallel(
     extend_module(model, SplitModel, _WholeModel(region=region, head=head, inner=inner))
     prove_context(model, region)
     refuse_double_gradients(model, _FLAG)
-    return region
+    return f"{mesh.size()} ranks"
 
 
 # ---- what cannot work ----------------------------------------------------------------------------
@@ -126,26 +138,27 @@ def apply_context_parallel(
 
 def _find_problems(model: nn.Module, plan: ModelPlan, size: int) -> Iterator[str]:
     name = describe_model(model)
-    reason = _find_reason(model, plan)
-    if reason:
+    if reason := _find_reason(model, plan):
         yield (
             f"{_FLAG} {size} cannot split the sequences of {name}: {reason} "
             "--zero-3-memory-optimization and --checkpoint-activations save memory on any model."
         )
         return
-    for heads in sorted(set(_count_heads(model))):
+    splits = (find_fact(module, Split) for module in model.modules())
+    tensor_size = next((int(split.mesh.size()) for split in splits if split is not None), 1)
+    per_rank = " per tensor-parallel rank" if tensor_size > 1 else ""
+    numbers = {getattr(c, "num_attention_heads", None) for c in find_configs(model)}
+    for heads in sorted(number // tensor_size for number in numbers if isinstance(number, int)):
         if heads % size:
             yield (
-                f"{_FLAG} {size} does not divide the {heads} attention heads"
-                f"{_describe_tensor_split(model)} of {name}: use {list_choices(heads)}."
+                f"{_FLAG} {size} does not divide the {heads} attention heads{per_rank} of {name}: "
+                f"use {list_choices(heads)}."
             )
 
 
 def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
     config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
+    if any(getattr(config, n, False) for n in ("is_encoder_decoder", "add_cross_attention")):
         return "its decoder also uses an encoder's output, which has other tokens."
     if len({block.rpartition(".")[0] for block in plan.blocks}) != 1:
         return "its blocks are not one list."
@@ -168,26 +181,6 @@ def _find_reason(model: nn.Module, plan: ModelPlan) -> str | None:
     return None
 
 
-def _count_heads(model: nn.Module) -> Iterator[int]:
-    """This rank's attention heads, from whichever configuration has them."""
-    for config in find_configs(model):
-        heads = getattr(config, "num_attention_heads", None)
-        if isinstance(heads, int):
-            yield heads // _get_tensor_size(model)
-
-
-def _get_tensor_size(model: nn.Module) -> int:
-    splits = (find_fact(module, Split) for module in model.modules())
-    return next((int(split.mesh.size()) for split in splits if split is not None), 1)
-
-
-def _describe_tensor_split(model: nn.Module) -> str:
-    return " per tensor-parallel rank" if _get_tensor_size(model) > 1 else ""
-
-
-# ---- modules -------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True, eq=False)
 class _WholeModel:
     """What the whole model knows."""
@@ -197,14 +190,6 @@ class _WholeModel:
     """The output layer's state, if the model's own loss takes a slice of the tokens."""
     inner: dict[str, nn.Module]
     """The blocks and their modules."""
-
-    def find_reason(self, model: Any, kwargs: dict[str, Any]) -> str | None:
-        """Why all tokens are needed between the blocks; None: they are not."""
-        asked = find_requested(model, kwargs)
-        if asked is not None:
-            return f"{asked} asks"
-        watched = find_watched(self.inner)
-        return f"a hook on {describe_watched(watched)} asks" if watched else None
 
 
 class SplitModel:
@@ -216,12 +201,11 @@ class SplitModel:
         place = get_fact(self, _WholeModel)
         region, head = place.region, place.head
         was_off = region.is_off
-        reason = place.find_reason(self, kwargs)
-        if reason is not None:
+        if reader := find_reader(self, kwargs, place.inner):
             region.is_off = True
             if self.training:
                 warn_once(
-                    f"{_FLAG}: {reason} for activations of all tokens, so every rank computes "
+                    f"{_FLAG}: {reader} asks for activations of all tokens, so every rank computes "
                     "whole sequences: the result is right, but no memory is saved. (If a hook "
                     "only looks, set hook.only_looks = True.)"
                 )
@@ -265,7 +249,7 @@ class SplitBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = get_fact(self, _Place)
         region = place.region
-        hidden = _get_hidden(args, kwargs)
+        hidden = get_first(args, kwargs)
         length = hidden.shape[TOKENS] if place.is_first else region.incoming
         if place.is_first:
             is_split = hidden.dim() == 3 and region.can_split(length)
@@ -275,7 +259,7 @@ class SplitBlock:
             region.incoming = length = length if is_split else 0
         if not length:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = slice_arguments(place.arguments, args, kwargs, length)
+        args, kwargs = place.slice_arguments(args, kwargs, length)
         if place.is_first:
             place.draws.start(hidden.device, is_needed=self.training)
             args, kwargs = replace_first(args, kwargs, region.enter)
@@ -284,9 +268,7 @@ class SplitBlock:
             return output
         region.incoming = 0
         place.draws.stop()
-        if isinstance(output, tuple):
-            return (region.leave(output[0], length), *output[1:])
-        return region.leave(output, length)
+        return replace_output(output, lambda hidden: region.leave(hidden, length))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         place = get_fact(self, _Place)
@@ -309,6 +291,28 @@ class SplitBlock:
         return output
 
 
-def _get_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden: Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
-    return hidden
+class _OwnDraws:
+    """Switches to this rank's own random numbers inside the blocks, and back.
+
+    Outside the blocks every rank computes the whole sequence, so different dropout masks there
+    would make gradients wrong; inside, equal masks would drop the same units in every slice.
+    """
+
+    def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
+        self._region, self._is_needed = region, is_needed
+        self._before: tuple[torch.device, Tensor, Tensor | None] | None = None
+
+    def start(self, device: torch.device, *, is_needed: bool) -> None:
+        if self._is_needed and is_needed:
+            seed = int(torch.randint(2**40, ()))
+            on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            self._before = device, torch.get_rng_state(), on_device
+            torch.manual_seed(seed + self._region.rank)
+
+    def stop(self) -> None:
+        if self._before is not None:
+            device, on_host, on_device = self._before
+            torch.set_rng_state(on_host)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, device)
+            self._before = None

@@ -68,8 +68,7 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
     if not region.can_split(length):
         return None
     dice = torch.Generator().manual_seed(0)
-    own = getattr(embedding, "base_layer", embedding)  # inside an adapter
-    words = min(own.num_embeddings, 5000)
+    words = min(getattr(embedding, "base_layer", embedding).num_embeddings, 5000)  # in an adapter
     # Not the first ids: padding and similar tokens are special in some models.
     ids = torch.randint(min(5, words - 1), words, (2, length), generator=dice)
     mask = torch.ones_like(ids)
@@ -80,7 +79,5 @@ def _build_inputs(model: Any, region: ContextRegion) -> dict[str, Tensor] | None
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     output = model(**inputs)
-    if isinstance(output, Tensor):
-        return output.float()
-    found: Tensor = output[0]
-    return found.float()
+    first: Tensor = output if isinstance(output, Tensor) else output[0]
+    return first.float()

@@ -1,9 +1,8 @@
 """Weights and optimizer state that DeepSpeed has cut into flat shards, whole and by name.
 
-A checkpoint stores them exactly as a run without DeepSpeed would, so it resumes under any stage, on
-any number of ranks, and without DeepSpeed. One tensor at a time is joined; ranks take turns in
-keeping them in host memory, and all write. DeepSpeed holds every weight twice (fp32 shards for the
-update, and the weight the model computes with), so a restored one must be put into both.
+A checkpoint stores them as a run without DeepSpeed would, so it resumes under any stage, on any
+number of ranks. Tensors are joined one at a time. DeepSpeed holds every weight twice (fp32 shards
+for the update, and the weight the model computes with), so a restored one must be put into both.
 """
 
 from __future__ import annotations
@@ -97,10 +96,8 @@ class GatheredState:
             shape = self._get_whole_shape(parameter)
             wanted |= {f"model.{n}": torch.empty(shape, device="meta") for n in names}
             for key in keys if parameter.requires_grad else []:
-                is_number = self._is_number(key)
-                wanted[f"optimizer.{names[0]}.{key}"] = torch.empty(
-                    () if is_number else shape, device="meta"
-                )
+                size = () if self._is_number(key) else shape
+                wanted[f"optimizer.{names[0]}.{key}"] = torch.empty(size, device="meta")
         for name, buffer in self._get_buffers().items():
             wanted[f"model.{name}"] = torch.empty_like(buffer, device="meta")
         return wanted
@@ -109,7 +106,8 @@ class GatheredState:
         """Tensors to fill and then pass to ``put``, a few at a time."""
         part: dict[str, torch.Tensor] = {}
         for name, tensor in wanted.items():
-            part[name] = torch.empty(tensor.shape, dtype=_as_stored(tensor))
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            part[name] = torch.empty(tensor.shape, dtype=dtype)
             if sum(t.nbytes for t in part.values()) >= _PART_BYTES:
                 yield part
                 part = {}
@@ -128,15 +126,12 @@ class GatheredState:
             if f"model.{name}" in tensors:
                 buffer.copy_(tensors[f"model.{name}"])
 
-    # ---- names and parameters --------------------------------------------------------------------
-
     def _iterate_parameters(self) -> Iterator[tuple[list[str], nn.Parameter]]:
         """Every parameter once, with all of its names."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self._strategy.model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
-        for parameter, own in names.items():
-            yield own, parameter
+        return ((names_of, parameter) for parameter, names_of in names.items())
 
     def _get_buffers(self) -> dict[str, torch.Tensor]:
         parameters = {n for n, _ in self._strategy.model.named_parameters(remove_duplicate=False)}
@@ -154,20 +149,14 @@ class GatheredState:
         return pieces
 
     def _get_keys(self) -> list[str]:
-        """The names of the optimizer's tensors, the same for every parameter; none before first
-        use.
-        """
+        """The names of the optimizer's tensors, equal for all parameters; none before first use."""
         state = self._strategy.engine.basic_optimizer.state
-        first: dict[str, Any] = next(
-            (state[piece] for piece in self._get_pieces() if state.get(piece)), {}
-        )
+        first: dict[str, Any] = next(filter(None, map(state.get, self._get_pieces())), {})
         return [key for key, value in first.items() if isinstance(value, torch.Tensor)]
 
     def _is_number(self, key: str) -> bool:
         state = self._strategy.engine.basic_optimizer.state
         return any(state[p][key].dim() == 0 for p in self._get_pieces() if key in state.get(p, {}))
-
-    # ---- joining shards --------------------------------------------------------------------------
 
     def _gather_weight(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 weight that updates apply to."""
@@ -200,17 +189,15 @@ class GatheredState:
         if self._strategy.stage < 3:
             link_optimizer_state(self._strategy.engine.optimizer)
 
-    # ---- splitting into shards -------------------------------------------------------------------
-
     def _put_weight(self, parameter: nn.Parameter, weight: torch.Tensor) -> None:
-        own = _cut_tensor_split(parameter, weight.to(self._strategy.device))
+        part = _cut_tensor_split(parameter, weight.to(self._strategy.device))
         if self._strategy.stage < 3:
-            parameter.data.copy_(own)
+            parameter.data.copy_(part)
         else:
             with self._strategy.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(own)
+                parameter.data.copy_(part)
         if parameter.requires_grad:
-            self._put_piece(parameter, None, own)
+            self._put_piece(parameter, None, part)
 
     def _put(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         state = self._strategy.engine.basic_optimizer.state
@@ -218,9 +205,8 @@ class GatheredState:
             for piece in self._get_pieces():
                 state[piece][key].copy_(value)
             return
-        self._put_piece(
-            parameter, key, _cut_tensor_split(parameter, value.to(self._strategy.device))
-        )
+        part = _cut_tensor_split(parameter, value.to(self._strategy.device))
+        self._put_piece(parameter, key, part)
 
     def _put_piece(self, parameter: Any, key: str | None, whole: torch.Tensor) -> None:
         if self._strategy.stage < 3:
@@ -240,19 +226,18 @@ class GatheredState:
         optimizer = strategy.engine.basic_optimizer
         if optimizer.state:
             return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
+        rates = [(group, group["lr"]) for group in optimizer.param_groups]
+        gradients = [(piece, piece.grad) for piece in self._get_pieces()]
+        for group, _ in rates:
             group["lr"] = 0.0
-        pieces = self._get_pieces()
-        kept = [piece.grad for piece in pieces]
-        for piece in pieces:
+        for piece, _ in gradients:
             piece.grad = torch.zeros_like(piece)
         with strategy.bypass(), torch.no_grad():
-            for index in range(len(pieces)):
+            for index in range(len(gradients)):
                 step_group(strategy.engine.optimizer, index)
-        for piece, gradient in zip(pieces, kept, strict=True):
+        for piece, gradient in gradients:
             piece.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group, rate in rates:
             group["lr"] = rate
 
     def get_whole_shapes(self) -> dict[str, torch.Size]:
@@ -260,15 +245,10 @@ class GatheredState:
         return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
 
     def _get_whole_shape(self, parameter: Any) -> torch.Size:
-        own = getattr(parameter, "ds_shape", parameter.shape)
-        if not is_split_by_tensor(parameter):
-            return torch.Size(own)
-        return join_tensor_split(parameter, torch.empty(own, device=self._strategy.device)).shape
-
-
-def is_split_by_tensor(parameter: Any) -> bool:
-    """Whether tensor parallelism (ours, or AutoTP) has split it over ranks."""
-    return find_slice(parameter) is not None or _is_split_by_autotp(parameter)
+        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+        if find_slice(parameter) is None and not _is_split_by_autotp(parameter):
+            return shape
+        return join_tensor_split(parameter, torch.empty(shape, device=self._strategy.device)).shape
 
 
 def _is_split_by_autotp(parameter: Any) -> bool:
@@ -293,7 +273,3 @@ def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     if not _is_split_by_autotp(parameter):
         return whole
     return cut_for_tensor_parallelism(parameter, whole)
-
-
-def _as_stored(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype if not tensor.is_floating_point() else torch.float32

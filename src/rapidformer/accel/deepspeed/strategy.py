@@ -17,17 +17,13 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.deepspeed.package import (
-    announce_build,
-    import_deepspeed,
-    in_process_group,
-)
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.accel.deepspeed.package import announce_build, import_deepspeed, in_process_group
 from rapidformer.accel.deepspeed.state import GatheredState
-from rapidformer.accel.precision.precision import Precision, to_fp32
+from rapidformer.accel.precision.precision import to_fp32
 from rapidformer.compat.deepspeed import compute_norm, forget_groups
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import multiply_all
-from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import (
     build_deepspeed_config,
     find_value,
@@ -37,10 +33,8 @@ from rapidformer.config.deepspeed_file import (
     uses_our_optimizer,
 )
 from rapidformer.dist import mpu
-from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, MissingPackageError
 from rapidformer.log import warn_once
-from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
 # Elementwise optimizers, for which ZeRO may cut weights anywhere.
@@ -61,67 +55,43 @@ def apply(assembly: Assembly) -> str | None:
     """Prepare to hand the model over; evaluation alone does not need DeepSpeed."""
     if not assembly.uses_deepspeed:
         return None
-    strategy = DeepSpeedStrategy(
-        assembly.model,
-        assembly.whole_plan,
-        assembly.args,
-        device=assembly.device,
-        topology=assembly.topology,
-        precision=assembly.precision,
-        uses_autotp=assembly.uses_autotp,
-    )
-    assembly.synchronizer = strategy
+    assembly.synchronizer = strategy = DeepSpeedStrategy(assembly)
     assembly.needs_autocast = not strategy.keeps_precision
     return strategy.describe()
 
 
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(GradientSynchronizer):
     """Connects the engine's methods to a ``DeepSpeedEngine``, which exists from ``start`` on."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: ModelPlan,
-        args: Settings,
-        *,
-        device: torch.device,
-        topology: Topology,
-        precision: Precision,
-        uses_autotp: bool = False,
-    ) -> None:
-        self.deepspeed = import_deepspeed(device, args.log_level)
-        self.model = model
-        self.device = device
+    def __init__(self, assembly: Assembly) -> None:
+        args, precision = assembly.args, assembly.precision
+        self.deepspeed = import_deepspeed(assembly.device, args.log_level)
+        self.model, self.device = assembly.model, assembly.device
         self.file = args.deepspeed or ""
-        kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(precision.dtype or torch.float32)
-        content = load_deepspeed_file(self.file)
+        kind = None if precision.dtype is None else precision.name
+        self._content = content = load_deepspeed_file(self.file)
         self.keeps_precision = has_own_precision(content, kind)
         self.has_own_optimizer = not uses_our_optimizer(content)
-        self.settings = build_deepspeed_config(args, kind, uses_autotp=uses_autotp)
+        self.settings = build_deepspeed_config(args, kind, uses_autotp=assembly.uses_autotp)
         self.stage = int(self.settings["zero_optimization"]["stage"])
-        # By default, DeepSpeed allocates buckets of half a billion numbers, however small the
-        # model.
-        numbers = sum(p.numel() for p in model.parameters())
+        # By default, DeepSpeed allocates buckets of half a billion numbers for any model.
+        numbers = sum(p.numel() for p in self.model.parameters())
         size = min(_LARGEST_BUCKET, 1024 * (numbers // 1024 + 1))
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             self.settings["zero_optimization"].setdefault(name, size)
         self.engine: Any = None
-        self._args = args
-        self._plan = plan
-        self._topology = topology
-        self._uses_autotp = uses_autotp
+        self.state: GatheredState | None = None
+        """Joins weights and optimizer state; None if nothing has been sharded."""
+        self._args, self._plan, self._topology = args, assembly.whole_plan, assembly.topology
+        self._uses_autotp = assembly.uses_autotp
         if "activation_checkpointing" in content and not args.checkpoint_activations:
             warn_once(
                 f"activation_checkpointing in {self.file} has an effect only in models that call "
                 "DeepSpeed's own function: --checkpoint-activations works for all."
             )
-        self._allows_any = bool(content.get("zero_allow_untested_optimizer"))
         self._is_calling = False
-        self._state: GatheredState | None = None
         self.bypass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context manager inside which the optimizer steps at once."""
-
-    # ---- start -----------------------------------------------------------------------------------
 
     def start(
         self,
@@ -129,17 +99,12 @@ class DeepSpeedStrategy:
         groups: list[dict[str, Any]],
         bypass: Callable[[], AbstractContextManager[None]],
     ) -> Optimizer:
-        """Hand the model to DeepSpeed; returns the optimizer, which is DeepSpeed's if the file
-        names one.
-        """
+        """Hand the model to DeepSpeed; returns the optimizer: DeepSpeed's if the file names one."""
         self.bypass = bypass
         if optimizer is not None:
             # ZeRO-1 and -2 fail on a group in which everything is frozen, as adapters leave it.
-            optimizer.param_groups[:] = [
-                group
-                for group in optimizer.param_groups
-                if any(p.requires_grad for p in group["params"])
-            ]
+            all_groups = optimizer.param_groups
+            all_groups[:] = [g for g in all_groups if any(p.requires_grad for p in g["params"])]
         if self.has_own_optimizer:
             announce_build()
         forget_groups()
@@ -156,10 +121,10 @@ class DeepSpeedStrategy:
                 )
             except Exception as reason:  # DeepSpeed's checks raise all kinds of errors
                 raise self._explain(reason) from reason
-        self._state = GatheredState(self) if self.stage else None
+        self.state = GatheredState(self) if self.stage else None
         if self._uses_autotp:
             self._check_split(shapes)
-        self._forward_through_deepspeed()
+        extend(self.model, "deepspeed", self._build_members)
         started: Optimizer = self.engine.basic_optimizer
         if self.stage and self.engine.optimizer.optimizer is not started:
             raise ConfigurationError(
@@ -170,12 +135,12 @@ class DeepSpeedStrategy:
 
     def build_scheduler(self, optimizer: Optimizer, train_iters: int | None) -> Any:
         """The scheduler that the file names, for this optimizer; None if it names none."""
-        found = get_file_schedule(self._args, train_iters)
-        if found is None:
+        schedule = get_file_schedule(self._args, train_iters)
+        if schedule is None:
             return None
         from deepspeed.runtime import lr_schedules
 
-        kind, parameters = found
+        kind, parameters = schedule
         make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
         if make is None:
             raise ConfigurationError(f"scheduler.type {kind} in {self.file} is not known.")
@@ -188,30 +153,22 @@ class DeepSpeedStrategy:
         """One phrase for the list of switches."""
         from deepspeed import __version__
 
-        zero, tensor = self.settings["zero_optimization"], self._topology.tensor
+        zero = self.settings["zero_optimization"]
         parts = [f"DeepSpeed {__version__}", f"ZeRO-{self.stage}" if self.stage else "no ZeRO"]
-        offloaded = [
-            name.removeprefix("offload_")
-            for name in ("offload_optimizer", "offload_param")
-            if (zero.get(name) or {}).get("device") == "cpu"
-        ]
-        if offloaded:
-            parts.append(f"{' and '.join(offloaded)} on the CPU")
+        offloads = {name: zero.get(f"offload_{name}") or {} for name in ("optimizer", "param")}
+        on_cpu = [name for name, offload in offloads.items() if offload.get("device") == "cpu"]
+        if on_cpu:
+            parts.append(f"{' and '.join(on_cpu)} on the CPU")
         if self._uses_autotp:
-            parts.append(f"AutoTP over {tensor} ranks")
+            parts.append(f"AutoTP over {self._topology.tensor} ranks")
         if self.keeps_precision:
             parts.append("16-bit weights next to fp32 ones")
         replicas = self._topology.num_replicas
         over = f" over {replicas} ranks" if replicas > 1 else ""
         return f"{', '.join(parts)}{over} ({self.file})"
 
-    # ---- backward pass ---------------------------------------------------------------------------
-
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
-
-    def after_backward(self) -> None:
-        """Nothing to do: DeepSpeed reduces in the backward pass and right after it."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a sum; everything DeepSpeed would divide or scale by is 1."""
@@ -219,8 +176,6 @@ class DeepSpeedStrategy:
         # A new tensor: DeepSpeed takes the model's own output for a loss it has not scaled yet, and
         # would divide its gradient by the number of micro-batches.
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
-
-    # ---- update ----------------------------------------------------------------------------------
 
     def finish(self, divisor: float) -> torch.Tensor:
         """Set the divisor for the sums over micro-batches; returns the norm after the division."""
@@ -231,15 +186,16 @@ class DeepSpeedStrategy:
             multiply_all(gradients, 1.0 / divisor)
             return get_total_norm(gradients)
         self._set_scale(divisor)
-        norm = self._get_split_norm() / divisor
+        optimizer = self.engine.optimizer
+        scaled = optimizer.scaled_global_norm() if self.stage < 3 else compute_norm(optimizer)
+        norm = torch.as_tensor(scaled, dtype=torch.float32, device=self.device) / divisor
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
 
     def set_clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Clip the coming update."""
         if self.stage:
             self.engine.optimizer.clip_grad = max_norm
-            return
-        if max_norm > 0:
+        elif max_norm > 0:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             multiply_all(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -261,11 +217,6 @@ class DeepSpeedStrategy:
             self.engine.optimizer.custom_loss_scaler = True
             self.engine.optimizer.external_loss_scale = scale
 
-    def _get_split_norm(self) -> torch.Tensor:
-        optimizer = self.engine.optimizer
-        norm = optimizer.scaled_global_norm() if self.stage < 3 else compute_norm(optimizer)
-        return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-
     def gather_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """What all replicas have added up for a parameter, up to a factor; all must call this."""
         if not self.stage:
@@ -275,31 +226,20 @@ class DeepSpeedStrategy:
         gradient: torch.Tensor | None = safe_get_full_grad(parameter)
         return gradient
 
-    # ---- state -----------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> GatheredState | None:
-        """Joins weights and optimizer state; None if nothing has been sharded."""
-        return self._state
-
     def close(self) -> None:
         """Release the process group, so that another engine can start in this process."""
-        if self.engine is None:
-            return
-        self.engine.destroy()
-        self.engine = None
-        forget_groups()
-
-    # ---- inside ----------------------------------------------------------------------------------
-
-    def _forward_through_deepspeed(self) -> None:
-        """Make calls of the user's own module go through DeepSpeed's, which calls it in turn."""
-        extend(self.model, "deepspeed", self._build_members)
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+            forget_groups()
 
     def _build_members(self, cls: Any) -> dict[str, Any]:
-        """The overlay of a model whose calls go through DeepSpeed's engine."""
+        """The overlay of a model whose calls go through DeepSpeed's engine, which calls it."""
         half = next((p.dtype for p in self.model.parameters()), torch.float32)
         strategy = self
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(half) if tensor.dtype is torch.float32 else tensor
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if strategy._is_calling or strategy.engine is None:
@@ -308,7 +248,7 @@ class DeepSpeedStrategy:
             try:
                 if not strategy.keeps_precision:
                     return strategy.engine(*args, **kwargs)
-                args, kwargs = _cast_inputs((args, kwargs), half)
+                args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
                 return to_fp32(strategy.engine(*args, **kwargs))
             finally:
                 strategy._is_calling = False
@@ -325,18 +265,16 @@ class DeepSpeedStrategy:
 
     def check_given(self, optimizer: Optimizer | None, has_schedule: bool) -> None:
         """Refuse a user's own optimizer or schedule if the file has one too."""
-        content = load_deepspeed_file(self.file)
+        sections = {"optimizer": ("an optimizer", optimizer is not None)}
+        sections["scheduler"] = ("a schedule", has_schedule)
         problems = [
-            f"compose() got {what}, but {self.file} has a section `{section}`: give only one of "
-            "them."
-            for what, section, is_given in (
-                ("an optimizer", "optimizer", optimizer is not None),
-                ("a schedule", "scheduler", has_schedule),
-            )
-            if is_given and find_value(content, f"{section}.type") is not None
+            f"compose() got {what}, but {self.file} has a section `{name}`: give only one of them."
+            for name, (what, is_given) in sections.items()
+            if is_given and find_value(self._content, f"{name}.type") is not None
         ]
         names = {cls.__name__ for cls in type(optimizer).__mro__}
-        is_safe = optimizer is None or names & set(_ELEMENTWISE) or self._allows_any
+        allows_any = bool(self._content.get("zero_allow_untested_optimizer"))
+        is_safe = optimizer is None or names & set(_ELEMENTWISE) or allows_any
         if self.stage and not is_safe:
             problems.append(
                 f"DeepSpeed's ZeRO-{self.stage} cuts weights into flat pieces of any length, which "
@@ -349,8 +287,8 @@ class DeepSpeedStrategy:
 
     def _check_split(self, before: dict[str, torch.Size]) -> None:
         """AutoTP must have kept every tie, and split only what it can join again."""
-        assert self._state is not None
-        now = self._state.get_whole_shapes()
+        assert self.state is not None
+        now = self.state.get_whole_shapes()
         problems = [
             f"{name} has become {list(now[name])} of {list(shape)}"
             for name, shape in before.items()
@@ -372,17 +310,6 @@ class DeepSpeedStrategy:
         if isinstance(reason, (ConfigurationError, MissingPackageError)):
             return reason
         text = " ".join(str(reason).split()) or type(reason).__name__
-        hint = ""
         if self._topology.tensor > 1:
-            hint = " --tensor-model-parallel-size without --deepspeed splits more models."
-        return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}{hint}")
-
-
-def _cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype is torch.float32 else value
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_cast_inputs(inner, dtype) for inner in value)
-    if type(value) is dict:
-        return {key: _cast_inputs(inner, dtype) for key, inner in value.items()}
-    return value
+            text += " --tensor-model-parallel-size without --deepspeed splits more models."
+        return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}")

@@ -1,12 +1,10 @@
 """Expert parallelism: each rank holds some of every mixture's experts.
 
-Tokens are routed as usual, on their own rank; rows then travel to the owners of their experts,
-through them, and back. Only the expert modules change: their parameters become DTensors on the
-expert axis, split along dimension 0. The ranks that divide the experts among themselves see
-*different* tokens (they are data- or context-parallel neighbours), so an expert's gradient already
-includes all of their tokens when it arrives, and is summed only over the ranks that hold the same
-experts; all other gradients are summed over all replicas. A compiled block breaks its graph here:
-how many rows travel is known only at run time.
+Tokens are routed on their own rank; rows then travel to the owners of their experts and back. The
+experts' parameters become DTensors, split along dimension 0. The ranks that divide the experts see
+*different* tokens, so an expert's gradient already includes all of them when it arrives, and is
+summed only over the ranks that hold the same experts. A compiled block breaks its graph here: how
+many rows travel is known only at run time.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.assembly import Assembly
@@ -40,37 +37,25 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 def apply(assembly: Assembly) -> str:
     """Split the experts; their gradients are summed over different ranks than the rest."""
-    mesh = assembly.topology.get_expert_mesh("expert")
+    model, mesh = assembly.model, assembly.topology.get_expert_mesh("expert")
     assert mesh is not None
-    assembly.applied.enter(QUIET_JOINING)
-    assembly.experts = apply_expert_parallel(
-        assembly.model, assembly.plan, mesh, is_sharded=bool(assembly.args.zero_stage)
-    )
-    return f"{mesh.size()} ranks"
-
-
-def apply_expert_parallel(
-    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, is_sharded: bool
-) -> list[nn.Module]:
-    """Split the experts over the mesh, in place; returns the modules that hold them."""
-    found = dict(_find_experts(model, plan))
-    problems = list(_find_problems(model, found, mesh.size()))
-    if problems:
+    # torch warns about every weight that an export joins in two steps, which is intended.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    styles = dict(_find_experts(model, assembly.plan))
+    if problems := list(_find_problems(model, styles, mesh.size())):
         raise ConfigurationError(problems)
-    modules = []
-    for name, style in found.items():
-        module = model.get_submodule(name)
+    for name, style in styles.items():
+        module: Any = model.get_submodule(name)
         for key, parameter in get_parameter_table(module).items():
             if parameter is not None:
                 get_parameter_table(module)[key] = distribute(parameter, Shard(0), mesh)
         if style is RoutedExperts:
-            holder: Any = module
-            holder.num_experts //= mesh.size()
+            module.num_experts //= mesh.size()
         extend_class(module, Split(mesh=mesh), style)
-        modules.append(module)
-    if hasattr(model, "generate") and not is_sharded:
+        assembly.experts.append(module)
+    if hasattr(model, "generate") and not assembly.args.zero_stage:
         extend(model, "experts", _build_generate)
-    return modules
+    return f"{mesh.size()} ranks"
 
 
 def _build_generate(cls: Any) -> dict[str, Any]:
@@ -81,30 +66,25 @@ def _build_generate(cls: Any) -> dict[str, Any]:
     return {"generate": generate}
 
 
-# ---- which experts -------------------------------------------------------------------------------
-
-
 def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
     """Expert modules, by the model's own plan or by transformers'."""
     if plan.experts:
         yield from expand_patterns(model, dict.fromkeys(plan.experts, SortedExperts))
         return
     patterns = get_expert_plan(model)
-    parents = {
-        pattern.rpartition(".")[0] for pattern, style in patterns.items() if style == _SPLIT_EXPERTS
-    }
+    parents = {p.rpartition(".")[0] for p, style in patterns.items() if style == _SPLIT_EXPERTS}
     yield from expand_patterns(model, dict.fromkeys(sorted(parents), RoutedExperts))
 
 
-def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Iterator[str]:
+def _find_problems(model: nn.Module, styles: dict[str, type], size: int) -> Iterator[str]:
     model_name = describe_model(model)
-    if not found:
+    if not styles:
         yield (
             f"{_FLAG} {size}: {model_name} has no experts to distribute: neither transformers' "
             "plan (base_model_ep_plan) nor rapidformer_plan() with 'experts' names any. Remove "
             "the flag."
         )
-    for name, style in found.items():
+    for name, style in styles.items():
         module = model.get_submodule(name)
         numbers = {len(p) for p in module.parameters(recurse=False)}
         arguments = tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
@@ -124,9 +104,6 @@ def _find_problems(model: nn.Module, found: dict[str, type], size: int) -> Itera
                 f"{_FLAG} {size} does not divide the {number} experts of {name} of {model_name}: "
                 f"use {list_choices(number)}."
             )
-
-
-# ---- modules -------------------------------------------------------------------------------------
 
 
 class SortedExperts(Style):

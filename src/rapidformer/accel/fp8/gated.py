@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rapidformer.accel.fp8 import operator
-from rapidformer.accel.fp8.product import lay_out, restore
-from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, get_scale, quantize
-from rapidformer.compat.torch_dispatch import multiply_scaled
+from rapidformer.accel.fp8.product import BACKWARD, FORWARD, get_scale, lay_out, quantize, restore
+from rapidformer.compat.torch_fp8 import multiply_scaled
 from rapidformer.compat.transformers_models import is_silu
 
 
@@ -35,10 +34,10 @@ def find_names(module: nn.Module) -> Names | None:
     layers = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     if len(layers) != 3:
         return None
-    found = _trace(module)
+    formula = _trace(module)
     for names in map(Names._make, permutations(layers)):
         activated, up = f"silu({names.gate}(x))", f"{names.up}(x)"
-        if found in (f"{names.down}({activated} * {up})", f"{names.down}({up} * {activated})"):
+        if formula in (f"{names.down}({activated} * {up})", f"{names.down}({up} * {activated})"):
             return names
     return None
 
@@ -47,12 +46,10 @@ def _trace(module: nn.Module) -> str:
     """The formula of a module in training; empty if there is none, or the module changes itself."""
     before = dict(vars(module))
     module.training = True  # fp8 is used in training only, and a module may do less in evaluation
-    kept = dict(vars(module))
+    kept = {name: id(value) for name, value in vars(module).items()}
     try:
         formula = _describe(module)
-        is_pure = vars(module).keys() == kept.keys() and all(
-            value is kept[name] for name, value in vars(module).items()
-        )
+        is_pure = {name: id(value) for name, value in vars(module).items()} == kept
     except Exception:  # a model's code may raise anything when it is traced
         return ""
     finally:
@@ -72,7 +69,7 @@ def _describe(module: nn.Module) -> str:
     """What a module computes from its only argument, as a formula such as ``down(up(x))``."""
     formulas: dict[Any, str] = {}
     for node in _Tracer().trace(module).nodes:
-        values = [formulas.get(each, repr(each)) for each in node.args]
+        values = [formulas.get(argument, repr(argument)) for argument in node.args]
         if node.op == "output":
             return values[0]
         if node.op == "placeholder":
@@ -134,7 +131,7 @@ class _GatedProduct(torch.autograd.Function):
         to_product = multiply(gradient, scale, down, down_scale)
         largest = operator.find_largest_gradients(gate_output, up_output, to_product)
         # Two tensors, not views of one: scaled products need addresses that are multiples of 16.
-        scales = [get_scale(each.amax(), BACKWARD) for each in largest.unbind()]
+        scales = [get_scale(values.amax(), BACKWARD) for values in largest.unbind()]
         to_gate, to_gate_t, to_up, to_up_t, product_t = operator.round_gradients(
             gate_output, up_output, to_product, product_scale, *scales
         )

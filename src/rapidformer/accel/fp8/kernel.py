@@ -1,10 +1,8 @@
-"""Triton kernels between the fp8 products of a gated MLP.
+"""Triton kernels between the fp8 products of a gated MLP; import it only if Triton is installed.
 
 They read ``gate`` and ``up`` twice, once to find the largest value and once to round: writing the
 values in between to memory would take longer than computing them again. In Triton, rounding to fp8
 saturates, and NaN stays NaN. Tensors must be contiguous, and their sizes multiples of 16.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
@@ -17,7 +15,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from rapidformer.accel.fp8.rounding import PART
+from rapidformer.accel.fp8.product import PART
 from rapidformer.compat.triton import on_device
 
 LINE = (PART, 4)

@@ -1,9 +1,8 @@
-"""``--fp8``: the blocks' large matrix products in 8-bit floating point.
+"""``--fp8``: the blocks' large matrix products in 8-bit floating point, in training.
 
 Each tensor is scaled by its largest value right before it is rounded, so there is no history of
 scales to keep, and weights, gradients, optimizer and checkpoints are those of a bf16 run. Inputs
-and weights are rounded to e4m3; gradients, which have a wider range, to e5m2. Evaluation and
-generation use bf16, like everything outside these products.
+and weights are rounded to e4m3; gradients, which have a wider range, to e5m2.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def find_device_problem(device: torch.device) -> str | None:
 def apply(assembly: Assembly) -> str:
     """Convert the large linear layers of this rank's blocks."""
     fuses_gated = can_run(assembly.device)
-    converted, found = apply_fp8(assembly.model, assembly.plan, fuses_gated=fuses_gated)
+    converted, total = apply_fp8(assembly.model, assembly.plan, fuses_gated=fuses_gated)
     return (
-        f"{converted} of {found} linear layers in the blocks multiply in fp8 in training (a choice "
+        f"{converted} of {total} linear layers in the blocks multiply in fp8 in training (a choice "
         "of precision: results differ from bf16)"
     )
 
@@ -63,7 +62,8 @@ def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -
     modules = (module for block in plan.get_blocks(model) for module in block.modules())
     # Blocks may share layers (ALBERT's do).
     layers = [module for module in dict.fromkeys(modules) if _get_builder(module) is not None]
-    large = [layer for layer in layers if _is_large(layer)]
+    shapes = {layer: layer.get_parameter("weight").shape for layer in layers}
+    large = [m for m in layers if all(n >= SMALLEST and n % MULTIPLE == 0 for n in shapes[m])]
     if not large:
         raise ConfigurationError(
             f"--fp8: no block of {type(model).__name__} has a linear layer with at least "
@@ -72,23 +72,17 @@ def apply_fp8(model: nn.Module, plan: ModelPlan, *, fuses_gated: bool = False) -
         )
     for layer in large:
         extend(layer, "fp8", _get_builder(layer), is_shared=True)
-    if fuses_gated:
-        _extend_gated(model)
-    return len(large), len(layers)
-
-
-def _extend_gated(model: nn.Module) -> None:
-    """Let gated MLPs whose layers have all been converted run as one function."""
-    for module in model.modules():
+    for module in model.modules() if fuses_gated else ():
         names = find_names(module)
         # Whatever else a layer's call does would be left out.
         if names and all(list_layers(module.get_submodule(name)) == ["fp8"] for name in names):
             extend(module, "fp8", _get_gated_builder(names), is_shared=True)
+    return len(large), len(layers)
 
 
 @functools.cache
 def _get_gated_builder(names: Names) -> Any:
-    """What builds the overlay of a gated MLP with these layers."""
+    """What builds the overlay of a gated MLP with these layers: it runs as one function."""
 
     def build(cls: Any) -> dict[str, Any]:
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -119,11 +113,6 @@ def _get_builder(layer: nn.Module) -> Any:
     if cls is nn.Linear:
         return _build_linear
     return _build_transposed if is_conv1d(cls) else None
-
-
-def _is_large(layer: nn.Module) -> bool:
-    weight = layer.get_parameter("weight")
-    return all(size >= SMALLEST and size % MULTIPLE == 0 for size in weight.shape)
 
 
 def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:

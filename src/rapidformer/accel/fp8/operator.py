@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rapidformer.accel.fp8 import plain
-from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, PART
+from rapidformer.accel.fp8.product import BACKWARD, FORWARD, PART
 from rapidformer.compat.triton import has_triton, works
 
 

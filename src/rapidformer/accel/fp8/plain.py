@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fp8.rounding import PART, scale_down
+from rapidformer.accel.fp8.product import PART, scale_down
 
 
 def find_largest(gate: Tensor, up: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def find_largest(gate: Tensor, up: Tensor) -> Tensor:
 
 def find_largest_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> Tensor:
     """The largest absolute values of the gradients of ``gate`` and ``up``: [2, parts]."""
-    return torch.stack([_find_parts(each) for each in _differentiate(gate, up, gradient)])
+    return torch.stack([_find_parts(part) for part in _differentiate(gate, up, gradient)])
 
 
 def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> None:
@@ -29,16 +29,13 @@ def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> No
 def round_gradients(
     gate: Tensor, up: Tensor, gradient: Tensor, scales: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Fill the outputs: gradients of gate and up, both also transposed, and the product transposed.
-
-    ``scales`` are those of the product and of the two gradients.
-    """
-    product = _gate(gate, up)
+    """Fill the outputs: gradients of gate and up, also transposed, and the product transposed."""
+    product_scale, gate_scale, up_scale = scales
     to_gate, to_up = _differentiate(gate, up, gradient)
-    values = (to_gate, to_gate.t(), to_up, to_up.t(), product.t())
-    numbers = (1, 1, 2, 2, 0)
-    for output, value, number in zip(outputs, values, numbers, strict=True):
-        output.copy_(scale_down(value, scales[number], output.dtype))
+    values = (to_gate, to_gate.t(), to_up, to_up.t(), _gate(gate, up).t())
+    all_scales = (gate_scale, gate_scale, up_scale, up_scale, product_scale)
+    for output, value, scale in zip(outputs, values, all_scales, strict=True):
+        output.copy_(scale_down(value, scale, output.dtype))
 
 
 def transpose(tensor: Tensor, output: Tensor) -> None:

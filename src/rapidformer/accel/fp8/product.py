@@ -1,4 +1,7 @@
-"""A linear layer whose three matrix products, one forward and two backward, are in fp8."""
+"""A linear layer whose three matrix products, one forward and two backward, are in fp8.
+
+Tensors are rounded with one scale each.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fp8.rounding import BACKWARD, FORWARD, quantize
-from rapidformer.compat.torch_dispatch import multiply_scaled
+from rapidformer.compat.torch_fp8 import multiply_scaled
 
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+PART = 4096
+"""How many elements one kernel program searches for the largest value."""
+_SMALLEST_VALUE = 1e-30
 MULTIPLE = 16
 """The sizes of a product must be multiples of this."""
 
@@ -18,8 +24,7 @@ MULTIPLE = 16
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``functional.linear`` with an fp8 product, under autocast."""
     rows, added = lay_out(input)
-    output: Tensor = _Product.apply(rows, weight)
-    output = restore(output, input, added)
+    output = restore(_Product.apply(rows, weight), input, added)
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -67,3 +72,21 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = multiply_scaled(gradient.t(), scale, *kept, dtype=weight_dtype)
         return to_rows, to_weight
+
+
+def quantize(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tensor in fp8, and the scale to multiply it by to get it back."""
+    scale = get_scale(tensor.abs().amax(), dtype)
+    return scale_down(tensor.float(), scale, dtype), scale
+
+
+def get_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a tensor with this largest absolute value is divided by."""
+    return largest.float().clamp(min=_SMALLEST_VALUE) / torch.finfo(dtype).max
+
+
+def scale_down(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor / scale`` in fp8."""
+    largest = torch.finfo(dtype).max
+    # Casting does not saturate: a value that is rounded above the largest would become NaN.
+    return (tensor / scale).clamp(-largest, largest).to(dtype)

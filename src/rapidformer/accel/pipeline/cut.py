@@ -37,30 +37,28 @@ class Holdings:
 def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usage) -> Holdings:
     """Where each parameter is needed. All names of a tied parameter stay together."""
     everywhere = frozenset(range(layout.num_processes))
-    found: dict[str, frozenset[int]] = {}
+    holders: dict[str, frozenset[int]] = {}
+    by_module: dict[str, list[str]] = defaultdict(list)
     number_of = {f"{name}.": index for index, name in enumerate(plan.blocks)}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        own = next((i for block, i in number_of.items() if name.startswith(block)), None)
-        blocks = {own} if own is not None else usage.blocks_of[name]
-        found[name] = frozenset(layout.find_owner(block) for block in blocks)
-    by_module: dict[str, list[str]] = defaultdict(list)
-    for name in found:
+        block = next((i for prefix, i in number_of.items() if name.startswith(prefix)), None)
+        blocks = {block} if block is not None else usage.blocks_of[name]
+        holders[name] = frozenset(map(layout.find_owner, blocks))
         by_module[name.rpartition(".")[0]].append(name)
     # A module's own parameters stay together too: a layer has both weight and bias, or neither.
     for names in (*plan.tied, *by_module.values(), *plan.tied):
-        together = frozenset[int]().union(*(found[name] for name in names))
-        found |= dict.fromkeys(names, together)
+        together = frozenset[int]().union(*(holders[name] for name in names))
+        holders |= dict.fromkeys(names, together)
     # A parameter that the hollow forward pass did not meet may be needed anywhere.
-    return Holdings(processes_of={name: found[name] or everywhere for name in found})
+    return Holdings(processes_of={name: holders[name] or everywhere for name in holders})
 
 
 def apply_cut(
     model: nn.Module, held: Set[str], device: torch.device, explain: Callable[[str], str]
 ) -> nn.Module:
-    """Drop every parameter that is not held; move the others to the device.
+    """Drop every parameter that is not held; move the others, equal to rank 0's, to the device.
 
-    All ranks get the first one's weights on the way, as in any run. ``explain(name)`` says why a
-    parameter of another rank cannot be used now; it is empty if it can.
+    ``explain(name)`` says why a parameter of another rank cannot be used now; empty if it can.
     """
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
@@ -71,22 +69,22 @@ def apply_cut(
             full_name = f"{prefix}.{name}" if prefix else name
             if not parameter.is_meta and id(parameter) not in done:
                 done[id(parameter)] = parameter  # kept alive, since ids are reused
-                _take_first_weights(parameter, device, is_held=full_name in held)
+                weights = _broadcast(parameter.data.to(device))
+                if full_name in held:
+                    parameter.data = weights
             if full_name not in held:
                 del get_parameter_table(module)[name]
+                why = functools.partial(explain, full_name)
                 # A plain attribute, not a buffer: it is in no checkpoint and never moves.
-                module.__dict__[name] = build_placeholder(
-                    parameter, device, functools.partial(explain, full_name)
-                )
+                module.__dict__[name] = build_placeholder(parameter, device, why)
     _cut_buffers(model, names, held, device)
     return model
 
 
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
-    """Give every rank the first one's buffers; only a layer's owner may save them.
+    """Give every rank the first one's buffers, since masks are needed where no weight is.
 
-    Buffers stay everywhere, since masks are needed where no weight is. But what a layer counts in
-    them (running means) is right only where its weights are, so no other rank may save it.
+    What a layer counts in them (running means) is right only where its weights are: saved there.
     """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():
@@ -106,12 +104,6 @@ def _is_here(module: str, names: Set[str], held: Set[str]) -> bool:
     if module and not inside:
         return _is_here(module.rpartition(".")[0], names, held)
     return not inside or not inside.isdisjoint(held)
-
-
-def _take_first_weights(parameter: nn.Parameter, device: torch.device, *, is_held: bool) -> None:
-    weights = _broadcast(parameter.data.to(device))
-    if is_held:
-        parameter.data = weights
 
 
 def _broadcast(values: torch.Tensor) -> torch.Tensor:

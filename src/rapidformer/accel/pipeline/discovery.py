@@ -1,10 +1,9 @@
 """Find out where a model uses the parameters outside its blocks.
 
 One forward pass of a few tokens, in which every block only records its inputs and returns a new
-tensor. Parameters are replaced by single numbers, so nothing large is computed or held, and
-autograd then says which of them each block's inputs, and the model's output, depend on. The model's
-own code between blocks runs, so whatever it does there (an embedding added before every block, a
-bias that all blocks share) is seen too.
+tensor, and parameters are single numbers. Autograd then says which of them each block's inputs, and
+the model's output, depend on. The model's own code between blocks runs, so what it does there (a
+bias that all blocks share, say) is seen too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rapidformer.accel.tensor.styles import replace_first
+from rapidformer.accel.tensor.styles import get_first
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -80,7 +79,9 @@ class _WrongFormError(Exception):
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
     """Run the hollow forward pass; an error says what the plan should declare instead."""
-    outside = _find_outside(model, plan)
+    prefixes = tuple(f"{block}." for block in plan.blocks)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    outside = [name for name in names if not name.startswith(prefixes)]
     if plan.before or plan.after:
         return _read_plan(outside, plan)
     inputs = _build_inputs(model)
@@ -99,26 +100,14 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
 
 def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
     """What the model's own plan says; a name in both lists is used on both sides."""
-    blocks_of: dict[str, set[int]] = {}
-    for name in outside:
-        is_in = {
-            0: any(_is_part(name, part) for part in plan.before),
-            len(plan.blocks) - 1: any(_is_part(name, part) for part in plan.after),
-        }
-        blocks_of[name] = {block for block, is_used in is_in.items() if is_used}
-    return Usage(blocks_of=blocks_of)
+    sides = {0: plan.before, len(plan.blocks) - 1: plan.after}
 
+    def is_in(name: str, parts: Sequence[str]) -> bool:
+        return any(name == part or name.startswith(f"{part}.") for part in parts)
 
-def _is_part(name: str, part: str) -> bool:
-    return name == part or name.startswith(f"{part}.")
-
-
-def _find_outside(model: nn.Module, plan: ModelPlan) -> list[str]:
-    return [
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if not any(name.startswith(f"{block}.") for block in plan.blocks)
-    ]
+    return Usage(
+        blocks_of={n: {block for block in sides if is_in(n, sides[block])} for n in outside}
+    )
 
 
 def _run_hollow(
@@ -132,9 +121,8 @@ def _run_hollow(
     """Run the forward pass with single numbers as parameters, and see what depends on which."""
     recorder = _Recorder(returns_tuple=returns_tuple)
     known = dict(model.named_parameters(remove_duplicate=False))
-    leaves = {
-        name: torch.zeros((), dtype=_get_float(known[name]), requires_grad=True) for name in outside
-    }
+    dtypes = {n: known[n].dtype if known[n].is_floating_point() else torch.float32 for n in outside}
+    leaves = {n: torch.zeros((), dtype=dtype, requires_grad=True) for n, dtype in dtypes.items()}
     stand_ins = {name: leaf.expand(known[name].shape) for name, leaf in leaves.items()}
     buffers = {
         name: torch.zeros(b.shape, dtype=b.dtype) if b.is_meta else b.detach().cpu()
@@ -142,9 +130,8 @@ def _run_hollow(
     }
     with evaluation_mode(model), torch.enable_grad(), _recording(model, plan, recorder):
         # Tied names are kept separate here on purpose: each use is found on its own.
-        output = functional_call(
-            model, {**stand_ins, **buffers}, (), dict(inputs), tie_weights=False
-        )
+        tensors = {**stand_ins, **buffers}
+        output = functional_call(model, tensors, (), dict(inputs), tie_weights=False)
     if recorder.order != list(range(len(plan.blocks))):
         raise ModelError("its blocks do not run one after the other, each once")
     usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)
@@ -177,8 +164,8 @@ def _read_recorder(
 def _note_uses(
     usage: Usage, tensors: Sequence[Tensor], leaves: Mapping[str, Tensor], block: int
 ) -> None:
-    found = _differentiate(tensors, list(leaves.values()))
-    for name, gradient in zip(leaves, found, strict=True):
+    gradients = _differentiate(tensors, list(leaves.values()))
+    for name, gradient in zip(leaves, gradients, strict=True):
         if gradient is not None:
             usage.blocks_of[name].add(block)
 
@@ -203,44 +190,21 @@ def _recording(model: nn.Module, plan: ModelPlan, recorder: _Recorder) -> Iterat
     blocks = plan.get_blocks(model)
     try:
         for index, block in enumerate(blocks):
-            members = {"__call__": staticmethod(functools.partial(_note, recorder, index))}
-            extend(block, "recording", functools.partial(_return_members, members))
+            build = functools.partial(_build_recording, recorder=recorder, index=index)
+            extend(block, "recording", build)
         yield
     finally:
         for block in blocks:
             remove(block, "recording")
 
 
-def _return_members(members: dict[str, Any], cls: type) -> dict[str, Any]:
-    return members
-
-
-def _note(recorder: _Recorder, index: int, *args: Any, **kwargs: Any) -> Any:
-    return recorder.note(index, args, kwargs)
-
-
-def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A block's hidden state: its first argument, under any name."""
-    found: list[Any] = []
-
-    def keep(hidden: Any) -> Any:
-        found.append(hidden)
-        return hidden
-
-    replace_first(args, kwargs, keep)
-    return found[0]
+def _build_recording(cls: type, recorder: _Recorder, index: int) -> dict[str, Any]:
+    return {"__call__": lambda self, *args, **kwargs: recorder.note(index, args, kwargs)}
 
 
 def iterate_floats(value: Any) -> Iterator[Tensor]:
     """Every floating-point tensor of a nested value."""
     return (tensor for tensor in iterate_tensors(value) if tensor.is_floating_point())
-
-
-def _get_float(parameter: Tensor) -> torch.dtype:
-    return parameter.dtype if parameter.is_floating_point() else torch.float32
-
-
-# ---- inputs to try the model with ----------------------------------------------------------------
 
 
 def _build_inputs(model: nn.Module) -> dict[str, Any]:

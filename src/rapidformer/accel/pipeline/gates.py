@@ -1,10 +1,8 @@
 """What a block does while one stage of the model runs: pass on, take over, run, or end the call.
 
-The model's own forward runs on every stage, with the real batch, so masks and positions are
-computed where they are needed. Blocks before the stage pass on their input; the stage's first block
-takes the hidden state that was received; the block after its last one ends the call. It ends with
-an exception that passes through the user's code, so nothing after the call of the model runs there,
-except on the last stage, where the model returns its real output.
+The model's own forward runs on every stage, with the real batch, for masks and positions. The block
+after the stage's last one ends the call with an exception that passes through the user's code, so
+nothing after the call of the model runs there, except on the last stage.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.discovery import get_first, iterate_floats
+from rapidformer.accel.pipeline.discovery import iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
-from rapidformer.accel.tensor.styles import replace_first
+from rapidformer.accel.tensor.styles import get_first, replace_first
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
@@ -85,10 +83,7 @@ class StageContext:
 
     @property
     def is_at_loss(self) -> bool:
-        """Whether user code runs whose result counts: that of other stages' forward steps is lost.
-
-        On other stages the code before the model's call runs as well.
-        """
+        """Whether user code runs whose result counts: other stages' forward steps run in part."""
         return self.stage is not None and self.stage.is_last and not self.is_in_model
 
     def pass_block(
@@ -105,50 +100,40 @@ class StageContext:
             hidden = get_first(args, kwargs)
             return (hidden,) if self.returns_tuple else hidden
         if index == stage.end:
-            raise StageEnd(self._prepare(get_first(args, kwargs)))
-        if index == stage.start and (self.is_probing or not stage.is_first):
-            args, kwargs = self._enter(args, kwargs)
+            hidden = get_first(args, kwargs).to(self.dtype).contiguous()
+            # torch detaches a stage's output in place if backward passes are split: not a view.
+            raise StageEnd(hidden.clone() if is_view(hidden) else hidden)
+        if index == stage.start and self.is_probing:
+            raise StageEnd(get_first(args, kwargs))
+        if index == stage.start and not stage.is_first:
+            entered = self._enter(get_first(args, kwargs).shape, stage)
+            args, kwargs = replace_first(args, kwargs, lambda _: entered)
         output = run(*args, **kwargs)
-        self._check_output(index, output)
-        return output
-
-    def _enter(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the hidden state of the stage's first block by the one received."""
-        expected = get_first(args, kwargs)
-        if self.is_probing:
-            raise StageEnd(expected)
-        received = self.received
-        assert received is not None
-        if received.shape != expected.shape:
-            raise RapidformerError(
-                f"a stage received a hidden state of shape {list(received.shape)} but expected "
-                f"{list(expected.shape)}: the forward step must do the same on every rank."
-            )
-        if self.on_entry is not None:
-            self.on_entry()
-        # Not the tensor itself: autocast would keep a leaf's 16-bit copy, and sum its gradients in
-        # 16 bits.
-        entered = received.view_as(received)
-        # Only there does user code continue after the call.
-        if self.given and self.stage is not None and self.stage.is_last:
-            entered = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
-        return replace_first(args, kwargs, lambda _: entered)
-
-    def _prepare(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.dtype).contiguous()
-        # torch detaches a stage's output in place if backward passes are split: not a view.
-        return hidden.clone() if is_view(hidden) else hidden
-
-    def _check_output(self, index: int, output: Any) -> None:
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
             raise ModelError(
                 f"block {index} returns more than its hidden state with a gradient (a mixture of "
                 "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
-                "stages. Use --tensor-model-parallel-size or "
-                "--zero-3-memory-optimization instead."
+                "stages. Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
             )
+        return output
+
+    def _enter(self, expected: torch.Size, stage: Stage) -> Tensor:
+        """The hidden state that was received, for the stage's first block."""
+        received = self.received
+        assert received is not None
+        if received.shape != expected:
+            raise RapidformerError(
+                f"a stage received a hidden state of shape {list(received.shape)} but expected "
+                f"{list(expected)}: the forward step must do the same on every rank."
+            )
+        if self.on_entry is not None:
+            self.on_entry()
+        # Only there does user code continue after the call.
+        if self.given and stage.is_last:
+            joined: Tensor = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
+            return joined
+        # Not the tensor itself: autocast would sum a leaf's gradients in 16 bits.
+        return received.view_as(received)
 
 
 class _Received(torch.autograd.Function):
@@ -159,8 +144,8 @@ class _Received(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, context: StageContext, *given: Tensor) -> Tensor:
-        ctx.context, ctx.shapes = context, [each.shape for each in given]
+    def forward(ctx: Any, received: Tensor, context: StageContext, *arguments: Tensor) -> Tensor:
+        ctx.context, ctx.shapes = context, [argument.shape for argument in arguments]
         return received.view_as(received)
 
     @staticmethod
@@ -186,12 +171,11 @@ class Gate:
     index: int
 
 
-def apply_gates(model: nn.Module, blocks: list[nn.Module], context: StageContext) -> nn.Module:
+def apply_gates(blocks: list[nn.Module], context: StageContext) -> None:
     """Make every block ask the context first, in place; outside all other overlays."""
     for index, block in enumerate(blocks):
         put_fact(block, Gate(context, index))
         extend(block, "stages", _build_gate, is_shared=True)
-    return model
 
 
 def _build_gate(cls: type[nn.Module]) -> dict[str, Any]:

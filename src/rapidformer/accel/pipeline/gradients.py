@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -30,17 +30,15 @@ class SharedGradients:
 
     def __init__(self, model: nn.Module, holdings: Holdings, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group("pipeline")
-        self._process = dist.get_rank(self._group)
-        groups = _build_groups(set(holdings.processes_of.values()), mesh)
+        self._groups = _build_groups(set(holdings.processes_of.values()), mesh)
         self._names: dict[frozenset[int], list[str]] = defaultdict(list)
         self._counted_elsewhere: set[str] = set()
         for name, _ in model.named_parameters():
             holders = holdings.processes_of[name]
             if len(holders) > 1:
                 self._names[holders].append(name)
-                if self._process != min(holders):
+                if dist.get_rank(self._group) != min(holders):
                     self._counted_elsewhere.add(name)
-        self._groups = groups
 
     def sum(self, model: nn.Module) -> None:
         """Sum the parts, in the same order on every rank that holds one."""
@@ -60,10 +58,9 @@ class SharedGradients:
     def serve_clipping(
         self, model: nn.Module, device: torch.device
     ) -> AbstractContextManager[None]:
-        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages.
+        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages, on all ranks.
 
-        Every rank of the pipeline must call it. A rank that holds none of the parameters in
-        question passes no gradients, and takes part all the same.
+        A rank that holds none of the parameters in question passes no gradients, but takes part.
         """
         owner = weakref.ref(model)
 
@@ -72,7 +69,8 @@ class SharedGradients:
             if model is None:
                 return None
             parameters = dict(model.named_parameters())
-            if gradients and not _contain_any_of(gradients, parameters.values()):
+            known = {id(parameter.grad) for parameter in parameters.values()}
+            if gradients and not any(id(gradient) in known for gradient in gradients):
                 return None
             elsewhere = {id(parameters[name].grad) for name in self._counted_elsewhere}
             norm = compute([g for g in gradients if id(g) not in elsewhere], order)
@@ -101,21 +99,13 @@ class SharedGradients:
             for name, p in model.named_parameters()
             if p.grad is not None and name not in self._counted_elsewhere
         ]
-        norm = measure_local(mine) if mine else torch.zeros(())
-        square = norm.to(device, torch.float64).square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt().float()
-
-
-def _contain_any_of(gradients: list[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether one of these gradients belongs to one of the parameters."""
-    known = {id(parameter.grad) for parameter in parameters}
-    return any(id(gradient) in known for gradient in gradients)
+        return self._join_norms(measure_local(mine) if mine else torch.zeros(()), 2.0, device)
 
 
 def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset[int], Group]:
     """A group for each set of holders; every rank of the run must create all of them."""
-    pipelines = mesh.mesh.movedim(_get_axis(mesh), -1).reshape(-1, mesh["pipeline"].size())
+    axis = (mesh.mesh_dim_names or ()).index("pipeline")
+    pipelines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh["pipeline"].size())
     groups: dict[frozenset[int], Group] = {}
     for holders in sorted((s for s in sets if len(s) > 1), key=sorted):
         if len(holders) == pipelines.shape[1]:
@@ -127,11 +117,6 @@ def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset
             if dist.get_rank() in members:
                 groups[holders] = made
     return groups
-
-
-def _get_axis(mesh: DeviceMesh) -> int:
-    assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names.index("pipeline")
 
 
 def _sum_gradients(parameters: list[nn.Parameter], group: Group) -> None:

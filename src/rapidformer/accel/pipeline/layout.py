@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rapidformer.errors import ConfigurationError
 
@@ -76,25 +77,15 @@ def build_layout(
     else:
         per_process = 2 if name in ("interleaved", "zero-bubble") else 1
         bounds = balance(costs, per_process * num_processes, before=before, after=after)
-    count = len(bounds) - 1
+    owners = list(range(num_processes)) * len(bounds)
+    if name == "zero-bubble":  # there and back
+        owners = [*range(num_processes), *reversed(range(num_processes))]
+    last = len(costs)
     stages = tuple(
-        Stage(
-            index=i,
-            start=bounds[i],
-            end=bounds[i + 1],
-            is_first=i == 0,
-            is_last=i == count - 1,
-            owner=_get_owner(i, num_processes, is_folded=name == "zero-bubble"),
-        )
-        for i in range(count)
+        Stage(index=i, start=start, end=end, is_first=i == 0, is_last=end == last, owner=owner)
+        for i, ((start, end), owner) in enumerate(zip(pairwise(bounds), owners, strict=False))
     )
     return Layout(schedule=name, stages=stages, num_processes=num_processes)
-
-
-def _get_owner(index: int, num_processes: int, *, is_folded: bool) -> int:
-    if is_folded and index >= num_processes:
-        return 2 * num_processes - 1 - index
-    return index % num_processes
 
 
 def _find_problems(
@@ -153,11 +144,8 @@ def balance(
     for number in range(1, count + 1):
         row: dict[int, tuple[float, int]] = {}
         for end in range(number, blocks - (count - number) + 1):
-            row[end] = min(
-                (max(found[0], get_cost(start, end)), start)
-                for start, found in worst[-1].items()
-                if start < end
-            )
+            earlier = ((start, cost) for start, (cost, _) in worst[-1].items() if start < end)
+            row[end] = min((max(cost, get_cost(start, end)), start) for start, cost in earlier)
         worst.append(row)
     bounds = [blocks]
     for number in range(count, 0, -1):

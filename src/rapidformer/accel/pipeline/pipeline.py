@@ -1,9 +1,8 @@
 """A model cut into stages, and one update of it.
 
-``build_pipeline`` decides and cuts, before any other switch; ``attach`` puts the gates around all
-other overlays; ``run`` is an update: shapes, schedule, sums over replicas and over holders of one
-parameter. Gradients are left as *sums* over the micro-batches; the division by the total weight,
-which only the last stage knows and sends to the others, happens in the engine as in any other run.
+``apply`` decides and cuts, before any other switch; ``attach`` puts the gates around all other
+overlays; ``run`` is an update. Gradients are left as *sums* over the micro-batches; the division by
+the total weight, which only the last stage knows and sends to the others, happens in the engine.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from rapidformer.accel.pipeline.refusals import (
     explain_absence,
     explain_gradient_error,
     find_hook_problem,
-    find_model_problems,
+    find_model_problem,
     list_far_modules,
     refuse_partial_reads,
     refuse_shared_gradients,
 )
-from rapidformer.accel.pipeline.relay import relay_call
-from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule
-from rapidformer.accel.pipeline.staged_model import apply_staged_calls
+from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule, Wires
+from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_call
 from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
@@ -61,34 +59,29 @@ class Pipeline:
     """The stages of one model, as this rank sees them."""
 
     def __init__(
-        self,
-        plan: ModelPlan,
-        layout: Layout,
-        holdings: Holdings,
-        context: StageContext,
-        *,
-        topology: Topology,
-        device: torch.device,
-        seed: int,
-        counts: tuple[int, int],
+        self, assembly: Assembly, layout: Layout, holdings: Holdings, context: StageContext
     ) -> None:
+        """Of a model that is still whole."""
+        topology = assembly.topology
         assert topology.mesh is not None
-        self.layout = layout
-        self.plan = plan
+        self.plan, self.layout, self.holdings = assembly.whole_plan, layout, holdings
+        parameters = list(assembly.model.parameters())
+        self.num_parameters = sum(p.numel() for p in parameters)
+        """Of the whole model, not of this rank's stages."""
+        self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
         self._open = ExitStack()
-        self.num_parameters, self.num_trained = counts
-        """Counts of the whole model, not of this rank's stages."""
-        self.holdings = holdings
         self._context = context
-        self._mesh = topology.mesh
+        self._mesh, self._device = topology.mesh, assembly.device
         self._group: dist.ProcessGroup = topology.mesh.get_group("pipeline")
         self._process = topology.get_rank("pipeline")
-        self._device = device
-        self._seed = (seed % 2**63, topology.get_rank("data"))
+        self._seed = (assembly.args.seed % 2**63, topology.get_rank("data"))
         self.stages = layout.get_own(self._process)
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
+        self._wires = Wires(
+            self._device, self._group, context.dtype, lambda *place: self._shapes[place]
+        )
         self._steps: ScheduledSteps | None = None
         self._names: list[str] | None = None
-        self._shapes: dict[tuple[int, int], torch.Size] = {}
         self._results: dict[int, MicroBatchResult] = {}
 
     @property
@@ -110,15 +103,8 @@ class Pipeline:
         """Put the gates around everything that has been applied."""
         self.model = model
         self._far_modules = list_far_modules(model, self.layout, self.plan)
-        apply_gates(model, self.plan.get_blocks(model), self._context)
-        relay = functools.partial(
-            relay_call,
-            layout=self.layout,
-            context=self._context,
-            group=self._group,
-            device=self._device,
-        )
-        apply_staged_calls(model, self._context, relay, len(self.plan.blocks))
+        apply_gates(self.plan.get_blocks(model), self._context)
+        apply_staged_calls(model, self._context, self._relay, len(self.plan.blocks))
         absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)
@@ -128,16 +114,17 @@ class Pipeline:
         self._open.enter_context(self.shared.serve_clipping(model, self._device))
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
 
+    def _relay(self, run: Callable[[], Any]) -> Any:
+        """A call of the model outside training."""
+        return relay_call(run, self.layout, self._context, self._group, self._device)
+
     def close(self) -> None:
         """Take off what is outside the model's modules: hooks of parameters, and clipping."""
         self._open.close()
 
-    # ---- an update -----------------------------------------------------------------------------
-
     def run(self, compute: Compute, count: int, *, step: int, synchronizer: Any) -> None:
         """Forward and backward of an update's micro-batches; leaves sums in every ``.grad``."""
-        problem = find_hook_problem(self._far_modules)
-        if problem:
+        if problem := find_hook_problem(self._far_modules):
             raise RapidformerError(problem)
         self._compute, self._step = compute, step
         self._results.clear()
@@ -162,21 +149,15 @@ class Pipeline:
             self._seed_all(count, 0)
         synchronizer.before_backward(True)
         if isinstance(self.model, FSDPModule):
-            _finish_sharded(self.model)
+            # Reduce and scatter the remaining gradients, once: torch's end of a stage, for all.
+            stage: Any = SimpleNamespace(submod=self.model)
+            PipelineStage.perform_reduce_grad(stage, 1)
         synchronizer.after_backward()
         self.shared.sum(self.model)
 
     def _get_steps(self, count: int) -> ScheduledSteps:
         if self._steps is None or self._steps.count != count:
-            self._steps = ScheduledSteps(
-                self.layout,
-                self._modules,
-                count,
-                device=self._device,
-                group=self._group,
-                dtype=self._context.dtype,
-                get_shape=lambda stage, number: self._shapes[stage.index, number],
-            )
+            self._steps = ScheduledSteps(self.layout, self._modules, count, self._wires)
         return self._steps
 
     def _probe(self, stage: Stage, number: int) -> torch.Size:
@@ -218,21 +199,18 @@ class Pipeline:
         np.random.seed(seed)
         random.seed(seed)
 
-    # ---- after it ------------------------------------------------------------------------------
-
     def broadcast_results(self, count: int) -> list[MicroBatchResult]:
         """The last stage's losses and weights, on every rank, in one small message."""
         source = self.layout.stages[-1].owner
         if self._names is None:
-            names = list(self._results[0].parts) if self._process == source else []
-            box = [names]
+            box = [list(self._results[0].parts) if self._process == source else []]
             dist.broadcast_object_list(box, group=self._group, group_src=source)
             self._names = box[0]
-        width = 2 + 2 * len(self._names)
         if self._process == source:
             packed = torch.stack([self._pack(self._results[i]) for i in range(count)])
         else:
-            packed = torch.empty(count, width, dtype=torch.float64, device=self._device)
+            shape = count, 2 + 2 * len(self._names)
+            packed = torch.empty(shape, dtype=torch.float64, device=self._device)
         dist.broadcast(packed, group=self._group, group_src=source)
         return [self._unpack(row) for row in packed]
 
@@ -259,12 +237,9 @@ class Pipeline:
 
     def _unpack(self, row: Tensor) -> MicroBatchResult:
         assert self._names is not None
-        means = [(row[2 * i].float(), row[2 * i + 1].float()) for i in range(len(row) // 2)]
-        return MicroBatchResult(
-            loss=means[0][0],
-            weight=means[0][1],
-            parts=dict(zip(self._names, means[1:], strict=True)),
-        )
+        (loss, weight), *pairs = [(mean, count) for mean, count in row.view(-1, 2).float()]
+        parts = dict(zip(self._names, pairs, strict=True))
+        return MicroBatchResult(loss=loss, weight=weight, parts=parts)
 
     def measure_norm(self, measure_local: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """The norm of the gradient over all stages."""
@@ -278,27 +253,45 @@ def _no_call() -> RapidformerError:
     )
 
 
-def _finish_sharded(model: nn.Module) -> None:
-    """Reduce and scatter the remaining gradients, once: torch's end of a stage, for all stages."""
-    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
-
-
 # ---- deciding and cutting ------------------------------------------------------------------------
 
 
 def apply(assembly: Assembly) -> str:
-    """Keep only this rank's stages; the plan then covers just those."""
-    pipeline = build_pipeline(
-        assembly.model,
-        assembly.whole_plan,
-        assembly.args,
-        device=assembly.device,
-        topology=assembly.topology,
-        is_mixed=assembly.precision.dtype is not None,
+    """Decide on the stages and keep only this rank's; the plan then covers just those."""
+    model, plan, topology = assembly.model, assembly.whole_plan, assembly.topology
+    if problem := find_model_problem(model, plan):
+        raise ConfigurationError(problem)
+    usage = find_usage(model, plan)
+    layout = _build_layout(model, plan, usage, assembly.args, topology)
+    if problem := (
+        _find_schedule_problem(model, layout, usage)
+        or find_hook_problem(list_far_modules(model, layout, plan))
+        or find_unknown_norm()
+        or ""
+    ):
+        raise ConfigurationError(problem)
+    holdings = find_holdings(model, plan, layout, usage)
+    # Hidden states between stages have the dtype of the widest weight.
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    is_wide = assembly.precision.dtype is not None or len(dtypes) != 1
+    context = StageContext(
+        dtype=torch.float32 if is_wide else dtypes.pop(),
+        returns_tuple=usage.returns_tuple,
+        splits_backward=layout.schedule == "zero-bubble",
+    )
+    pipeline = Pipeline(assembly, layout, holdings, context)
+    prefixes = tuple(f"{block}." for block in plan.blocks)
+    apply_cut(
+        model,
+        holdings.get_held(topology.get_rank("pipeline")),
+        assembly.device,
+        lambda name: explain_absence(context, name.startswith(prefixes), name),
     )
     assembly.pipeline, assembly.plan = pipeline, pipeline.local_plan
+    # Kept: the blocks can no longer be found by their parameters.
+    put_fact(model, assembly.plan)
     assembly.applied.on_close(pipeline.close)
-    return f"{assembly.topology.pipeline} ranks ({pipeline.layout.describe()})"
+    return f"{topology.pipeline} ranks ({layout.describe()})"
 
 
 def attach(assembly: Assembly) -> None:
@@ -307,75 +300,19 @@ def attach(assembly: Assembly) -> None:
     assembly.pipeline.attach(assembly.model)
 
 
-def build_pipeline(
-    model: nn.Module,
-    plan: ModelPlan,
-    args: Settings,
-    *,
-    device: torch.device,
-    topology: Topology,
-    is_mixed: bool,
-) -> Pipeline:
-    """Decide on the stages and drop all parameters of other ranks."""
-    problems = find_model_problems(model, plan)
-    if problems:
-        raise ConfigurationError(problems)
-    usage = find_usage(model, plan)
-    layout = _build_layout(model, plan, usage, args, topology)
-    problem = _find_schedule_problem(model, layout, usage)
-    problem = problem or find_hook_problem(list_far_modules(model, layout, plan))
-    problem = problem or find_unknown_norm() or ""
-    if problem:
-        raise ConfigurationError(problem)
-    holdings = find_holdings(model, plan, layout, usage)
-    context = StageContext(
-        dtype=_choose_dtype(model, is_mixed=is_mixed),
-        returns_tuple=usage.returns_tuple,
-        splits_backward=layout.schedule == "zero-bubble",
-    )
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    pipeline = Pipeline(
-        plan,
-        layout,
-        holdings,
-        context,
-        topology=topology,
-        device=device,
-        seed=args.seed,
-        counts=(total, trained),
-    )
-    prefixes = tuple(f"{block}." for block in plan.blocks)
-    apply_cut(
-        model,
-        holdings.get_held(topology.get_rank("pipeline")),
-        device,
-        lambda name: explain_absence(context, name.startswith(prefixes), name),
-    )
-    # Kept: the blocks can no longer be found by their parameters.
-    put_fact(model, pipeline.local_plan)
-    return pipeline
-
-
 def _build_layout(
     model: nn.Module, plan: ModelPlan, usage: Usage, args: Settings, topology: Topology
 ) -> Layout:
     """Balance the stages by the number of parameters that each computes with."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    last = len(plan.blocks) - 1
     lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    last = len(plan.blocks) - 1
+    used_before = [name for name, blocks in usage.blocks_of.items() if 0 in blocks]
+    used_after = [name for name, blocks in usage.blocks_of.items() if last in blocks]
     return build_layout(
         [sum(p.numel() for p in block.parameters()) for block in plan.get_blocks(model)],
-        before=sum(
-            sizes.get(name, 0) * (_LOOKUP_COST if name in lookups else 1.0)
-            for name, blocks in usage.blocks_of.items()
-            if 0 in blocks
-        ),
-        after=sum(
-            model.get_parameter(name).numel()
-            for name, blocks in usage.blocks_of.items()
-            if last in blocks
-        ),
+        before=sum(sizes.get(n, 0) * (_LOOKUP_COST if n in lookups else 1.0) for n in used_before),
+        after=sum(model.get_parameter(name).numel() for name in used_after),
         num_processes=topology.pipeline,
         schedule=args.pipeline_schedule,
         layers_per_stage=args.num_layers_per_virtual_pipeline_stage,
@@ -384,10 +321,7 @@ def _build_layout(
 
 
 def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> str:
-    """Zero-bubble separates a stage's gradients into those of inputs and those of weights.
-
-    torch loses, or miscounts, what a weight gets from several blocks of a stage.
-    """
+    """Zero-bubble loses, or miscounts, the gradient that a weight gets from several blocks."""
     ends = {0, layout.stages[-1].end - 1}
     shared = [name for name, blocks in usage.blocks_of.items() if blocks - ends]
     if layout.schedule != "zero-bubble" or not shared:
@@ -397,11 +331,3 @@ def _find_schedule_problem(model: nn.Module, layout: Layout, usage: Usage) -> st
         "several blocks, and this schedule cannot separate their contributions to its gradient: "
         "use --pipeline-schedule 1f1b or interleaved."
     )
-
-
-def _choose_dtype(model: nn.Module, *, is_mixed: bool) -> torch.dtype:
-    """The dtype of hidden states between stages: that of the widest weight."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if is_mixed or torch.float32 in dtypes or not dtypes:
-        return torch.float32
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -7,6 +7,7 @@ The loss is computed on the last stage. What it takes from other stages besides 
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,28 +56,22 @@ def explain_absence(context: StageContext, is_in_block: bool, name: str) -> str:
 def refuse_partial_reads(
     model: nn.Module, absent: Iterable[str], blocks: Iterable[str], context: StageContext
 ) -> None:
-    """Make modules without some of their parameters refuse to list them for a loss.
-
-    Those outside the blocks may still be called by themselves (the embedding, by user code).
-    """
-    holders = {prefix for name in absent for prefix in _list_prefixes(name)}
+    """Make modules without some of their parameters refuse to list them for a loss."""
+    # All modules around a parameter, the model's own (empty) name included.
+    holders = {
+        ".".join(parts[:count])
+        for parts in (name.split(".") for name in absent)
+        for count in range(len(parts))
+    }
     prefixes = tuple(f"{block}." for block in blocks)
-    build = functools.partial(_build_partial, context=context, may_be_called=False)
-    build_outside = functools.partial(_build_partial, context=context, may_be_called=True)
+    # Those outside the blocks may still be called by themselves (the embedding, by user code).
+    builders = [
+        functools.partial(_build_partial, context=context, may_be_called=may_be_called)
+        for may_be_called in (True, False)
+    ]
     for name in sorted(holders):
         is_in_block = f"{name}.".startswith(prefixes)
-        extend(
-            model.get_submodule(name),
-            "stages",
-            build if is_in_block else build_outside,
-            is_shared=True,
-        )
-
-
-def _list_prefixes(name: str) -> list[str]:
-    """The names of all modules around a parameter, the model's own (empty) included."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts))]
+        extend(model.get_submodule(name), "stages", builders[is_in_block], is_shared=True)
 
 
 def _build_partial(cls: Any, context: StageContext, may_be_called: bool) -> dict[str, Any]:
@@ -116,30 +111,24 @@ def refuse_shared_gradients(
 
 def explain_gradient_error(error: RuntimeError) -> Exception:
     """The same error, or an explanation if the forward step asked for gradients itself."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    if not where.startswith("torch.autograd"):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not str(frames[-1].f_globals.get("__name__")).startswith("torch.autograd"):
         return error
     return RapidformerError(f"{GRADIENT_PROBLEM} ({error})")
 
 
-def find_model_problems(model: Any, plan: ModelPlan) -> list[str]:
-    """Why a model cannot be cut into stages."""
+def find_model_problem(model: Any, plan: ModelPlan) -> str:
+    """Why a model cannot be cut into stages; empty if it can."""
     config = getattr(model, "config", None)
     instead = "Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
     name = type(model).__name__
-    problems = []
     if getattr(config, "is_encoder_decoder", False):
-        problems.append(f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}")
-    elif getattr(config, "model_type", "") == "albert":
-        problems.append(f"{FLAG}: all layers of {name} are the same module. {instead}")
-    elif not plan.blocks:
-        problems.append(
+        return f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}"
+    if getattr(config, "model_type", "") == "albert":
+        return f"{FLAG}: all layers of {name} are the same module. {instead}"
+    if not plan.blocks:
+        return (
             f"{FLAG}: no repeated blocks were found in {name}. Give it a method "
             "rapidformer_plan() that returns {'blocks': 'name.of.list'}."
         )
-    elif plan.pipeline_problem:
-        problems.append(f"{FLAG}: {name} {plan.pipeline_problem} {instead}")
-    return problems
+    return f"{FLAG}: {name} {plan.pipeline_problem} {instead}" if plan.pipeline_problem else ""

@@ -1,14 +1,14 @@
 """torch's pipeline schedules on our stages, for micro-batches of any shape.
 
 torch fixes the shapes between stages at the first step. Here a stage asks, before each receive,
-what shape its input will have; gradients have the shape of what was sent. The tensors passed
-through ``step`` are only the *numbers* of micro-batches; the micro-batches themselves are on every
-rank.
+what shape its input will have. The tensors passed through ``step`` are only the *numbers* of micro-
+batches; the micro-batches themselves are on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ from rapidformer.log import warn_once
 
 RunStage = Callable[[Stage, int, Tensor | None], Tensor]
 """A stage's forward pass for the micro-batch of that number; returns its output, or the loss."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How hidden states travel between stages."""
+
+    device: torch.device
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    get_shape: Callable[[int, int], torch.Size]
+    """From the numbers of a stage and a micro-batch to the shape of its input."""
 
 
 class StageModule(nn.Module):
@@ -54,37 +65,18 @@ class StageModule(nn.Module):
 class _FlexibleStage(PipelineStage):
     """A stage whose input may have another shape in each micro-batch."""
 
-    def __init__(
-        self,
-        module: StageModule,
-        *,
-        num_stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        get_shape: Callable[[Stage, int], torch.Size],
-    ) -> None:
+    def __init__(self, module: StageModule, num_stages: int, wires: Wires) -> None:
         # Given here so that torch does not run the model to find out; replaced before each receive.
-        placeholder = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
-        super().__init__(
-            module,
-            module.stage.index,
-            num_stages,
-            device,
-            input_args=placeholder,
-            output_args=placeholder,
-            group=group,
-        )
-        self._stage = module.stage
-        self._outputs = module.outputs
-        self._dtype = dtype
-        self._get_shape = get_shape
+        empty = torch.zeros(1, dtype=wires.dtype, device=wires.device, requires_grad=True)
+        place = module.stage.index, num_stages, wires.device
+        super().__init__(module, *place, input_args=empty, output_args=empty, group=wires.group)
+        self._outputs, self._wires = module.outputs, wires
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_fwd_recv_ops(fwd_chunk_id)
         if not self.is_first:
-            shape = self._get_shape(self._stage, fwd_chunk_id)
-            buffer = torch.empty(shape, dtype=self._dtype, device=self.device, requires_grad=True)
+            shape, dtype = self._wires.get_shape(self.stage_index, fwd_chunk_id), self._wires.dtype
+            buffer = torch.empty(shape, dtype=dtype, device=self.device, requires_grad=True)
             _receive_into(buffer, self.args_recv_info[fwd_chunk_id], operations)
         return operations
 
@@ -120,43 +112,24 @@ class ScheduledSteps:
     """One schedule for this many micro-batches; rebuilt when their number changes."""
 
     def __init__(
-        self,
-        layout: Layout,
-        modules: list[StageModule],
-        count: int,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        get_shape: Callable[[Stage, int], torch.Size],
+        self, layout: Layout, modules: list[StageModule], count: int, wires: Wires
     ) -> None:
         self.count = count
         self._stages = [module.stage for module in modules]
-        stages = [
-            _FlexibleStage(
-                module,
-                num_stages=len(layout.stages),
-                device=device,
-                group=group,
-                dtype=dtype,
-                get_shape=get_shape,
-            )
-            for module in modules
-        ]
+        flexible = [_FlexibleStage(module, len(layout.stages), wires) for module in modules]
         kind = choose_kind(layout, count)
-        is_single = kind in (ScheduleGPipe, Schedule1F1B)
-        self._schedule: Any = kind(
-            stages[0] if is_single else stages, count, loss_fn=_pass_loss, scale_grads=False
-        )
+        stages = flexible[0] if kind in (ScheduleGPipe, Schedule1F1B) else flexible
+        # The last stage's output is already the loss.
+        options = {"loss_fn": lambda output, target: output, "scale_grads": False}
+        self._schedule: Any = kind(stages, count, **options)
 
     def run(self) -> None:
         """Forward and backward of all micro-batches."""
         numbers = torch.arange(self.count)
-        given = (numbers,) if any(stage.is_first for stage in self._stages) else ()
-        last: dict[str, Any] = {}
-        if any(stage.is_last for stage in self._stages):
-            last = {"target": numbers, "losses": []}
-        self._schedule.step(*given, number=numbers, return_outputs=False, **last)
+        inputs = [numbers] if any(stage.is_first for stage in self._stages) else []
+        is_last = any(stage.is_last for stage in self._stages)
+        last: dict[str, Any] = {"target": numbers, "losses": []} if is_last else {}
+        self._schedule.step(*inputs, number=numbers, return_outputs=False, **last)
 
 
 def choose_kind(layout: Layout, count: int) -> type:
@@ -183,8 +156,3 @@ def choose_kind(layout: Layout, count: int) -> type:
             "micro-batches (--global-batch-size, --micro-batch-size) to keep all busy."
         )
     return ScheduleGPipe
-
-
-def _pass_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is already the loss."""
-    return output

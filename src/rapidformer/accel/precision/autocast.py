@@ -29,20 +29,20 @@ def keep_fp32_weights(assembly: Assembly) -> str | None:
 
 def apply_fp32_weights(model: nn.Module, precision: Precision) -> int:
     """Keep a mixed-precision run's weights in fp32; returns how many were in 16 bits."""
-    short = (torch.float16, torch.bfloat16)
-    weights = [p for p in model.parameters() if p.dtype in short]
-    for parameter in weights if precision.dtype is not None else ():
+    if precision.dtype is None:
+        return 0
+    weights = [p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    for parameter in weights:
         parameter.data = parameter.data.float()
-    return len(weights) if precision.dtype is not None else 0
+    return len(weights)
 
 
 def apply_mixed_precision(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> nn.Module:
     """Run every call of the model under autocast, on fp32 weights."""
-    if precision.dtype is None:
-        return model
-    extend(model, "autocast", lambda cls: _build_autocast(cls, precision, device))
+    if precision.dtype is not None:
+        extend(model, "autocast", lambda cls: _build_autocast(cls, precision, device))
     return model
 
 
@@ -52,10 +52,7 @@ def _build_autocast(
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with precision.autocast(device):
             output = cls.__call__(self, *args, **kwargs)
-        return output if _has_loss(output) else to_fp32(output)
+        has_loss = isinstance(output, dict) and output.get("loss") is not None
+        return output if has_loss else to_fp32(output)
 
     return {"__call__": call}
-
-
-def _has_loss(output: Any) -> bool:
-    return isinstance(output, dict) and output.get("loss") is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,10 @@ class Precision:
     reason: str
 
     @property
+    def name(self) -> Literal["fp32", "fp16", "bf16"]:
+        return "fp32" if self.dtype is None else "fp16" if self.needs_loss_scaling else "bf16"
+
+    @property
     def needs_loss_scaling(self) -> bool:
         return self.dtype is torch.float16
 
@@ -35,40 +39,30 @@ class Precision:
 
 
 def choose_precision(asked: str | None, device: torch.device) -> Precision:
-    """bf16 if the device supports it, else fp16, or what the user asked for.
-
-    A CPU that would have to emulate 16-bit arithmetic stays in fp32.
-    """
+    """bf16 if the device supports it, else fp16, or what the user asked for."""
     if asked is None:
         return Precision(dtype=None, reason="fp32")
+    is_fp16 = asked == "fp16"
     if device.type == "cpu":
-        return _choose_on_cpu(asked)
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if asked == "bf16" and not has_bf16:
-        name = torch.cuda.get_device_name(device)
-        raise ConfigurationError(f"--mixed-precision bf16: {name} has no bf16; use fp16.")
-    if asked == "fp16" or not has_bf16:
+        # What the CPU would have to emulate stays in fp32.
+        wanted = "fp16" if is_fp16 else "bf16"
+        if not (processor.has_fp16() if is_fp16 else processor.has_bf16()):
+            warn_once(
+                f"this processor has no {wanted}: the run stays in fp32, which is many times "
+                f"faster than emulating {wanted}.",
+                is_local=True,
+            )
+            return Precision(dtype=None, reason=f"fp32 (this processor has no {wanted})")
+    elif not torch.cuda.is_bf16_supported(including_emulation=False):
+        if asked == "bf16":
+            name = torch.cuda.get_device_name(device)
+            raise ConfigurationError(f"--mixed-precision bf16: {name} has no bf16; use fp16.")
+        is_fp16 = True
+    if is_fp16:
         why = "asked for" if asked == "fp16" else "this device has no bf16"
         return Precision(dtype=torch.float16, reason=f"fp16 with loss scaling ({why})")
-    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({_explain_bf16(asked)})")
-
-
-def _choose_on_cpu(asked: str) -> Precision:
-    wanted = "fp16" if asked == "fp16" else "bf16"
-    if not (processor.has_fp16() if wanted == "fp16" else processor.has_bf16()):
-        warn_once(
-            f"this processor has no {wanted}: the run stays in fp32, which is many times faster "
-            f"than emulating {wanted}.",
-            is_local=True,
-        )
-        return Precision(dtype=None, reason=f"fp32 (this processor has no {wanted})")
-    if wanted == "fp16":
-        return Precision(dtype=torch.float16, reason="fp16 with loss scaling (asked for)")
-    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({_explain_bf16(asked)})")
-
-
-def _explain_bf16(asked: str) -> str:
-    return "asked for" if asked == "bf16" else "this device supports it"
+    why = "asked for" if asked == "bf16" else "this device supports it"
+    return Precision(dtype=torch.bfloat16, reason=f"bf16 ({why})")
 
 
 def to_fp32(output: Any) -> Any:

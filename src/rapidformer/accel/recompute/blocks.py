@@ -1,17 +1,19 @@
 """Activation checkpointing for any model with a list of blocks.
 
 A block's ``__call__`` recomputes: there is no wrapper module, so names, checkpoints and isinstance
-are unaffected, and a compiled block is recomputed as compiled.
+are unaffected, and a compiled block is recomputed as compiled. A block that changes its buffers
+(BatchNorm does) finds them as they were, and does not change them a second time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -19,9 +21,11 @@ from torch.utils.checkpoint import (
 )
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.recompute.changed_buffers import BlockBuffers, RepeatedPass
+from rapidformer.accel.context.arguments import is_cache
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
-from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS, SCALED_PRODUCT
+from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
+from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, find_fact, put_fact
@@ -29,13 +33,12 @@ from rapidformer.overlay import extend, find_fact, put_fact
 _aten = torch.ops.aten
 # What selective recompute stores: results that are expensive to compute for their size.
 _KEPT = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    SCALED_PRODUCT,
-    *EXPENSIVE_OPERATORS,
-}
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+    SCALED_PRODUCT, *EXPENSIVE_OPERATORS,
+}  # fmt: skip
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its buffers."""
 
 
 def apply(assembly: Assembly) -> str:
@@ -57,8 +60,9 @@ def apply_recompute(
             "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
         )
     for block in plan.get_blocks(model)[::interval]:
-        region = _find_region(block)
-        if region is not None:
+        splits = (find_fact(module, Split) for module in block.modules())
+        regions = (split.region for split in splits if split is not None and split.region)
+        if region := next(regions, None):  # it knows how many tokens the ranks share
             put_fact(block, region)
         buffers = BlockBuffers(block)
         if buffers.places:
@@ -78,8 +82,8 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         if not (self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
         # A block that fills a key-value cache would fill it twice, and training needs none.
-        args = tuple(_drop_cache(value) for value in args)
-        kwargs = {name: _drop_cache(value) for name, value in kwargs.items()}
+        args = tuple(None if is_cache(value) else value for value in args)
+        kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         region = find_fact(self, SequenceRegion)
@@ -87,7 +91,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
             run = functools.partial(_run_at_length, region, region.length, run)
         buffers = find_fact(self, BlockBuffers)
         if buffers is not None:
-            run = RepeatedPass(buffers, run)
+            run = buffers.repeat(run)
         return checkpoint(run, *args, **options, **kwargs)
 
     return {"__call__": call}
@@ -95,15 +99,8 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
 
 # Built once: blocks with the same builder share a class, and so a compiled graph.
 _BUILDERS = {
-    granularity: functools.partial(_build_recompute, granularity=granularity)
-    for granularity in ("full", "selective")
+    name: functools.partial(_build_recompute, granularity=name) for name in ("full", "selective")
 }
-
-
-def _find_region(block: nn.Module) -> SequenceRegion | None:
-    """If the block's tokens are split over ranks: the object that knows how many there are."""
-    splits = (find_fact(module, Split) for module in block.modules())
-    return next((split.region for split in splits if split is not None and split.region), None)
 
 
 def _run_at_length(
@@ -114,10 +111,71 @@ def _run_at_length(
     return run(*args, **kwargs)
 
 
-def _drop_cache(value: Any) -> Any:
-    # By name: models without transformers must not import it.
-    return None if any(cls.__name__ == "Cache" for cls in type(value).__mro__) else value
-
-
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class BlockBuffers:
+    """The buffers of a block, and which of them its forward pass changes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.places: list[Place] = [
+            (module, name)
+            for module in block.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        # None before the first pass. From then on only these are copied: most buffers are masks
+        # and tables that never change, and they can be large.
+        self._changing: set[Place] | None = None
+
+    def repeat(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A pass that finds the same buffers when it runs again."""
+        before: dict[Place, Tensor] | None = None
+
+        def run_pass(*args: Any, **kwargs: Any) -> Any:
+            nonlocal before
+            if before is not None:
+                with _replaced(before):
+                    return run(*args, **kwargs)
+            output, before = self._run_first(lambda: run(*args, **kwargs))
+            return output
+
+        return run_pass
+
+    def _run_first(self, run: Callable[[], Any]) -> tuple[Any, dict[Place, Tensor]]:
+        """The result of a pass, and what the buffers that it changed held before."""
+        held = {place: getattr(*place) for place in self.places}
+        changes = {place: count_changes(buffer) for place, buffer in held.items()}
+        copied = self.places if self._changing is None else self._changing
+        copies = {place: held[place].clone() for place in copied}
+        output = run()
+        changed = {
+            place
+            for place, buffer in held.items()
+            if getattr(*place) is not buffer or count_changes(buffer) != changes[place]
+        }
+        if self._changing is None:
+            # torch's batch_norm changes its statistics without counting it. Comparing values waits
+            # for the device, but only in the first pass.
+            changed |= {place for place in copies if not torch.equal(copies[place], held[place])}
+        # A BatchNorm that was frozen in the first pass counts its batches from now on.
+        trained = {module for module, name in changed if name == "num_batches_tracked"}
+        changed |= {place for place in self.places if place[0] in trained}
+        self._changing = (self._changing or set()) | changed
+        # Without a copy, recomputing at least does not change a buffer again.
+        late = {place: held[place].clone() for place in self._changing - copies.keys()}
+        return output, {p: copies[p] if p in copies else late[p] for p in self._changing}
+
+
+@contextmanager
+def _replaced(before: dict[Place, Tensor]) -> Iterator[None]:
+    """Replace the current buffers with copies of these for a while."""
+    # Not in place: autograd refuses a buffer that has changed since it was saved.
+    current = {place: getattr(*place) for place in before}
+    try:
+        for place, buffer in before.items():
+            setattr(*place, buffer.clone())
+        yield
+    finally:
+        for place, buffer in current.items():
+            setattr(*place, buffer)

@@ -1,29 +1,26 @@
 """ZeRO-1, -2 and -3 (= FSDP): one mechanism, ``fully_shard``, with three settings.
 
-What each stage keeps whole:
+What each stage keeps whole (optimizer state is sharded in all of them):
   1  parameters and gradients between micro-batches; gradients are reduced once, at the last one
   2  parameters; gradients are reduced and scattered in every micro-batch
   3  nothing: parameters are gathered block by block
-Optimizer state is sharded in all of them. On a mesh of two axes (replicas x shards), each group of
-ranks along the second has a complete copy of the state, and gradients are also summed along the
-first. A module that owns a tied weight stays in the root's group, since two groups cannot own one
-parameter.
+On a mesh of two axes (replicas x shards), gradients are also summed along the first. A module that
+owns a tied weight stays in the root's group, since two groups cannot own one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.sharding.gathered_weights import GatheredWeights
-from rapidformer.accel.sharding.outside_calls import serve_outside_calls
-from rapidformer.accel.sharding.steady_depth import require_steady_depth
-from rapidformer.compat.torch_distributed import QUIET_VIEWS
+from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
+from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
@@ -33,6 +30,8 @@ from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
+Call = tuple[bool, bool, int, frozenset[tuple[str, bool | str | None]]]
+
 
 def apply(assembly: Assembly) -> str | None:
     """Shard the training state over the ranks with different tokens."""
@@ -41,16 +40,16 @@ def apply(assembly: Assembly) -> str | None:
     if mesh is None:
         return None
     same_experts = assembly.topology.get_expert_mesh("expert_data")
-    if same_experts is not None:
-        shard_experts(assembly.experts, same_experts, args.zero_stage, offloads=args.cpu_offload)
+    if same_experts is not None:  # each rank's experts, over the ranks that hold the same ones
+        options = _get_options(same_experts, args.zero_stage, offloads=args.cpu_offload)
+        for module in assembly.experts:
+            fully_shard(module, **options)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
-    assembly.applied.enter(QUIET_VIEWS)
-    assembly.synchronizer = apply_sharding(
-        model, assembly.plan, mesh, stage, offloads=args.cpu_offload
-    )
-    assembly.applied.on_close(_take_off, model, assembly.synchronizer)
+    sharded = apply_sharding(model, assembly.plan, mesh, stage, offloads=args.cpu_offload)
+    assembly.synchronizer = sharded
+    assembly.applied.on_close(_take_off, model, sharded)
     if assembly.pipeline is None:  # a rank with several stages runs them in the schedule's order
-        require_steady_depth(assembly.model, tuple(assembly.plan.blocks))
+        require_steady_depth(model, assembly.plan.blocks)
     return _describe(args, mesh)
 
 
@@ -104,11 +103,12 @@ def gather_weight(synchronizer: object, parameter: Tensor) -> Tensor:
     return gather_with_gradient(parameter)
 
 
-class ShardedGradients:
+class ShardedGradients(GradientSynchronizer):
     """Tells the sharded model, before each backward pass, whether it is the update's last."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        self._root = _as_sharded(model)
+        assert isinstance(model, FSDPModule)
+        self._root = model
         self.gathered_weights = GatheredWeights(model, stage)
         self._stage = stage
         self._was_last: bool | None = None
@@ -123,23 +123,18 @@ class ShardedGradients:
         if self._stage < 3:
             self._root.set_reshard_after_backward(is_last)
 
-    def after_backward(self) -> None:
-        """Nothing to do: fully_shard finishes in the backward pass itself."""
-
 
 def apply_sharding(
     model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int, *, offloads: bool = False
 ) -> ShardedGradients:
-    """Shard parameters, gradients and optimizer state over the mesh, in place.
-
-    With ``offloads`` the shards stay in host memory and visit the device for their block.
-    """
-    options = get_sharding_options(mesh, stage, offloads=offloads)
+    """Shard the training state over the mesh; with ``offloads`` it stays in host memory."""
+    options = _get_options(mesh, stage, offloads=offloads)
+    # Any head with a bias returns one. It matters only to code that changes outputs in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
-        block = model.get_submodule(name)
         if not any(tied.startswith(f"{name}.") for tied in tied_names):
-            fully_shard(block, **options)
+            fully_shard(model.get_submodule(name), **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -157,15 +152,7 @@ def apply_sharding(
     return gradients
 
 
-def shard_experts(
-    experts: Sequence[nn.Module], mesh: DeviceMesh, stage: int, *, offloads: bool = False
-) -> None:
-    """Shard each rank's experts over the ranks that hold the same ones (ZeRO)."""
-    for module in experts:
-        fully_shard(module, **get_sharding_options(mesh, stage, offloads=offloads))
-
-
-def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
+def _get_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dict[str, Any]:
     """The arguments of ``fully_shard``, for every module of a model."""
     policy = OffloadPolicy()
     if offloads:
@@ -177,11 +164,7 @@ def get_sharding_options(mesh: DeviceMesh, stage: int, *, offloads: bool) -> dic
 def _build_generate(
     cls: Any, gathered_weights: GatheredWeights, *, is_synced: bool
 ) -> dict[str, Any]:
-    """Let ``generate`` work on sharded weights.
-
-    It calls an encoder directly, bypassing the root whose weights (the embeddings) the encoder
-    uses; and if weights are gathered in every forward pass, all ranks must do equally many.
-    """
+    """``generate`` calls an encoder directly, whose weights (the embeddings) are the root's."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         # The root must know that it is one before a part of it is called.
@@ -205,6 +188,76 @@ def _refuse_copy(memo: Any) -> NoReturn:
     )
 
 
-def _as_sharded(model: nn.Module) -> FSDPModule:
-    assert isinstance(model, FSDPModule)
-    return model
+# ---- a steady depth ------------------------------------------------------------------------------
+
+
+def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
+    """Refuse a depth that depends on the data (LayerDrop, early exit), before anything is gathered.
+
+    All ranks gather a block's weights together. If one of them skips a block, its next call meets
+    the others' call of another block: the run hangs, or continues with the wrong weights.
+    """
+    depth = _Depth()
+    skip = torch.compiler.disable
+    model.register_forward_pre_hook(skip(depth.start), prepend=True, with_kwargs=True)
+    model.register_forward_hook(skip(depth.finish))
+    for name in blocks:
+        block = model.get_submodule(name)
+        if isinstance(block, FSDPModule):
+            # Not a partial function: nothing would tell that it is our hook, not the user's.
+            def note(module: nn.Module, inputs: Any, name: str = name) -> None:
+                depth.note(name)
+
+            block.register_forward_pre_hook(skip(note), prepend=True)
+
+
+class _Depth:
+    """Which blocks ran in calls of the model, by their arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Call, list[str]] = {}
+        self._call: Call | None = None
+        self._run: list[str] = []
+
+    def start(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # Modes may choose blocks, and are the same on every rank; tensors are data.
+        modes = frozenset(
+            (name, value if isinstance(value, bool | str) else None)
+            for name, value in kwargs.items()
+            if value is not None
+        )
+        self._call = (model.training, torch.is_grad_enabled(), len(args), modes)
+        self._run = []
+
+    def note(self, name: str) -> None:
+        if self._call is None or is_in_backward():  # a block on its own, or recomputed
+            return
+        expected = self._known.get(self._call)
+        place = len(self._run)
+        self._run.append(name)
+        if expected is not None and (place >= len(expected) or expected[place] != name):
+            raise _refuse(expected, self._run)
+
+    def finish(self, model: nn.Module, args: Any, output: Any) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        expected = self._known.setdefault(call, self._run)
+        if len(self._run) != len(expected):
+            raise _refuse(expected, self._run)
+
+
+def _refuse(expected: list[str], run: list[str]) -> ModelError:
+    """The error that names the first block that differs."""
+    place = next(
+        (i for i, (a, b) in enumerate(zip(expected, run, strict=False)) if a != b), len(run)
+    )
+    before = expected[place] if place < len(expected) else "no further block"
+    now = run[place] if place < len(run) else "no further block"
+    return ModelError(
+        f"the model ran {now}, but an earlier call with the same arguments ran "
+        f"{before}: its depth depends on the data or on chance (LayerDrop, early exit). Under "
+        "ZeRO/FSDP all ranks gather the weights of a block together, so every rank must run the "
+        "same blocks. Turn it off (layerdrop=0), run every block and drop its result, or use "
+        "data parallelism without ZeRO."
+    )

@@ -1,9 +1,8 @@
 """Weights that this rank does not have, or no longer uses: computing with one is an error.
 
 ``compose`` splits and shards parameters, and a pipeline drops those of other stages. A list of
-parameters collected earlier then holds objects that are no longer part of the model: their
-gradients stay empty, and a penalty over them changes nothing. Nothing would fail by itself, so
-these objects refuse to be used. Shape, dtype and device can still be read.
+parameters collected earlier then holds objects that are no longer part of the model: a penalty over
+them would change nothing, and nothing would fail. Shape, dtype and device can still be read.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class AbsentWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in FACTS:
-            for problem in (each._explain() for each in _find_absent((args, kwargs))):
-                if problem:
+            for weight in _find_absent((args, kwargs)):
+                if problem := weight._explain():
                     raise RapidformerError(problem)
         with without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -58,10 +57,7 @@ def build_placeholder(
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Row ``retired parameters``: refuse the use of those that were replaced or dropped.
-
-    References are weak: whole weights that nobody has collected must not outlive their shards.
-    """
+    """Row ``retired parameters``: refuse the use of those that were replaced or dropped."""
     kept = {id(parameter) for parameter in assembly.model.parameters()}
     count = 0
     for name, reference in assembly.applied.plain.names.items():
@@ -94,12 +90,9 @@ def _describe_retired(name: str) -> str:
     )
 
 
-def _find_absent(given: Any) -> Iterable[AbsentWeight]:
-    if isinstance(given, AbsentWeight):
-        yield given
-    elif isinstance(given, dict):
-        for each in given.values():
-            yield from _find_absent(each)
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _find_absent(each)
+def _find_absent(value: Any) -> Iterable[AbsentWeight]:
+    if isinstance(value, AbsentWeight):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _find_absent(inner)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.context.arguments import find_argument_names
+from rapidformer.models.own_loss import find_known_loss
+from rapidformer.models.plan import ModelPlan
 
 _IGNORED = -100
 
@@ -23,19 +25,26 @@ SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 def has_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a model is called with labels."""
     if len(args) > 1 and "labels" not in kwargs:
-        given = dict(zip(find_argument_names(model), args, strict=False))
-        return given.get("labels") is not None
+        kwargs = dict(zip(find_argument_names(model), args, strict=False))
     return kwargs.get("labels") is not None
 
 
-def build_split_loss(
-    original: Callable[..., Tensor],
-    *,
-    shifts: bool,
-    is_split: Callable[[Tensor], bool],
-    sum_losses: SumLosses,
-) -> Callable[..., Tensor]:
-    """Hugging Face's loss of the same name, on logits that stay split."""
+def find_head(model: Any) -> nn.Module | None:
+    """A model's output layer, if it says which that is."""
+    get_head: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    return get_head()
+
+
+def use_split_loss(
+    model: Any, plan: ModelPlan, is_split: Callable[[Tensor], bool], sum_losses: SumLosses
+) -> bool:
+    """Let a model compute its loss from logits that stay split; False if we do not know how."""
+    if plan.has_split_losses:
+        return True
+    shifts = find_known_loss(model)
+    if shifts is None:
+        return False
+    original = model.loss_function
 
     def compute_loss(
         logits: Tensor,
@@ -46,12 +55,12 @@ def build_split_loss(
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The loss of the model's own function, from split logits."""
         if not is_split(logits):
             known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shift_labels is not None:
                 known["shift_labels"] = shift_labels
-            return original(logits, labels, *args, **known, **kwargs)
+            loss: Tensor = original(logits, labels, *args, **known, **kwargs)
+            return loss
         if shift_labels is not None:
             labels = shift_labels
         elif shifts:
@@ -63,4 +72,5 @@ def build_split_loss(
             return total / (labels != ignore_index).sum()
         return total / num_items_in_batch
 
-    return compute_loss
+    model.loss_function = compute_loss
+    return True

@@ -1,9 +1,8 @@
 """A split tensor in user code: joined by the first operation that needs its values.
 
-``outputs.logits`` of a training step, or a split weight read outside the model, stays split until
-something computes with it. Its shape and similar are known without communication, so a single rank
-may print them. The underlying tensor is a placeholder without memory; only autograd sees it, never
-an operation.
+``outputs.logits`` of a training step, or a split weight read outside the model. Shape and similar
+are known without communication, so a single rank may print them. The underlying tensor is a
+placeholder without memory; only autograd sees it, never an operation.
 """
 
 from __future__ import annotations
@@ -54,17 +53,13 @@ class WholeOnDemand(torch.Tensor):
         kwargs = kwargs or {}
         if func in FACTS:
             return super().__torch_function__(func, types, args, kwargs)
-        first = args[0] if args else None
-        if isinstance(first, cls) and first._source is not None and _is_about_parameter(func):
+        first, name = args[0] if args else None, getattr(func, "__name__", "")
+        # Something that only the weight has, or a change of it in place.
+        is_own = func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
+        if is_own and isinstance(first, cls) and first._source is not None:
             return func(first._source, *args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _is_about_parameter(func: Any) -> bool:
-    """Whether it changes a weight in place, or needs something that only the weight has."""
-    name = getattr(func, "__name__", "")
-    return func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def join_on_demand(

@@ -24,18 +24,15 @@ def join_loss(loss: Tensor) -> Tensor:
     if not isinstance(loss, DTensor) or loss.device_mesh.mesh_dim_names != ("tensor",):
         return loss  # data-parallel ranks have their own rows: a sum over them is not the loss
     is_split = _find_split(loss.grad_fn) if loss.grad_fn is not None else {}
-    if any(map(_is_strided, is_split)) and not can_compute_on_strided(loss.device_mesh):
+    leaves = [leaf for node in is_split if (leaf := getattr(node, "variable", None)) is not None]
+    # A fused weight, of which a rank holds a piece of each part.
+    has_strided = any(find_strided_axis(leaf) is not None for leaf in leaves)
+    if has_strided and not can_compute_on_strided(loss.device_mesh):
         return loss  # its backward pass would fail inside torch
     joined = loss.full_tensor()
     if loss.grad_fn is not None:
         _make_plain_again(loss.grad_fn, is_split)
     return joined
-
-
-def _is_strided(node: Any) -> bool:
-    """Whether it is a fused weight, of which a rank holds a piece of each part."""
-    leaf = getattr(node, "variable", None)
-    return leaf is not None and find_strided_axis(leaf) is not None
 
 
 def _make_plain_again(root: Any, is_split: dict[Any, bool]) -> None:

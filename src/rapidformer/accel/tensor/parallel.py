@@ -1,9 +1,8 @@
 """Tensor parallelism: each rank holds its slice of every layer, by the model's plan.
 
 Every parameter becomes a DTensor on the tensor axis: a slice if the plan splits the layer, else
-whole (Replicate). Sharding over data-parallel ranks is then applied on top. A parameter is replaced
-once, for all modules that own it, so tied weights stay tied. Nothing is communicated here: all
-ranks already hold equal weights and cut their own slices.
+whole (Replicate). It is replaced once, for all modules that own it, so tied weights stay tied.
+Nothing is communicated: all ranks hold equal weights and cut their own slices.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.split.double_gradients import refuse_double_gradients
-from rapidformer.accel.tensor.outputs import WholeOutputs
+from rapidformer.accel.double_backward import refuse_double_gradients
 from rapidformer.accel.tensor.slices import distribute, make_local
 from rapidformer.accel.tensor.styles import (
     Colwise,
@@ -33,36 +31,26 @@ from rapidformer.accel.tensor.styles import (
     VocabularyEmbedding,
     extend_class,
 )
-from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
+from rapidformer.accel.tensor.vocabulary_loss import WholeOutputs
+from rapidformer.compat.torch_mesh import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import (
-    TensorPlan,
-    describe_model,
-    find_tensor_plan,
-    find_unsplittable,
-    get_layer_name,
-)
+from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
+from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--tensor-model-parallel-size"
+_PARTS = {"fused_qkv": 3, "fused_kv": 2, "whole_fused_qkv": 3, "whole_fused_kv": 2}
 _CLASSES: dict[str, type] = {
-    "colwise": Colwise,
-    "key_value": Colwise,
-    "fused_qkv": Colwise,
-    "fused_kv": Colwise,
-    "whole_fused_qkv": Colwise,
-    "whole_fused_kv": Colwise,
+    **dict.fromkeys(("colwise", "key_value", *_PARTS), Colwise),
     "colwise_gather_output": ColwiseGathered,
     "rowwise": Rowwise,
     "rowwise_split_input": RowwiseSplit,
     "embedding_rowwise": VocabularyEmbedding,
     "mla_kv_a_proj": SharedOutputs,
 }
-_PARTS = {"fused_qkv": 3, "fused_kv": 2, "whole_fused_qkv": 3, "whole_fused_kv": 2}
 _COMPUTED = (
     "has a weight that is computed from other parameters (weight_norm or another parametrization), "
     "which cannot be split. Remove it before compose "
@@ -83,48 +71,39 @@ def apply(assembly: Assembly) -> str | None:
     """Split the layers by the model's plan, which sequence parallelism needs too."""
     if assembly.uses_autotp:
         return None
-    mesh = assembly.topology.get_submesh("tensor")
+    model, mesh = assembly.model, assembly.topology.get_submesh("tensor")
     assert mesh is not None
-    assembly.applied.enter(QUIET_JOINING)
-    assembly.tensor_plan = apply_tensor_parallel(assembly.model, assembly.plan, mesh)
-    if assembly.uses_deepspeed:
-        make_local(assembly.model, mesh)
-    return f"{mesh.size()} ranks (plan: {assembly.tensor_plan.source})"
-
-
-def apply_tensor_parallel(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> TensorPlan:
-    """Split the model's layers over the mesh, in place; all ranks must hold equal weights."""
-    tensor_plan = find_tensor_plan(model, plan)
-    styles = _resolve_styles(model, tensor_plan)
-    problems = list(_find_problems(model, tensor_plan, styles, mesh.size()))
-    if problems:
+    # torch warns about every weight that an export joins in two steps, which is intended.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    plan = assembly.tensor_plan = find_tensor_plan(model, assembly.plan)
+    styles = _resolve_styles(model, plan)
+    if problems := list(_find_problems(model, plan, styles, mesh.size())):
         raise ConfigurationError(problems)
     heads = {
         model.get_submodule(name): count_key_value_heads(model, name)
-        for name, style in tensor_plan.styles.items()
+        for name, style in plan.styles.items()
         if style == "key_value"
     }
-    cuts = {
-        module: _cut_module(module, style, heads.get(module, 0), mesh)
-        for module, style in styles.items()
-    }
-    for name in tensor_plan.parameters:
+    cuts = {m: _cut_module(m, style, heads.get(m, 0), mesh) for m, style in styles.items()}
+    for name in plan.parameters:
         owner, _, parameter = name.rpartition(".")
         cuts.setdefault(model.get_submodule(owner), {})[parameter] = _Cut(placement=Shard(0))
     readings = _replace_parameters(model, cuts, mesh)
     for module in list(model.modules()):
-        if any(p is not None for p in get_parameter_table(module).values()):
+        if _has_parameters(module):
             _extend(module, styles.get(module), readings.get(module, {}), mesh)
-    for name, style in tensor_plan.styles.items():
+    for name, style in plan.styles.items():
         if style == "mla_kv_a_proj":
-            get_fact(model.get_submodule(name), Split).shared_outputs = _count_shared_outputs(
-                model, name
-            )
-    _divide_attributes(model, tensor_plan, mesh.size())
+            # A key for all heads (its rotated part); a split layer takes the other outputs.
+            attention: Any = _get_attention(model, name)
+            layer = get_fact(model.get_submodule(name), Split)
+            layer.shared_outputs = int(attention.qk_rope_head_dim)
+    _divide_attributes(model, plan, mesh.size())
     refuse_double_gradients(model, _FLAG)
-    whole_split = find_fact(model, Split) or Split(mesh=mesh)
-    extend_class(model, whole_split, WholeOutputs)
-    return tensor_plan
+    extend_class(model, find_fact(model, Split) or Split(mesh=mesh), WholeOutputs)
+    if assembly.uses_deepspeed:
+        make_local(model, mesh)
+    return f"{mesh.size()} ranks (plan: {plan.source})"
 
 
 def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
@@ -134,8 +113,7 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
         for attribute in attributes:
             setattr(owner, attribute, getattr(owner, attribute) // size)
     heads = _get_heads(model)
-    for name in {get_layer_name(name).rpartition(".")[0] for name in plan.styles}:
-        attention: Any = model.get_submodule(name)
+    for attention in {_get_attention(model, name) for name in plan.styles}:
         groups = getattr(attention, "num_key_value_groups", 0)
         if groups and (heads // groups) % size:
             # transformers repeats each key head this many times; here one serves all local heads.
@@ -145,28 +123,26 @@ def _divide_attributes(model: nn.Module, plan: TensorPlan, size: int) -> None:
 def count_key_value_heads(model: nn.Module, name: str) -> int:
     """The heads of a layer for keys or values: they may differ from block to block; 0: unknown."""
     heads = _get_heads(model)
-    parent = get_layer_name(name).rpartition(".")[0]
-    groups = getattr(model.get_submodule(parent), "num_key_value_groups", 0)
+    groups = getattr(_get_attention(model, name), "num_key_value_groups", 0)
     if heads and isinstance(groups, int) and groups:
         return heads // groups
     return _get_heads(model, "num_key_value_heads")
 
 
-def _count_shared_outputs(model: nn.Module, name: str) -> int:
-    """The outputs that are a key for all heads (its rotated part); a split layer takes the rest."""
-    attention: Any = model.get_submodule(get_layer_name(name).rpartition(".")[0])
-    return int(attention.qk_rope_head_dim)
+def _get_attention(model: nn.Module, name: str) -> Any:
+    """The module that a layer is in."""
+    return model.get_submodule(get_layer_name(name).rpartition(".")[0])
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in get_parameter_table(module).values())
 
 
 def _resolve_styles(model: nn.Module, plan: TensorPlan) -> dict[nn.Module, str]:
     """Module -> style; a tied weight that one of its owners splits is split for the others too."""
     styles = {model.get_submodule(name): style for name, style in plan.styles.items()}
     # A layer whose weights are on another pipeline stage has nothing to split.
-    styles = {
-        m: s
-        for m, s in styles.items()
-        if any(p is not None for p in get_parameter_table(m).values())
-    }
+    styles = {module: style for module, style in styles.items() if _has_parameters(module)}
     for owners in _find_owners(model).values():
         chosen = {styles[module] for module, _ in owners if module in styles}
         if chosen & {"embedding_rowwise", "colwise_gather_output"}:
@@ -193,50 +169,39 @@ def _find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def _find_problems(
     model: nn.Module, plan: TensorPlan, styles: dict[nn.Module, str], size: int
 ) -> Iterator[str]:
-    heads = _get_heads(model)
+    heads, flag, model_name = _get_heads(model), f"{_FLAG} {size}", describe_model(model)
     if heads and heads % size:
         yield (
-            f"{_FLAG} {size} does not divide the {heads} attention heads of "
-            f"{describe_model(model)}: use {list_choices(heads)}."
+            f"{flag} does not divide the {heads} attention heads of {model_name}: use "
+            f"{list_choices(heads)}."
         )
         return
     layers = [name for name, style in plan.styles.items() if style == "key_value"]
     for few in sorted({count_key_value_heads(model, name) for name in layers}):
         if few and few % size and size % few:
-            yield (
-                f"{_FLAG} {size} and the {few} key/value heads of {describe_model(model)} "
-                "do not divide each other."
-            )
+            yield f"{flag} and the {few} key/value heads of {model_name} do not divide each other."
     names = {module: name for name, module in model.named_modules()}
     for module, style in styles.items():
         has_few = style == "key_value" and count_key_value_heads(model, names[module])
         problem = None if has_few else _find_module_problem(module, style, size)
         if problem:
-            yield f"{_FLAG} {size}: {names[module]} of {describe_model(model)} {problem}"
+            yield f"{flag}: {names[module]} of {model_name} {problem}"
     for name in plan.styles:
         if is_parametrized(model.get_submodule(name)):
-            yield f"{_FLAG} {size}: {name} of {describe_model(model)} {_COMPUTED}"
-    yield from _find_number_problems(model, plan, size)
-    yield from find_unsplittable(model)
-
-
-def _find_number_problems(model: nn.Module, plan: TensorPlan, size: int) -> Iterator[str]:
-    """Numbers that are divided by the tensor-parallel size on each rank."""
-    for name, attributes in plan.divided.items():
-        for attribute in attributes:
-            number = getattr(model.get_submodule(name), attribute, None)
-            if not isinstance(number, int) or isinstance(number, bool) or number % size:
-                yield (
-                    f"{_FLAG} {size}: {name}.{attribute} of {describe_model(model)} is {number}, "
-                    f"which is not a multiple of {size} ('divided' in the plan)."
-                )
+            yield f"{flag}: {name} of {model_name} {_COMPUTED}"
+    # Numbers that are divided by the tensor-parallel size on each rank.
+    for name, attribute in ((n, attribute) for n in plan.divided for attribute in plan.divided[n]):
+        number = getattr(model.get_submodule(name), attribute, None)
+        if not isinstance(number, int) or isinstance(number, bool) or number % size:
+            yield (
+                f"{flag}: {name}.{attribute} of {model_name} is {number}, which is not a multiple "
+                f"of {size} ('divided' in the plan)."
+            )
     for name in sorted(plan.parameters):
         length = model.get_parameter(name).shape[0]
         if length % size:
-            yield (
-                f"{_FLAG} {size}: {name} of {describe_model(model)} has {length} entries, not a "
-                f"multiple of {size}."
-            )
+            yield f"{flag}: {name} of {model_name} has {length} entries, not a multiple of {size}."
+    yield from find_unsplittable(model)
 
 
 def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None:
@@ -282,9 +247,6 @@ def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
     return number if isinstance(number, int) else 0
 
 
-# ---- parameters ----------------------------------------------------------------------------------
-
-
 def _is_conv1d(module: nn.Module) -> bool:
     return any(is_conv1d(cls) for cls in type(module).__mro__)
 
@@ -301,8 +263,8 @@ def _cut_module(
     module: nn.Module, style: str, key_value_heads: int, mesh: DeviceMesh
 ) -> dict[str, _Cut]:
     """How each of the module's own parameters is split."""
-    group = mesh.get_group()
     if style == "replicated_with_grad_allreduce":
+        group = mesh.get_group()
         summed = _Cut(placement=Replicate(), reading=lambda whole: copy_in(whole, group))
         return {name: summed for name, p in get_parameter_table(module).items() if p is not None}
     if style in _PARTS:
@@ -327,7 +289,6 @@ def _cut_fused(
     its strided slices in the wrong order. So does a weight that ``is_whole``.
     """
     group = mesh.get_group()
-    dim = _get_dim(module, "colwise")
 
     def read_rows(whole: Tensor) -> Tensor:
         rows = copy_in(whole, group).view(parts, -1, *whole.shape[1:])
@@ -335,9 +296,10 @@ def _cut_fused(
         return rows[:, start:end].flatten(0, 1)
 
     sliced = _Cut(placement=Replicate(), reading=read_rows)
-    cuts = {"weight": _Cut(placement=StridedShard(dim, split_factor=parts))}
-    if is_whole:
-        cuts["weight"] = sliced
+    cuts = {"weight": sliced}
+    if not is_whole:
+        strided = StridedShard(_get_dim(module, "colwise"), split_factor=parts)
+        cuts["weight"] = _Cut(placement=strided)
     if get_parameter_table(module).get("bias") is not None:
         cuts["bias"] = sliced
     return cuts
@@ -348,10 +310,8 @@ def _cut_to_one_head(module: nn.Module, heads: int, mesh: DeviceMesh) -> dict[st
     group = mesh.get_group()
     head = mesh.get_local_rank() * heads // mesh.size()
     size = _get_weight(module).shape[0] // heads
-    cut = _Cut(
-        placement=Replicate(),
-        reading=lambda whole: copy_in(whole, group)[head * size : (head + 1) * size],
-    )
+    rows = slice(head * size, (head + 1) * size)
+    cut = _Cut(placement=Replicate(), reading=lambda whole: copy_in(whole, group)[rows])
     return {name: cut for name, p in get_parameter_table(module).items() if p is not None}
 
 
@@ -361,9 +321,10 @@ def _replace_parameters(
     """Replace parameters by DTensors, one for all owners; returns how they are read."""
     readings: dict[nn.Module, dict[str, Reading]] = defaultdict(dict)
     for owners in _find_owners(model).values():
-        found = [cuts[module][name] for module, name in owners if name in cuts.get(module, {})]
-        cut = next((c for c in found if not c.placement.is_replicate()), None)
-        cut = cut or (found[0] if found else _Cut(placement=Replicate()))
+        planned = [cuts[module][name] for module, name in owners if name in cuts.get(module, {})]
+        # One that splits it, if any does.
+        planned.sort(key=lambda cut: cut.placement.is_replicate())
+        cut = planned[0] if planned else _Cut(placement=Replicate())
         module, name = owners[0]
         parameter = get_parameter_table(module)[name]
         assert parameter is not None
@@ -382,29 +343,19 @@ def _get_weight(module: nn.Module) -> Tensor:
     return weight
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
-
 def _extend(
     module: nn.Module, style: str | None, readings: dict[str, Reading], mesh: DeviceMesh
 ) -> None:
     """Give a module the class of its style, which reads its parameters in slices."""
     split = Split(mesh=mesh, readings=readings)
-    classes: tuple[type, ...] = ()
-    if style in _CLASSES:
-        classes = (_CLASSES[style],)
+    classes = (_CLASSES[style],) if style in _CLASSES else ()
     if isinstance(module, nn.Embedding) and style == "colwise":
         classes = ()  # ids are whole, and its rows are read by slice: nothing to send
     if style in ("embedding_rowwise", "colwise_gather_output"):
         split.length = _get_weight(module).shape[0]
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
-        _localize_padding(module, split)
+        # The padding row, which gets no gradient, is in one rank's slice only.
+        padding, (start, end) = module.padding_idx, get_slice_bounds(split.length, split.group)
+        if padding is not None:
+            module.padding_idx = padding - start if start <= padding < end else None
     extend_class(module, split, *classes)
-
-
-def _localize_padding(module: nn.Embedding, split: Split) -> None:
-    """The padding row, which gets no gradient, is in one rank's slice only."""
-    if module.padding_idx is not None:
-        start, end = get_slice_bounds(split.length, split.group)
-        is_mine = start <= module.padding_idx < end
-        module.padding_idx = module.padding_idx - start if is_mine else None

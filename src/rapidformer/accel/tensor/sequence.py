@@ -1,17 +1,14 @@
 """Sequence parallelism: between its split layers, each rank holds its slice of the tokens.
 
-What tensor parallelism leaves whole on every rank (norms, dropout, residual sums) is split by
-tokens: each rank takes its slice before the first block; attention and feed-forward layers gather
-all tokens and scatter their sums; after the last block tokens are joined. A part of a block that
-the plan does not know gets all tokens, as without the switch. Only in training: an evaluation keeps
-its tokens together. Rows may have any length; slices may differ by a few tokens. If something reads
-activations between the blocks (a hook, ``output_hidden_states``), that forward pass keeps its
-tokens together too.
+What tensor parallelism leaves whole (norms, dropout, residual sums) is split by tokens: attention
+and feed-forward layers gather all tokens and scatter their sums. A part of a block that the plan
+does not know gets all tokens. Evaluations keep their tokens together, and so does a forward pass in
+which something reads activations between the blocks (a hook, ``output_hidden_states``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -31,13 +28,8 @@ from rapidformer.accel.tensor.styles import (
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import TensorPlan, describe_model, get_layer_name
-from rapidformer.models.watched import (
-    describe_watched,
-    find_requested,
-    find_watched,
-    list_inner_modules,
-)
+from rapidformer.models.tensor_plans import TensorPlan, describe_model
+from rapidformer.models.watched import find_reader, list_inner_modules
 from rapidformer.overlay import find_fact, get_fact
 
 _GATHERED = {"colwise", "key_value", "fused_qkv", "whole_fused_qkv"}
@@ -46,33 +38,18 @@ _KNOWN = _GATHERED | {"rowwise", "replicated_with_grad_allreduce", "mla_kv_a_pro
 
 
 def apply(assembly: Assembly) -> str:
-    """Split the tokens of this rank's blocks."""
-    mesh, tensor_plan = assembly.topology.get_submesh("tensor"), assembly.tensor_plan
+    """Split the tokens between the layers of this rank's blocks, which are already split."""
+    model, plan, tensor_plan = assembly.model, assembly.plan, assembly.tensor_plan
+    mesh = assembly.topology.get_submesh("tensor")
     assert mesh is not None and tensor_plan is not None
-    stacks = assembly.pipeline.stacks if assembly.pipeline else ()
-    apply_sequence_parallel(assembly.model, assembly.plan, tensor_plan, mesh, stacks)
-    return "between the layers of each block"
-
-
-def apply_sequence_parallel(
-    model: nn.Module,
-    plan: ModelPlan,
-    tensor_plan: TensorPlan,
-    mesh: DeviceMesh,
-    stacks: Sequence[tuple[str, ...]] = (),
-) -> nn.Module:
-    """Split the tokens between the layers of every block, which are already split.
-
-    ``stacks`` are the blocks of each pipeline stage, between which tokens are whole.
-    """
-    problem = _find_problem(model, plan, tensor_plan)
-    if problem:
+    if problem := _find_problem(model, plan, tensor_plan):
         raise ConfigurationError(
             f"--sequence-parallel cannot split the tokens of {describe_model(model)}: {problem} "
             "Remove the switch; --tensor-model-parallel-size works without it."
         )
     region = SequenceRegion(mesh.get_group())
-    gatherers = _find_gatherers(tensor_plan)
+    # Modules whose own layers are split by outputs: they need whole tokens as input.
+    gatherers = {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
     for block in plan.blocks:
         whole = list(_find_whole(block, model.get_submodule(block), tensor_plan, gatherers))
         for name in whole:
@@ -86,13 +63,14 @@ def apply_sequence_parallel(
                 _get_split(module, mesh).region = region
             if find_fact(module, Split) is not None:
                 _get_split(module, mesh).surroundings = region
-    for stack in stacks or [plan.blocks]:
+    # Between pipeline stages, tokens are whole.
+    for stack in assembly.pipeline.stacks if assembly.pipeline else [plan.blocks]:
         _extend(model.get_submodule(stack[0]), region, mesh, FirstBlock)
         _extend(model.get_submodule(stack[-1]), region, mesh, LastBlock)
     split = _get_split(model, mesh)
     split.region, split.inner = region, list_inner_modules(model, plan.blocks)
     extend_class(model, split, SequenceModel)
-    return model
+    return "between the layers of each block"
 
 
 class SequenceModel(Style):
@@ -101,24 +79,16 @@ class SequenceModel(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         split = get_fact(self, Split)
         assert split.region is not None
-        reason = find_requested(self, kwargs)
-        watched = find_watched(split.inner)
-        if watched:
-            reason = f"a hook on {describe_watched(watched)}"
+        reader = find_reader(self, kwargs, split.inner)
         # Not reset at the end: a block recomputed in the backward pass must find it.
-        split.region.is_off = reason is not None
-        if reason and self.training:
+        split.region.is_off = reader is not None
+        if reader and self.training:
             warn_once(
-                f"--sequence-parallel: {reason} needs the activations of all tokens, so such a "
+                f"--sequence-parallel: {reader} needs the activations of all tokens, so such a "
                 "forward pass does not split them: the result is right, but no memory is saved. "
                 "(If a hook only looks, set hook.only_looks = True.)"
             )
         return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def _find_gatherers(tensor_plan: TensorPlan) -> set[str]:
-    """Modules whose own layers are split by outputs: they need whole tokens as input."""
-    return {_get_parent(n) for n, style in tensor_plan.styles.items() if style in _GATHERED}
 
 
 def _find_whole(
@@ -167,11 +137,9 @@ def _find_problem(model: nn.Module, plan: ModelPlan, tensor_plan: TensorPlan) ->
         return "its blocks also use an encoder's output, whose tokens are not split."
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "its blocks have inputs of their own, whose tokens are not split."
-    if any(_get_parent(name) in plan.blocks for name in tensor_plan.parameters) or any(
-        _get_parent(name) in plan.blocks
-        for name, style in tensor_plan.styles.items()
-        if style != "rowwise" and style != "replicated_with_grad_allreduce"
-    ):
+    free = ("rowwise", "replicated_with_grad_allreduce")
+    layers = [name for name, style in tensor_plan.styles.items() if style not in free]
+    if any(_get_parent(name) in plan.blocks for name in (*tensor_plan.parameters, *layers)):
         return "layers of its plan are in the block itself, not in a module of it."
     return None
 

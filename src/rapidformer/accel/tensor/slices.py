@@ -6,6 +6,7 @@ parameters are plain tensors that remember what they are a slice of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +33,9 @@ class Slice:
 
 def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's slice of a weight that all ranks hold, as a DTensor."""
-    whole = parameter.data
-    slice_ = Slice(mesh=mesh, placement=placement, shape=whole.shape)
-    split = _as_distributed(slice_, _cut(whole, slice_).contiguous())
+    slice_ = Slice(mesh=mesh, placement=placement, shape=parameter.shape)
+    part = cut_slice(slice_, parameter.data)
+    split = distribute_part(part, mesh, placement, parameter.shape)
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
@@ -50,17 +51,14 @@ def make_local(model: nn.Module, mesh: DeviceMesh) -> None:
                 table[name] = replaced[id(parameter)]
 
 
-def _make_plain(parameter: Any) -> nn.Parameter:
-    plain: Any = nn.Parameter(
-        parameter.detach().to_local().clone(), requires_grad=parameter.requires_grad
-    )
-    placement = parameter.placements[0]
-    plain.rapidformer_slice = Slice(
-        mesh=parameter.device_mesh, placement=placement, shape=parameter.shape
-    )
+def _make_plain(parameter: Any) -> Any:
+    values, placement = parameter.detach().to_local().clone(), parameter.placements[0]
+    plain: Any = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    mesh = parameter.device_mesh
+    plain.rapidformer_slice = Slice(mesh=mesh, placement=placement, shape=parameter.shape)
     # DeepSpeed reads this: its gradient norm counts the other weights on one rank only.
     plain.tensor_model_parallel = not placement.is_replicate()
-    return plain  # type: ignore[no-any-return]
+    return plain
 
 
 def find_slice(parameter: Any) -> Slice | None:
@@ -72,32 +70,25 @@ def join_slice(slice_: Slice, own: Tensor) -> Tensor:
     """The whole weight (or its gradient, or optimizer state) from each rank's slice."""
     if slice_.placement.is_replicate():
         return own
-    return join_whole(_as_distributed(slice_, own.detach().contiguous()))
+    part = own.detach().contiguous()
+    return join_whole(distribute_part(part, slice_.mesh, slice_.placement, slice_.shape))
 
 
 def cut_slice(slice_: Slice, whole: Tensor) -> Tensor:
     """This rank's slice of a whole tensor."""
-    return _cut(whole, slice_).contiguous()
-
-
-def _cut(whole: Tensor, slice_: Slice) -> Tensor:
     placement = slice_.placement
     if placement.is_replicate():
-        return whole
+        return whole.contiguous()
     assert isinstance(placement, (Shard, StridedShard))
     dim = placement.dim
-    parts = getattr(placement, "split_factor", 1)
-    pieces = whole.chunk(parts, dim)
+    pieces = whole.chunk(getattr(placement, "split_factor", 1), dim)
     start, end = get_slice_bounds(pieces[0].shape[dim], slice_.mesh.get_group())
     return torch.cat([piece.narrow(dim, start, end - start) for piece in pieces], dim)
 
 
-def _as_distributed(slice_: Slice, own: Tensor) -> DTensor:
-    return DTensor.from_local(
-        own,
-        slice_.mesh,
-        [slice_.placement],
-        run_check=False,
-        shape=slice_.shape,
-        stride=torch.empty(slice_.shape, device="meta").stride(),
-    )
+def distribute_part(
+    part: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]
+) -> DTensor:
+    """A tensor of this shape of which each rank has its part already."""
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=size, stride=stride)

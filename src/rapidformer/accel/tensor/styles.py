@@ -1,12 +1,10 @@
 """What a module does once its layer is split: a subclass of its own class, per style.
 
-Parameters are DTensors on the tensor axis (under DeepSpeed plain slices, ``slices.py``); code that
-*reads* one (``self.weight``, anywhere) gets this rank's slice as a plain tensor, with the right
-gradient behind it (outside any module's call: the whole weight). So arithmetic in a layer is plain,
-and clipping, optimizers and checkpoints see one kind of tensor. A weight that every rank holds
-whole but uses on its own slice (of heads, or of tokens) has a different gradient on each; it is
-read through ``copy_in``, which sums them in each backward pass, so accumulation adds sums and never
-sums twice.
+Parameters are DTensors on the tensor axis (under DeepSpeed plain slices); code that *reads* one
+(``self.weight``, anywhere) gets this rank's slice as a plain tensor, with the right gradient behind
+it (outside any module's call: the whole weight). A weight that every rank holds whole but uses on
+its own slice (of heads, or of tokens) is read through ``copy_in``, which sums the ranks' gradients
+in each backward pass, so accumulation adds sums and never sums twice.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
 from rapidformer.accel.split.on_demand import join_on_demand
-from rapidformer.accel.tensor.slices import find_slice
+from rapidformer.accel.tensor.slices import distribute_part, find_slice
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
@@ -105,9 +103,7 @@ class Split:
     inner: Mapping[str, nn.Module] = field(default_factory=dict)
     """For a model whose tokens are split: its blocks and their modules."""
     surroundings: SequenceRegion | None = None
-    """Set if tokens are split around the module: whole weights then have partial gradients (of this
-    rank's tokens, or heads), which are summed.
-    """
+    """Set if tokens are split around the module: gradients of whole weights are then summed."""
 
     @property
     def group(self) -> Group:
@@ -205,10 +201,7 @@ def _build_call(cls: Any) -> Callable[..., Any]:
 
 @contextmanager
 def inside_a_call() -> Iterator[None]:
-    """Code in here is a split module's own, and reads this rank's slices of its weights.
-
-    Needed by a forward that is not compiled, in a block that is: its call was compiled away.
-    """
+    """Code in here is a split module's own; a forward that a compiled block calls says it again."""
     global _running_calls
     _running_calls += 1
     try:
@@ -271,11 +264,7 @@ class ColwiseGathered(Style):
         part = self._multiply(self._take_whole(hidden), self.bias)
         if split.keeps_output_split:
             shape = (*part.shape[:-1], split.length)
-            stride = torch.empty(shape, device="meta").stride()
-            placement = (Shard(part.dim() - 1),)
-            return DTensor.from_local(
-                part, split.mesh, placement, run_check=False, shape=torch.Size(shape), stride=stride
-            )
+            return distribute_part(part, split.mesh, Shard(part.dim() - 1), shape)
         return gather_out(part, -1, split.length, split.group)
 
 
@@ -297,8 +286,8 @@ class RowwiseSplit(Rowwise):
 
 
 class SharedOutputs(Style):
-    """A whole layer whose first outputs go to a split layer, which handles their gradients, and
-    whose last outputs are used on each rank's own heads: those gradients are summed.
+    """A whole layer whose last outputs are used on each rank's own heads: their gradients are
+    summed. The first ones go to a split layer, which handles theirs.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -363,9 +352,9 @@ class LastBlock(Style):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         region = get_fact(self, Split).region
-        if not (self.training and is_split_by_tokens(region)):
-            return output
-        return replace_output(output, region.leave)
+        if self.training and is_split_by_tokens(region):
+            return replace_output(output, region.leave)
+        return output
 
 
 def replace_first(
@@ -376,6 +365,11 @@ def replace_first(
         return (change(args[0]), *args[1:]), kwargs
     name = next(iter(kwargs)) if "hidden_states" not in kwargs else "hidden_states"
     return args, {**kwargs, name: change(kwargs[name])}
+
+
+def get_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer's hidden states: its first argument, under any name."""
+    return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
 
 
 def replace_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,57 +1,41 @@
-"""The loss over a split vocabulary: in training, no rank holds a whole row of logits.
+"""What a split model returns: whole outputs, and a loss over a split vocabulary.
 
-Used if the model computes its own loss by a function that we know: Hugging Face's
-``loss_function``, or a plan with ``has_split_losses``. Otherwise (losses that users compute from
-``logits``, evaluation) the head joins its outputs, which is right for any code. Logits are then a
-DTensor only inside the model; ``outputs.logits`` are joined once something computes with them
-(``accel/split/on_demand.py``).
+In training, no rank holds a whole row of logits if the model computes its own loss by a function
+that we know; otherwise the head joins its outputs, which is right for any code. Logits are then a
+DTensor only inside the model; ``outputs.logits`` are joined on demand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.split.known_loss import build_split_loss, has_labels
+from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
+from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
+from rapidformer.dist.regions import Group, gather_out
 from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
-from rapidformer.models.own_loss import find_known_loss
-from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import find_fact, get_fact
+from rapidformer.errors import TrainingError
+from rapidformer.overlay import get_fact
+
+_HEADS = 1
 
 
 def apply(assembly: Assembly) -> str | None:
     """Keep the logits of the model split, if its loss can be computed from split ones."""
-    if assembly.uses_autotp:
+    model = assembly.model
+    head = find_head(model)
+    if not isinstance(head, ColwiseGathered):  # AutoTP's is another one
         return None
-    mesh = assembly.topology.get_submesh("tensor")
-    assert mesh is not None
-    is_split = apply_vocabulary_loss(assembly.model, assembly.plan, mesh)
-    return "no rank holds a whole row of logits" if is_split else None
-
-
-def apply_vocabulary_loss(model: Any, plan: ModelPlan, mesh: DeviceMesh) -> bool:
-    """Keep the logits split if the model's loss allows it; returns whether it does."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if not isinstance(head, ColwiseGathered):
-        return False
-    if not plan.has_split_losses:
-        shifts = find_known_loss(model)
-        if shifts is None:
-            return False
-        model.loss_function = build_split_loss(
-            model.loss_function,
-            shifts=shifts,
-            is_split=is_split_over_vocabulary,
-            sum_losses=_sum_losses,
-        )
-    split = find_fact(model, Split) or Split(mesh=mesh)
+    if not use_split_loss(model, assembly.plan, is_split_over_vocabulary, _sum_losses):
+        return None
+    split = get_fact(model, Split)
     split.head = get_fact(head, Split)
     extend_class(model, split, LossKeeper)
-    return True
+    return "no rank holds a whole row of logits"
 
 
 class LossKeeper(Style):
@@ -69,3 +53,29 @@ class LossKeeper(Style):
 
 def _sum_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return compute_split_losses(logits, labels, ignore_index).sum()
+
+
+class WholeOutputs(Style):
+    """The whole model: its attention weights are joined over the heads, and logits on demand."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("output_attentions") and not isinstance(output, Mapping):
+            raise TrainingError(
+                "--tensor-model-parallel-size: output_attentions=True with return_dict=False would "
+                "return only the attention weights of each rank's own heads. Remove return_dict."
+            )
+        if isinstance(output, Mapping):
+            _join_heads(output, get_fact(self, Split).group)
+        return hand_out(output)
+
+
+def _join_heads(output: Any, group: Group) -> None:
+    """Replace each block's attention weights, in place."""
+    for key in [key for key in output if key.endswith("attentions") and output[key] is not None]:
+        output[key] = tuple(
+            gather_out(weights, _HEADS, weights.shape[_HEADS] * group.size(), group)
+            if isinstance(weights, Tensor)
+            else weights
+            for weights in output[key]
+        )
