@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -215,39 +215,40 @@ class PlainWeights:
                     source = _Source(away.index(False), buffer.dtype, False, buffer.shape)
                     _broadcast(buffer, source, self._topology)
 
-    def _collect_states(self) -> Iterator[tuple[Optimizer, dict[int, Any]]]:
-        """Each optimizer's state by the weight that it is of."""
+    def _collect_states(self) -> Iterator[_Held]:
+        """What each optimizer holds, by weight; groups added after compose may hold others, too."""
+        keys = {id(weight): key for key, weight in self._weights.items()}
         current = {id(w.find_current()): key for key, w in self._weights.items()}
-        for reference, _ in self._optimizers:
+        for reference, groups in self._optimizers:
             optimizer = reference()
             if optimizer is not None:
-                yield (
-                    optimizer,
-                    {
-                        current[id(p)]: state
-                        for p, state in optimizer.state.items()
-                        if id(p) in current
-                    },
-                )
+                members: list[list[Any]] = [[keys[id(w)] for w in weights] for weights in groups]
+                added = [group["params"] for group in optimizer.param_groups[len(groups) :]]
+                members += [[current.get(id(p), p) for p in parameters] for parameters in added]
+                known = {*current, *(id(p) for parameters in added for p in parameters)}
+                states: Any = [item for item in optimizer.state.items() if id(item[0]) in known]
+                state = [(current.get(id(p), p), values) for p, values in states]
+                yield _Held(optimizer, members, state)
 
-    def _restore_optimizers(
-        self,
-        replaced: dict[int, nn.Parameter],
-        states: list[tuple[Optimizer, dict[int, Any]]],
-    ) -> None:
-        keys = {id(weight): key for key, weight in self._weights.items()}
-        groups_of = {id(ref()): groups for ref, groups in self._optimizers}
-        for optimizer, state in states:
-            groups = groups_of[id(optimizer)]
-            del optimizer.param_groups[len(groups) :]
-            for group, weights in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = [replaced[keys[id(weight)]] for weight in weights]
-            optimizer.state.clear()
-            for key, values in state.items():
-                optimizer.state[replaced[key]] = {
+    def _restore_optimizers(self, replaced: dict[int, nn.Parameter], states: list[_Held]) -> None:
+        for held in states:
+            for group, members in zip(held.optimizer.param_groups, held.groups, strict=True):
+                group["params"] = [replaced[m] if isinstance(m, int) else m for m in members]
+            held.optimizer.state.clear()
+            for member, values in held.state:
+                parameter = replaced[member] if isinstance(member, int) else member
+                held.optimizer.state[parameter] = {
                     name: join_whole(value) if isinstance(value, DTensor) else value
                     for name, value in values.items()
                 }
+
+
+class _Held(NamedTuple):
+    """What an optimizer holds: keys of weights, and parameters that are not the model's."""
+
+    optimizer: Optimizer
+    groups: list[list[int | nn.Parameter]]
+    state: list[tuple[int | nn.Parameter, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
