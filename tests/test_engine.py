@@ -419,6 +419,19 @@ def test_backward_counts_the_labels_of_the_batch_in_hand(model: Any, weight: flo
     assert result.weight == engine.updates.clock.total_weight == weight
 
 
+def test_a_forward_step_that_fails_has_ended() -> None:
+    """A later ``backward_within`` was taken for a part of it."""
+    engine = make_engine(micro_batch_size=2)
+    model, optimizer = make_parts()
+    loader = engine.data.build_loader(make_labelled_rows(2))
+    engine.compose(model, optimizer)
+    (update,) = engine.data.iterate_updates(loader)
+    with pytest.raises(KeyError):
+        engine.run_update(lambda batch: batch["nothing"], update)
+    with pytest.raises(RapidformerError, match="for the forward step"):
+        engine.updates.backward_within(model(torch.ones(1, 3)).mean())
+
+
 def test_a_fillers_loss_and_its_parts_weigh_nothing() -> None:
     engine = make_engine(micro_batch_size=2)
     model, optimizer = make_parts()

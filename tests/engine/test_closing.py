@@ -88,6 +88,32 @@ def test_optimizer_and_schedule_are_the_scripts_own_again() -> None:
     assert not any(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
 
 
+def test_groups_added_after_compose_stay() -> None:
+    """They were dropped, with their state."""
+    model, optimizer, _ = make_parts()
+    engine = make_engine()
+    engine.compose(model, optimizer)
+    added = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [added], "lr": 0.5})
+    optimizer.state[added]["momentum_buffer"] = torch.ones(2)
+    engine.close()
+    (first, second) = optimizer.param_groups
+    assert first["params"][0] is model.weight and len(first["params"]) == 2
+    assert second["params"][0] is added and second["lr"] == 0.5
+    assert list(optimizer.state) == [added]
+
+
+def test_a_schedulers_patch_of_the_optimizer_is_put_back() -> None:
+    model, optimizer, _ = make_parts()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+    patched = optimizer.step
+    engine = make_engine()
+    engine.compose(model, optimizer, lr_scheduler=scheduler)
+    assert optimizer.step is not patched
+    engine.close()
+    assert optimizer.step is patched
+
+
 def test_closing_lets_go_of_the_folder(tmp_path: Path) -> None:
     model, optimizer, loader = make_parts()
     first = make_engine()

@@ -181,5 +181,5 @@ def test_checkpoints_alone(tmp_path: Path) -> None:
     assert checkpoints.load(tmp_path)["note"] == "kept"
     assert torch.equal(module.weight, before)
     assert clock.updates == clock.first_update == 7 and checkpoints.resumed_from == folder
-    checkpoints.close()
+    checkpoints.release_folder()
     assert not checkpoints.holds_folder

@@ -189,7 +189,7 @@ class Table:
 
     def _compare(self, reference: Trace, traces: list[Trace]) -> str:
         found = compare(reference, traces)
-        worst = [found.quantities[name].worst.value for name in self.quantities]
+        worst = [found.quantities[name].value for name in self.quantities]
         self.is_exact &= not found.problems and max(worst) < LIMIT
         self.is_exact &= get_ties(traces) == get_ties([reference])
         return " ".join(f"{value:.0e}" for value in worst)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.training.callbacks import Control
-from rapidformer.training.switch_reports import CompileReport
+from rapidformer.training.report import CompileReport
 
 
 def test_the_line_appears_when_a_step_has_compiled_nothing() -> None:

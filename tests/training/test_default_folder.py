@@ -10,7 +10,7 @@ import pytest
 from rapidformer import get_args
 from rapidformer.config import parse_arguments
 from rapidformer.errors import RapidformerError
-from rapidformer.training.default_folder import RUNS_VARIABLE, choose_folder
+from rapidformer.training.run_folder import RUNS_VARIABLE, choose_folder
 from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, make_engine, read_lines
 

@@ -41,7 +41,7 @@ def test_loss_of_an_update_is_the_weighted_mean() -> None:
     measured = make([[(1.0, 3), (5.0, 1)], [(2.0, 4)]], norms=[0.5, 0.25]).read()
     assert measured.losses == pytest.approx([2.0, 2.0])
     assert measured.loss == pytest.approx(2.0)
-    assert measured.grad_norm == 0.25, "the last update's"
+    assert measured.norms[-1] == 0.25, "the last update's"
     assert (measured.samples, measured.tokens, measured.slots) == (6, 30, 48)
 
 
@@ -97,9 +97,8 @@ def test_unfinished_update_waits_for_the_next_reading() -> None:
 def test_pauses_are_not_training_time(clock: Clock) -> None:
     meter = make([[(1.0, 1)]])
     clock.now += 2.0
-    paused_at = meter.pause()
-    clock.now += 30.0
-    meter.resume(paused_at)
+    with meter.paused():
+        clock.now += 30.0
     clock.now += 1.0
     assert meter.read().seconds == 3.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import BertForSequenceClassification
 
-from rapidformer.training.processor import find_processor
+from rapidformer.training.template import find_processor
 from tests.small import make_tokenizer
 from tests.training.test_templates import LineFinetuner, make_engine
 

@@ -58,8 +58,8 @@ def test_lines_go_to_the_log_and_to_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reporter = make(tmp_path, "--no-progress")
-    reporter.log_training(LINE)
-    reporter.log_evaluation({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75, "eval_loss": 0.5})
+    reporter.log(LINE)
+    reporter.log({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75, "eval_loss": 0.5})
     reporter.close()
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -74,8 +74,8 @@ def test_other_processes_are_silent(tmp_path: Path, capsys: pytest.CaptureFixtur
     reporter = make(tmp_path / "run", speaks=False)
     reporter.say("hello")
     reporter.advance(1, 0.5, 1e-3)
-    reporter.log_training(LINE)
-    reporter.log_evaluation({"step": 1, "eval_loss": 1.0})
+    reporter.log(LINE)
+    reporter.log({"step": 1, "eval_loss": 1.0})
     reporter.close()
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -87,7 +87,7 @@ def test_without_a_folder_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reporter = make(None, "--no-progress")
-    reporter.log_training(LINE)
+    reporter.log(LINE)
     reporter.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -95,8 +95,8 @@ def test_without_a_folder_nothing_is_written(
 def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reporter = make(tmp_path, "--no-progress")
-    reporter.log_training(LINE)
-    reporter.log_evaluation({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75})
+    reporter.log(LINE)
+    reporter.log({"step": 20, "epoch": 1.25, "eval_accuracy": 0.75})
     reporter.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -109,7 +109,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
 def test_tensorboard_folder_may_be_chosen(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     reporter = make(None, "--no-progress", "--tensorboard-dir", str(tmp_path / "board"))
-    reporter.log_training(LINE)
+    reporter.log(LINE)
     reporter.close()
     assert list((tmp_path / "board").iterdir())
 
@@ -124,7 +124,7 @@ def test_progress_bar_instead_of_lines(tmp_path: Path, capsys: pytest.CaptureFix
     reporter = make(tmp_path, "--progress")
     for step in range(1, 101):
         reporter.advance(step, 0.12345, 2e-5)
-    reporter.log_training(LINE)
+    reporter.log(LINE)
     reporter.close_bar()
     reporter.say("saved     nothing")
     reporter.close()
@@ -158,7 +158,7 @@ class OwnTracker:
 def test_a_users_tracker_gets_the_run_and_its_numbers(tmp_path: Path) -> None:
     tracker = OwnTracker()
     reporter = make(tmp_path, "--no-progress", "--micro-batch-size", "3", trackers=[tracker])
-    reporter.log_training(LINE)
+    reporter.log(LINE)
     reporter.close()
     assert tracker.calls == [(tmp_path.name, tmp_path, 3), (LINE["step"], LINE["loss"]), "finished"]
 
@@ -166,8 +166,8 @@ def test_a_users_tracker_gets_the_run_and_its_numbers(tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_write_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
     tracker = OwnTracker(full_at=LINE["step"])
     reporter = make(tmp_path, "--no-progress", trackers=[tracker])
-    reporter.log_training(LINE)
-    reporter.log_training(LINE)
+    reporter.log(LINE)
+    reporter.log(LINE)
     reporter.close()
     assert caplog.text.count("OwnTracker cannot be written any more") == 1
     assert "No space left" in caplog.text

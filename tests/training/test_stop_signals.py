@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rapidformer.checkpoint.finding import find_checkpoint
@@ -17,6 +18,8 @@ from rapidformer.log import configure_logging
 from rapidformer.training.stop_signals import StopSignals
 from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, make_engine
+
+CPU = torch.device("cpu")
 
 
 class Interrupted(LineFinetuner):
@@ -68,7 +71,7 @@ def test_sigterm_saves_and_keeps_its_exit_status(
 @pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     said: list[str] = []
-    with StopSignals(said.append, saves=True, is_alone=True) as signals:
+    with StopSignals(said.append, CPU, saves=True, is_alone=True) as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.caught == signal.SIGINT and len(said) == 1
         with pytest.raises(KeyboardInterrupt):
@@ -78,7 +81,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 def _train_until_stopped() -> tuple[int, str]:
     """Only the second rank gets the signal."""
     rank = start_processes(device="cpu").rank
-    with StopSignals(print, saves=True, is_alone=False) as signals:
+    with StopSignals(print, CPU, saves=True, is_alone=False) as signals:
         for step in itertools.count(1):
             dist.barrier()
             if (rank, step) == (1, 2):
@@ -96,6 +99,6 @@ def test_a_signal_to_one_rank_stops_all_of_them_at_the_same_step() -> None:
 
 def test_one_of_several_ranks_leaves_ctrl_c_to_the_launcher() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopSignals(print, saves=True, is_alone=False):
+    with StopSignals(print, CPU, saves=True, is_alone=False):
         assert signal.getsignal(signal.SIGINT) is before
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

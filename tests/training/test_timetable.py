@@ -36,7 +36,7 @@ def test_an_interval_below_one_is_a_share_of_the_run() -> None:
 def test_strategies() -> None:
     by_epoch = make_timetable(eval_strategy="epoch", save_strategy="epoch", log_strategy="epoch")
     assert by_epoch.is_evaluation_due_after_epoch(1.0)
-    assert by_epoch.is_save_due_after_epoch() and by_epoch.is_log_due_after_epoch()
+    assert by_epoch.saves_each_epoch and by_epoch.logs_each_epoch
     assert not find_due(by_epoch, "evaluation") and not find_due(by_epoch, "save")
     never = make_timetable(
         eval_strategy="no", save_strategy="no", log_strategy="no", log_first_step=True

@@ -10,8 +10,8 @@ import pytest
 from rapidformer.cli.verify import DIFFERS, _Verification
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
-from rapidformer.verification.blocks import find_first_block
 from rapidformer.verification.causes import find_causes
+from rapidformer.verification.compare import find_first_block
 from rapidformer.verification.settings import (
     Job,
     change_settings,

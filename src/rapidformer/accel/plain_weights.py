@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -209,6 +209,14 @@ class PlainWeights:
             if (optimizer := reference()) is not None:
                 entries = [(id(p), values) for p, values in optimizer.state.items()]
                 yield optimizer, groups, {current[i]: v for i, v in entries if i in current}
+
+
+class _Held(NamedTuple):
+    """What an optimizer holds: keys of weights, and parameters that are not the model's."""
+
+    optimizer: Optimizer
+    groups: list[list[int | nn.Parameter]]
+    state: list[tuple[int | nn.Parameter, dict[str, Any]]]
 
 
 @dataclass(frozen=True)

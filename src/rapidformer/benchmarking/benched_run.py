@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,22 +40,20 @@ class Clock:
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
-        if not self._is_gpu:
-            self._marks.append((name, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append((name, event))
+        point: Any = time.perf_counter()
+        if self._is_gpu:
+            point = torch.cuda.Event(enable_timing=True)
+            point.record()
+        self._marks.append((name, point))
 
     def read(self) -> list[tuple[str, float]]:
         """Seconds from each mark to the next, under the later one's name."""
         if self._is_gpu:
             torch.cuda.synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [(name, self._subtract(end, start)) for (_, start), (name, end) in pairs]
-
-    def _subtract(self, end: Any, start: Any) -> float:
-        return float(start.elapsed_time(end) / 1000 if self._is_gpu else end - start)
+        return [
+            (name, start.elapsed_time(end) / 1000 if self._is_gpu else end - start)
+            for (_, start), (name, end) in pairwise(self._marks)
+        ]
 
 
 class BenchedRun(RunObserver):
@@ -81,21 +80,16 @@ class BenchedRun(RunObserver):
         self._engine = engine
         device, dtype = engine.device, engine.runtime.precision.dtype or torch.float32
         model: nn.Module = engine.model.parallelized.model
-        place = {
-            axis: engine.runtime.topology.get_rank(axis)
-            for axis in ("tensor", "pipeline", "context")
-        }
+        topology = engine.runtime.topology
         self.result = Result(
             model=type(model).__name__.removeprefix("FSDP"),
             parameters=sum(p.numel() for p in model.parameters()),
-            device=describe_device(device),
-            precision=str(dtype).removeprefix("torch."),
-            global_batch=engine.args.global_batch_size or 0,
-            first_step=0.0,
+            device=describe_device(device), precision=str(dtype).removeprefix("torch."),
+            global_batch=engine.args.global_batch_size or 0, first_step=0.0,
             formula=engine.model.work.describe(),
             matrix_rate=measure_rank_rate(device, dtype, engine.args.world_size),
-            is_counted=not any(place.values()),
-        )
+            is_counted=not any(map(topology.get_rank, ("tensor", "pipeline", "context"))),
+        )  # fmt: skip
         self._started_at = time.perf_counter()
 
     def see_loss(
@@ -149,9 +143,8 @@ class BenchedRun(RunObserver):
     def read_times(self) -> None:
         """Complete the result; the steps after this are not timed."""
         assert self._clock is not None and self.result is not None
-        result, clock = self.result, self._clock
-        result.step_times, result.phases = split_steps(clock.read())
-        counts = self._counts
+        result, counts = self.result, self._counts
+        result.step_times, result.phases = split_steps(self._clock.read())
         result.rows, result.tokens, result.slots = counts["rows"], counts["tokens"], counts["slots"]
         result.operations = self._engine.model.work.count(
             tokens=result.tokens,

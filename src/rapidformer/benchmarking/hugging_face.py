@@ -7,9 +7,11 @@ given to the Trainer. It gets what makes it fast: fused AdamW and, on request, `
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,18 +33,18 @@ class _HandedOver(BaseException):
     """The run has built what is needed. Not an Exception, so that the script does not catch it."""
 
 
+@dataclass
 class _Handover(RunObserver):
     """Takes the model, the data and the settings from a run."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.args: Settings | None = None
-        self.data: Any = None
-        self.collate: Any = None
-        self.model: nn.Module | None = None
+    job: Job
+    args: Settings | None = None
+    data: Any = None
+    collate: Any = None
+    model: nn.Module | None = None
 
     def change_settings(self, args: Settings) -> Settings:
-        return change_settings(args, self._job)
+        return change_settings(args, self.job)
 
     def see_training_data(self, dataset: Any, collate: Any) -> None:
         self.data, self.collate = dataset, collate
@@ -75,8 +77,6 @@ def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) 
     """Run the Trainer, and measure what ``BenchedRun`` does."""
     from transformers import Trainer, TrainingArguments
 
-    watch = _Stopwatch(job)
-
     class TimedTrainer(Trainer):
         def training_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
             watch.begin_micro_batch(inputs.pop(_COUNTS), self.state.global_step)
@@ -87,38 +87,28 @@ def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) 
         model=model,  # type: ignore[arg-type]
         args=arguments,
         train_dataset=data,
-        data_collator=_Counting(collate),
+        data_collator=functools.partial(_collate_and_count, collate),
     )
-    watch.start()
+    watch = _Stopwatch(job)
     trainer.train()
-    device = arguments.device
+    device, counts = arguments.device, watch.counts
     watch.stop(device)
     return Result(
         model=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
-        device=describe_device(device),
-        precision="",
-        global_batch=args.global_batch_size or 0,
-        first_step=watch.first_step,
+        device=describe_device(device), precision="", peak_memory=read_peak_memory(device),
+        global_batch=args.global_batch_size or 0, first_step=watch.first_step,
         step_times=[watch.seconds / job.steps] * job.steps,
-        rows=watch.counts["rows"],
-        tokens=watch.counts["tokens"],
-        slots=watch.counts["slots"],
-        peak_memory=read_peak_memory(device),
-    )
+        rows=counts["rows"], tokens=counts["tokens"], slots=counts["slots"],
+    )  # fmt: skip
 
 
-class _Counting:
-    """Collates a batch and adds its counts, so that they need not be read from the device."""
-
-    def __init__(self, collate: Any) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: Any) -> Any:
-        batch = self._collate(rows)
-        info = describe_batch(batch)
-        counts = {"rows": info.rows, "tokens": info.tokens, "slots": info.slots}
-        return {**batch, _COUNTS: counts}
+def _collate_and_count(collate: Any, rows: Any) -> Any:
+    """A batch with its counts, so that they need not be read from the device."""
+    batch = collate(rows)
+    info = describe_batch(batch)
+    counts = {"rows": info.rows, "tokens": info.tokens, "slots": info.slots}
+    return {**batch, _COUNTS: counts}
 
 
 class _Stopwatch:
@@ -126,41 +116,27 @@ class _Stopwatch:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._began = self._timed_since = 0.0
+        self._began, self._timed_since = time.perf_counter(), 0.0
         self._last_step = -1
         self.first_step = self.seconds = 0.0
         self.counts = Counter[str]()
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
 
     def begin_micro_batch(self, counts: dict[str, int], step: int) -> None:
         """Called when a micro-batch of optimizer step ``step``, counted from 0, begins."""
         if step != self._last_step:
             self._last_step = step
-            self._begin_step(step)
+            if step in (1, self._job.warm_up):
+                wait_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            if step == 1:
+                self.first_step = time.perf_counter() - self._began
+            if step == self._job.warm_up:
+                self._timed_since = time.perf_counter()
         if step >= self._job.warm_up:
             self.counts.update(counts)
-
-    def _begin_step(self, step: int) -> None:
-        if step in (1, self._job.warm_up):
-            wait_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if step == 1:
-            self.first_step = time.perf_counter() - self._began
-        if step == self._job.warm_up:
-            self._timed_since = time.perf_counter()
 
     def stop(self, device: torch.device) -> None:
         wait_for(device)
         self.seconds = time.perf_counter() - self._timed_since
-
-
-def _count_accumulation(args: Settings) -> int:
-    if args.gradient_accumulation_steps:
-        return args.gradient_accumulation_steps
-    if args.global_batch_size and args.micro_batch_size:
-        return max(args.global_batch_size // args.micro_batch_size, 1)
-    return 1
 
 
 def _translate(job: Job, args: Settings) -> dict[str, Any]:
@@ -168,24 +144,14 @@ def _translate(job: Job, args: Settings) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     dtype = choose_precision(args.mixed_precision, torch.device("cuda" if has_gpu else "cpu")).dtype
     return {
-        "output_dir": job.folder,
-        "max_steps": job.warm_up + job.steps,
+        "output_dir": job.folder, "max_steps": job.warm_up + job.steps, "seed": args.seed,
         "per_device_train_batch_size": args.micro_batch_size or 8,
-        "gradient_accumulation_steps": _count_accumulation(args),
-        "learning_rate": args.lr,
-        "weight_decay": args.weight_decay,
-        "max_grad_norm": args.clip_grad,
-        "optim": "adamw_torch_fused",
-        "seed": args.seed,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        "torch_compile": job.peer == "hf-compile",
-        "use_cpu": not has_gpu,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps or 1,
+        "learning_rate": args.lr, "weight_decay": args.weight_decay,
+        "max_grad_norm": args.clip_grad, "optim": "adamw_torch_fused",
+        "bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16,
+        "torch_compile": job.peer == "hf-compile", "use_cpu": not has_gpu,
         "dataloader_num_workers": 2 * has_gpu if args.num_workers is None else args.num_workers,
-        "logging_steps": args.log_interval or 10,
-        "remove_unused_columns": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "log_level": "error",
-    }
+        "logging_steps": args.log_interval or 10, "remove_unused_columns": False,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "log_level": "error",
+    }  # fmt: skip

@@ -118,10 +118,8 @@ def merge(results: list[Result]) -> Result:
     """The result of a run from those of its ranks."""
     first = results[0]
     counted = [result for result in results if result.is_counted]
-    first.rows = sum(result.rows for result in counted)
-    first.tokens = sum(result.tokens for result in counted)
-    first.slots = sum(result.slots for result in counted)
-    first.operations = sum(result.operations for result in counted)
+    for name in ("rows", "tokens", "slots", "operations"):
+        setattr(first, name, sum(getattr(result, name) for result in counted))
     first.peak_memory = max(result.peak_memory for result in results)
     first.ranks = len(results)
     return first

@@ -24,14 +24,16 @@ def describe_result(result: Result) -> list[str]:
     """A table with one figure per line."""
     times = result.step_times
     rate = f"{result.tokens / result.seconds:,.0f}" if result.slots else "-"
-    padding = f"{_get_padding(result):.0%}" if result.slots else "-"
+    padding = f"{1 - result.tokens / result.slots:.0%}" if result.slots else "-"
+    spread = f"median; fastest {_format_time(min(times))}, slowest {_format_time(max(times))}"
+    memory = "of the process" if result.device.startswith("CPU") else "of the GPU"
     rows = [
         ("tokens/s", rate, "without padding" if result.slots else _NO_TOKENS),
         ("samples/s", f"{result.rows / result.seconds:,.1f}", ""),
-        ("step", _format_time(statistics.median(times)), _describe_spread(times)),
+        ("step", _format_time(statistics.median(times)), spread if len(times) > 2 else ""),
         ("first step", _format_time(result.first_step), "including compilation"),
         ("MFU", *_describe_utilization(result)),
-        ("peak memory", f"{result.peak_memory / _GIB:.2f} GiB", _name_memory(result)),
+        ("peak memory", f"{result.peak_memory / _GIB:.2f} GiB", memory),
         ("padding", padding, "of the positions in the batches"),
     ]
     if result.graphs:
@@ -46,11 +48,11 @@ def describe_ratio(ours: Sequence[Result], theirs: Sequence[Result]) -> str:
     rate = get_rate(*theirs)
     ratio = get_rate(*ours) / rate
     ratios = [get_rate(mine) / get_rate(other) for mine, other in zip(ours, theirs, strict=True)]
-    each = " and ".join(f"{one:.2f}" for one in ratios)
+    in_turn = " and ".join(f"{one:.2f}" for one in ratios)
     memory = ours[0].peak_memory / theirs[0].peak_memory if theirs[0].peak_memory else 0.0
     unit = "tokens" if theirs[0].slots else "samples"
     line = (
-        f"{rate:,.0f} {unit}/s: rapidformer is {ratio:.2f} x as fast ({each} in turn), with "
+        f"{rate:,.0f} {unit}/s: rapidformer is {ratio:.2f} x as fast ({in_turn} in turn), with "
         f"{memory:.0%} of its memory"
     )
     if max(ratios) < _FAR_APART * min(ratios):
@@ -79,13 +81,6 @@ def get_rate(*runs: Result) -> float:
     return counted / sum(run.seconds for run in runs)
 
 
-def _describe_spread(times: list[float]) -> str:
-    if len(times) < 3:
-        return ""
-    ordered = sorted(times)
-    return f"median; fastest {_format_time(ordered[0])}, slowest {_format_time(ordered[-1])}"
-
-
 def _describe_utilization(result: Result) -> tuple[str, str]:
     if result.matrix_rate is None:
         return "-", "the ranks share this CPU's cores"
@@ -93,10 +88,10 @@ def _describe_utilization(result: Result) -> tuple[str, str]:
         return "-", _NO_TOKENS
     rate = result.operations / result.seconds
     devices = f"{result.ranks} x " if result.ranks > 1 else ""
-    formula = (
-        f"({result.formula}) / {devices}{_format_rate(result.matrix_rate)} in {result.precision}"
-    )
-    return f"{rate / (result.matrix_rate * result.ranks):.1%}", formula
+    peak = result.matrix_rate
+    text = f"{peak / 1e12:.0f} TFLOP/s" if peak >= 1e13 else f"{peak / 1e9:.0f} GFLOP/s"
+    formula = f"({result.formula}) / {devices}{text} in {result.precision}"
+    return f"{rate / (peak * result.ranks):.1%}", formula
 
 
 def _describe_phases(result: Result) -> list[str]:
@@ -115,17 +110,5 @@ def _describe_phases(result: Result) -> list[str]:
     return lines
 
 
-def _get_padding(result: Result) -> float:
-    return 1 - result.tokens / result.slots if result.slots else 0.0
-
-
-def _name_memory(result: Result) -> str:
-    return "of the process" if result.device.startswith("CPU") else "of the GPU"
-
-
 def _format_time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1000:.1f} ms"
-
-
-def _format_rate(rate: float) -> str:
-    return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:.0f} GFLOP/s"

@@ -22,8 +22,7 @@ from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.launch.environment import is_launched
 from rapidformer.verification.causes import find_equal_weights
-from rapidformer.verification.compare import Comparison, compare
-from rapidformer.verification.report import describe_cause, format_table
+from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
 from rapidformer.verification.settings import (
     Job,
     Kind,
@@ -214,7 +213,7 @@ class _Verification:
                 self._status, self._verdict = DIFFERS, _CUT
                 equal_weights = find_equal_weights(switched)
                 if equal_weights is not None:
-                    self._comparison.set_quantity("micro-batch weights", equal_weights)
+                    self._comparison.quantities["micro-batch weights"] = equal_weights
                     self._verdict = _DIFFERENT
 
     def _is_deterministic(self, reference: Trace) -> bool:
@@ -232,8 +231,6 @@ class _Verification:
 
     def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
         """Run it in new processes and read their traces."""
-        from rapidformer.verification.verified_run import get_trace_path
-
         processes = self._processes if kind == "switched" else 1
         job = Job(
             folder=str(self._folder),
@@ -257,7 +254,7 @@ class _Verification:
                 f"{hint}",
             )
             raise
-        return [Trace.load(get_trace_path(job, rank)) for rank in range(processes)]
+        return [Trace.load(job.get_path(rank)) for rank in range(processes)]
 
 
 def _work(job: Job, words: list[str]) -> None:
@@ -266,10 +263,10 @@ def _work(job: Job, words: list[str]) -> None:
     write_output_to(Path(job.folder) / f"{job.kind}_{rank}.log")
     from rapidformer.cli.train import run as train
     from rapidformer.dist.processes import stop_processes
-    from rapidformer.verification.verified_run import get_trace_path, record_run
+    from rapidformer.verification.verified_run import record_run
 
     trace = record_run(job, lambda: train(read_flags(words)))
-    trace.save(get_trace_path(job, rank))
+    trace.save(job.get_path(rank))
     stop_processes()
 
 

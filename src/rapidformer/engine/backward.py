@@ -1,13 +1,15 @@
-"""Backward passes: from a micro-batch's mean loss to the gradient of the mean over its update.
+"""Forward steps and backward passes: from a mean loss to the gradient of its update's mean.
 
-Every micro-batch back-propagates a sum. After the last one of an update, gradients are summed over
-the ranks and divided once, by the weight of the global batch.
+The weight of a micro-batch is what its mean loss was taken over: the number that the forward step
+returns, or the labels of the batch. Every micro-batch back-propagates a sum. After the last one of
+an update, gradients are summed over the ranks and divided once, by the weight of the global batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,17 +19,108 @@ from torch.optim import Optimizer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.joined_loss import join_loss
-from rapidformer.accel.unpad.on_demand import settle
+from rapidformer.accel.unpad.on_demand import settle, settle_all
+from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.topology import Topology
-from rapidformer.engine.weighing import LossWeights
+from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import add_gradients, scale_loss, take_gradients
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import MeasureNorm, UpdateClock
+
+_UNKNOWN_WEIGHT = (
+    "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
+    "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
+    "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
+)
+_ROW_WEIGHT = (
+    "the batches have no `labels`, so micro-batches are weighted by their rows, although these "
+    "differ in length. If your loss is a mean over tokens, return (loss, number of tokens) from "
+    "run_forward_step, or pass engine.backward(loss, weight=n)."
+)
+
+
+@dataclass(eq=False)
+class LossWeights:
+    """Runs forward steps and weighs their losses."""
+
+    topology: Topology
+    clock: UpdateClock
+    current: CurrentBatch
+    scaler: LossScaler | None = None
+    shifts_labels: bool = False
+    """Whether the model compares each position with the next label; decides what counts."""
+    _first_width: float = 0.0
+    """Tokens per row of the first micro-batch, padding included."""
+
+    def run_forward(
+        self, forward: Callable[[Any], Any], micro_batch: MicroBatch
+    ) -> MicroBatchResult:
+        """The forward step on one micro-batch; missing counts are taken from the batch."""
+        with self.current.holding(micro_batch):
+            # A loss that has read padding is computed with padding here, at the latest.
+            returned = settle_all(forward(micro_batch.batch))
+        values = returned if isinstance(returned, tuple) else (returned, None)
+        loss, weight, parts = (*values, {})[:3]
+        result = self.weigh(loss, weight, micro_batch)
+        means = {
+            name: (mean, result.weight if count is None or micro_batch.is_filler else count)
+            for name, (mean, count) in parts.items()
+        }
+        return replace(result, parts=means)
+
+    def weigh(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None,
+        micro_batch: MicroBatch | None,
+    ) -> MicroBatchResult:
+        """A mean loss with its weight: the one that was passed, or what the batch shows."""
+        is_given = weight is not None
+        if micro_batch is not None and micro_batch.is_filler:
+            weight = 0.0
+        elif weight is None:
+            weight = self.count_labels(micro_batch)
+        return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given)
+
+    def count_labels(self, micro_batch: MicroBatch | None) -> float:
+        """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
+        if micro_batch is not None:
+            count = micro_batch.info.count_labels(shifts_labels=self.shifts_labels)
+            if count is not None:
+                self._check_rows(micro_batch)
+                return float(count)
+        if self._weights_matter():
+            warn_once(_UNKNOWN_WEIGHT)
+        return 1.0
+
+    def get_shared_unit(self, weight: float | torch.Tensor) -> float | None:
+        """What ranks that add their sums count weights in; None if this one is alone."""
+        if self.topology.num_replicas == 1:
+            return None
+        if self.scaler is None:
+            return 1.0
+        if self.scaler.weight_unit is None:
+            self.scaler.agree_on_unit(float(weight))
+        return self.scaler.weight_unit
+
+    def _weights_matter(self) -> bool:
+        """Whether an update has more than one micro-batch."""
+        has_several = self.topology.num_replicas > 1 or self.clock.rounds_per_update > 1
+        return has_several or self.clock.is_accumulating
+
+    def _check_rows(self, micro_batch: MicroBatch) -> None:
+        """Warn if rows of different lengths weigh the same, which is probably not intended."""
+        info = micro_batch.info
+        width = info.slots / info.rows
+        self._first_width = self._first_width or width
+        is_other = width != self._first_width and self._weights_matter()
+        if is_other and may_be_averaged_over_tokens(micro_batch.batch):
+            warn_once(_ROW_WEIGHT)
 
 
 @dataclass
@@ -41,26 +134,22 @@ class StartedMicroBatch:
     fraction: float | torch.Tensor = 0.0
 
 
+@dataclass(eq=False)
 class BackwardPasses:
     """Back-propagates losses and finishes gradients."""
 
-    def __init__(
-        self,
-        parallelized: Parallelized,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Optimizer,
-        *,
-        topology: Topology,
-        clock: UpdateClock,
-        weights: LossWeights,
-        scaler: LossScaler | None,
-    ) -> None:
-        self.started: StartedMicroBatch | None = None
-        """The micro-batch whose forward step runs, for ``run_within``."""
-        self._parallelized, self._parameters, self._optimizer = parallelized, parameters, optimizer
-        self._topology, self._clock, self._weights = topology, clock, weights
-        self._scaler = scaler
-        self._trainable = [p.requires_grad for p in parameters]
+    parallelized: Parallelized
+    parameters: Sequence[nn.Parameter]
+    optimizer: Optimizer
+    topology: Topology
+    clock: UpdateClock
+    weights: LossWeights
+    scaler: LossScaler | None
+    started: StartedMicroBatch | None = None
+    """The micro-batch whose forward step runs, for ``run_within``."""
+
+    def __post_init__(self) -> None:
+        self._trainable = [p.requires_grad for p in self.parameters]
 
     def run(
         self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
@@ -79,9 +168,9 @@ class BackwardPasses:
         info = micro_batch.info if micro_batch is not None else None
         weight = result.weight
         get_observer().see_loss(result.loss, weight, info, is_given=result.is_weight_given)
-        is_last = self._clock.start_micro_batch(ends_update=ends_update)
-        unit = self._weights.get_shared_unit(weight)
-        return is_last, self._clock.add_weight(weight, shared_unit=unit)
+        is_last = self.clock.start_micro_batch(ends_update=ends_update)
+        unit = self.weights.get_shared_unit(weight)
+        return is_last, self.clock.add_weight(weight, shared_unit=unit)
 
     def _back_propagate(
         self, loss: torch.Tensor, fraction: float | torch.Tensor, *, is_last: bool
@@ -93,14 +182,14 @@ class BackwardPasses:
                 "model.parameters(), say). Gather each of them in the loss: "
                 "sum(engine.model.gather_weight(p).pow(2).sum() for p in model.parameters())."
             )
-        scale = self._scaler.scale if self._scaler else 1.0
-        synchronizer = self._parallelized.synchronizer
-        beat("backward", self._clock.updates + 1)
+        scale = self.scaler.scale if self.scaler else 1.0
+        synchronizer = self.parallelized.synchronizer
+        beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
-        self._parallelized.backward(scale_loss(joined, fraction, scale))
+        self.parallelized.backward(scale_loss(joined, fraction, scale))
         synchronizer.after_backward()
         get_observer().see_phase("backward")
-        self._clock.add_loss(loss, fraction)
+        self.clock.add_loss(loss, fraction)
 
     def run_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of an update; several losses add up."""
@@ -110,49 +199,50 @@ class BackwardPasses:
         loss = settle(loss)
         earlier: list[torch.Tensor | None] = []
         if not started.has_run:
-            result = self._weights.weigh(loss, None, started.micro_batch)
+            result = self.weights.weigh(loss, None, started.micro_batch)
             started.is_last, started.fraction = self.count(result, started.micro_batch)
             started.has_run = True
         elif started.is_last:
             # What is there has been summed over the ranks already.
-            if self._parallelized.deepspeed is not None:
+            if self.parallelized.deepspeed is not None:
                 raise RapidformerError(
                     "DeepSpeed takes one backward pass per micro-batch, and this step runs a "
                     "second one: use --zero-1-memory-optimization, -2- or -3- instead of a "
                     "DeepSpeed file."
                 )
-            earlier = take_gradients(self._parameters)
+            earlier = take_gradients(self.parameters)
         self._back_propagate(loss, started.fraction, is_last=started.is_last)
         if earlier:
-            add_gradients(self._parameters, earlier)
+            add_gradients(self.parameters, earlier)
 
     def finish(self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None) -> None:
         """Make the sums in ``.grad`` the gradient of the update, and check it on the first one.
 
         ``measure`` is for a gradient of which other pipeline stages hold parts.
         """
-        self._clock.finish_gradients(self._parameters, self._scaler, measure)
+        self.clock.finish_gradients(self.parameters, self.scaler, measure)
         has_changed = self.notice_unfrozen()
-        group = self._topology.get_group("tensor")
-        if group is not None and (has_changed or self._clock.is_first_update):
-            deepspeed = self._parallelized.deepspeed
+        group = self.topology.get_group("tensor")
+        is_first = self.clock.updates == self.clock.first_update
+        if group is not None and (has_changed or is_first):
+            deepspeed = self.parallelized.deepspeed
             read = get_own_gradient if deepspeed is None else deepspeed.gather_gradient
-            check_whole_gradients(self._parallelized.model, group, read)
+            check_whole_gradients(self.parallelized.model, group, read)
 
     def notice_unfrozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""
-        trainable = [p.requires_grad for p in self._parameters]
+        trainable = [p.requires_grad for p in self.parameters]
         if trainable == self._trainable:
             return False
         self._trainable = trainable
-        if self._parallelized.deepspeed is not None:
+        if self.parallelized.deepspeed is not None:
             raise RapidformerError(
                 "parameters were frozen or unfrozen after compose(), but DeepSpeed divides the "
                 "trainable ones among the ranks when it starts: choose them before compose(), or "
                 "use --zero-1-memory-optimization, -2- or -3- instead of a DeepSpeed file."
             )
-        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        idle = [p for p in self._parameters if p.requires_grad and id(p) not in held]
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        idle = [p for p in self.parameters if p.requires_grad and id(p) not in held]
         if idle:
             warn_once(
                 f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "

@@ -5,7 +5,6 @@ Every rank must call these methods: each writes and reads its own shards.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,14 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
-from rapidformer.checkpoint.export import merge_export
-from rapidformer.checkpoint.finding import abandon_later, drop_abandoned, find_checkpoints
+from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.finding import find_checkpoints
+from rapidformer.checkpoint.finite import check_finite
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
+from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.pieces import Piece
+from rapidformer.checkpoint.publish import remove_leftovers
 from rapidformer.checkpoint.restart import claim_folder
 from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.saving import Save, check_finite, plan_save, prepare_save
@@ -25,11 +28,10 @@ from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
 from rapidformer.dist.heartbeat import in_phase
-from rapidformer.engine.exporting import Composed, export_composed, gather_whole_weights
 from rapidformer.engine.facts import report_differences
-from rapidformer.engine.held_folder import HeldFolder
+from rapidformer.engine.model import RunModel
 from rapidformer.engine.runtime import Runtime
-from rapidformer.errors import RapidformerError, TrainingError, WriteError
+from rapidformer.errors import CheckpointError, RapidformerError, TrainingError, WriteError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.optim.update import UpdateClock
 
@@ -47,14 +49,15 @@ class Checkpoints:
         args: CheckpointArguments,
         runtime: Runtime,
         clock: UpdateClock,
-        model: Composed,
+        model: RunModel,
         collect: Callable[[], TrainingState],
         follow_samples: Callable[[int | None, int], int | None] = lambda batch, attempts: None,
     ) -> None:
         self.args = args
         self.resumed_from: Path | None = None
-        self.folder = HeldFolder(is_main=runtime.is_main)
-        """The folder that this run writes to, locked."""
+        self._folder: Path | None = None
+        """The folder that this run writes to; rank 0 has its lock."""
+        self._lock: FolderLock | None = None
         self._runtime, self._clock, self._model = runtime, clock, model
         self._collect, self._follow_samples = collect, follow_samples
         self._background = BackgroundSave()
@@ -62,8 +65,6 @@ class Checkpoints:
         """Whether later checkpoints than the loaded one are out of the way."""
         self._last_save: Save | None = None
         """Written, but not yet taken by ``take_save``."""
-
-    # ---- saving --------------------------------------------------------------------------------
 
     def save(
         self,
@@ -75,28 +76,28 @@ class Checkpoints:
         wait: bool = True,
     ) -> Path:
         """Save the whole state of training; see ``engine.save_checkpoint``."""
-        target = folder or self.args.save
-        if target is None:
+        if (folder := folder or self.args.save) is None:
             raise RapidformerError(
                 "nowhere to save: give --save, or engine.save_checkpoint(folder)."
             )
+        target = Path(folder)
         if self._clock.is_accumulating:
             raise RapidformerError(
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
         self.wait_for_save()
         self._last_save = None
-        with in_phase("save"), writing(Path(target)):
-            self.hold_folder(Path(target))
-            self.abandon_later(Path(target))
+        with in_phase("save"), writing(target):
+            self.hold_folder(target)
+            self.abandon_later(target)
             self._model.parallelized.settle()
             try:
-                self._save(Path(target), extra or {}, protected, processor, wait=wait)
+                self._save(target, extra or {}, protected, processor, wait)
             except WriteError as error:  # the same on every rank
                 if wait:
                     raise
                 self._report_failed_save(self._clock.updates, error)
-        return Path(target) / f"iter_{self._clock.updates:07d}"
+        return target / f"iter_{self._clock.updates:07d}"
 
     def _save(
         self,
@@ -104,22 +105,22 @@ class Checkpoints:
         extra: dict[str, Any],
         protected: Path | None,
         processor: Any,
-        *,
         wait: bool,
     ) -> None:
         save = prepare_save(
-            folder,
-            self._collect(),
-            extra,
-            keep=self.args.save_total_limit,
-            protected=protected,
-            with_optimizer=self.args.save_optim,
-            with_random_states=self.args.save_rng,
-            processor=processor,
-        )
-        if self.folder.lock is not None:
-            save.before_publishing = self.folder.lock.check
-        save.after_publishing = functools.partial(_claim, folder)
+            folder, self._collect(), extra,
+            keep=self.args.save_total_limit, protected=protected, processor=processor,
+            with_optimizer=self.args.save_optim, with_random_states=self.args.save_rng,
+        )  # fmt: skip
+        if self._lock is not None:
+            save.before_publishing = self._lock.check
+
+        def claim() -> None:
+            """What rank 0 does once the checkpoint is published."""
+            drop_abandoned(folder)
+            claim_folder(folder)
+
+        save.after_publishing = claim
         if not wait and self._writes_behind(save.pieces, save.total_bytes):
             self._background.start(save)
         else:
@@ -199,25 +200,43 @@ class Checkpoints:
         return has_room
 
     def hold_folder(self, folder: Path) -> None:
-        """Lock a folder to write to, instead of the one held before.
+        """Lock a folder to write to, and no other; one that a live run holds stops all ranks."""
+        folder = folder.absolute()
+        is_new = folder != self._folder
+        if is_new:
+            self.release_folder()
+            self._folder, self._lock = folder, FolderLock(folder) if self._runtime.is_main else None
 
-        A folder that another live run holds stops all ranks.
-        """
-        if self.folder.path not in (None, folder.absolute()):
-            self.wait_for_save()
-        self.folder.hold(folder.absolute())
+        def take_or_check() -> None:
+            assert self._lock is not None  # only rank 0 runs this
+            if not is_new:
+                self._lock.check()
+                return
+            self._lock.acquire()
+            remove_leftovers(folder)
+
+        try:
+            run_on_first(take_or_check, folder, is_main=self._runtime.is_main)
+        except CheckpointError:
+            self._let_go()
+            raise
 
     @property
     def holds_folder(self) -> bool:
         """Whether the folder that was held still belongs to this run."""
-        return self.folder.path is not None
+        return self._folder is not None
 
     def release_folder(self) -> None:
-        """Let other runs write to the folder that this one held."""
+        """Finish what is being written, and let other runs write to the folder."""
         try:
             self.wait_for_save()
         finally:
-            self.folder.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._folder = self._lock = None
 
     def abandon_later(self, folder: Path, results: Sequence[str] = ()) -> None:
         """Move checkpoints after the loaded one aside, if it is one of this folder's."""
@@ -227,8 +246,6 @@ class Checkpoints:
             return
         step, is_main = self._clock.first_update, self._runtime.is_main
         run_on_first(lambda: abandon_later(folder, step, results), folder, is_main=is_main)
-
-    # ---- loading -------------------------------------------------------------------------------
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Resume from a checkpoint, or from a run's newest; returns what was saved as extra."""
@@ -241,13 +258,11 @@ class Checkpoints:
         state, only_weights = self._collect(), self.args.finetune
         current = dict(state.facts)
         extra = load_checkpoint(
-            Path(source),
-            state,
+            Path(source), state,
             with_optimizer=self.args.load_optim and not only_weights,
             with_random_states=self.args.load_rng and not only_weights,
-            with_position=not only_weights,
-            allows_partial=self.args.allow_partial_load,
-        )
+            with_position=not only_weights, allows_partial=self.args.allow_partial_load,
+        )  # fmt: skip
         self._clock.resume(state.step)
         self.resumed_from = state.loaded_from
         self._has_gone_back = only_weights
@@ -263,48 +278,35 @@ class Checkpoints:
         return extra
 
     def roll_back(self) -> dict[str, Any]:
-        """Restore this run's newest checkpoint, but not its place in the data.
-
-        Returns what was saved as extra.
-        """
+        """Restore the newest checkpoint, but not its place in the data; returns its extra."""
         self.wait_for_save()
         state = self._collect()
         state.loader = None
-        source = self._find_rollback()
+        # The run's own folder if it holds a checkpoint, else what the run was resumed from.
+        folder = Path(self.args.save) if self.args.save is not None else None
+        has_one = self._runtime.is_main and folder is not None and bool(find_checkpoints(folder))
+        source = folder if broadcast_object(has_one) else self.resumed_from
         if source is None:
             raise TrainingError(
                 "there is no checkpoint to return to yet (--on-bad-loss rollback): save earlier "
                 "with --save-interval, or use --on-bad-loss skip."
             )
+        has_optimizer, has_rng = self.args.save_optim, self.args.save_rng
         extra = load_checkpoint(
-            source,
-            state,
-            with_optimizer=self.args.save_optim,
-            with_random_states=self.args.save_rng,
+            source, state, with_optimizer=has_optimizer, with_random_states=has_rng
         )
         self._clock.start_over(list(state.model.parameters()), state.step)
         self.resumed_from = state.loaded_from
         return extra
 
-    def _find_rollback(self) -> Path | None:
-        """The run's own folder if it holds a checkpoint, else what the run was resumed from."""
-        folder = Path(self.args.save) if self.args.save is not None else None
-        has_one = self._runtime.is_main and folder is not None and bool(find_checkpoints(folder))
-        return folder if broadcast_object(has_one) else self.resumed_from
-
     def load_weights(self, folder: str | Path) -> None:
         """Load only the weights of a checkpoint, of whatever layout; no optimizer is needed."""
         self.wait_for_save()
         load_checkpoint(
-            Path(folder),
-            self._collect(),
-            with_optimizer=False,
-            with_random_states=False,
-            with_position=False,
+            Path(folder), self._collect(),
+            with_optimizer=False, with_random_states=False, with_position=False,
             allows_partial=self.args.allow_partial_load,
-        )
-
-    # ---- the model alone -----------------------------------------------------------------------
+        )  # fmt: skip
 
     def check_weights(self) -> None:
         """Stop all ranks if a trained weight is NaN or infinite."""
@@ -314,14 +316,30 @@ class Checkpoints:
 
     def gather_weights(self) -> dict[str, Any]:
         """All weights by name, whole, on rank 0; empty elsewhere."""
-        return gather_whole_weights(self._model)
+        weights = self._gather_from_deepspeed()
+        return gather_weights(self._model.parallelized.model) if weights is None else weights
 
     def export(
         self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
     ) -> Path:
         """Save the model alone; see ``engine.export``."""
-        topology = self._runtime.topology
-        return export_composed(self._model, Path(folder), topology, processor, merge=merge)
+        adapter, model = self._model.adapter, self._model.parallelized.model
+        if merge is None:
+            merge = adapter is not None and adapter.base is None and not adapter.is_prompt
+            if merge and not hasattr(model, "config"):
+                adapter, merge = None, False
+        with in_phase("save"), writing(Path(folder)):
+            return export_model(
+                model, Path(folder), self._runtime.topology, processor=processor,
+                weights=self._gather_from_deepspeed(), adapter=adapter, merges=merge,
+            )  # fmt: skip
+
+    def _gather_from_deepspeed(self) -> dict[str, Any] | None:
+        """All weights if DeepSpeed holds them; None otherwise. Weights are resharded before."""
+        parallelized = self._model.parallelized
+        parallelized.settle()
+        state = parallelized.deepspeed.state if parallelized.deepspeed is not None else None
+        return None if state is None else state.gather_weights()
 
     def export_into(self, folder: str | Path, processor: Any = None) -> None:
         """Save the model into a folder that may hold other files, which stay."""
@@ -330,13 +348,3 @@ class Checkpoints:
         if self._runtime.is_main:
             merge_export(exported, target)
         wait_for_all()
-
-    def close(self) -> None:
-        """Finish what is being written, and let go of the folder."""
-        self.release_folder()
-
-
-def _claim(folder: Path) -> None:
-    """What rank 0 does once a checkpoint is published."""
-    drop_abandoned(folder)
-    claim_folder(folder)

@@ -6,9 +6,9 @@ The first loader that is built is the training data's, unless the caller says ot
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,12 +21,7 @@ from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader, adopt_loader
 from rapidformer.data.update import Update
-from rapidformer.dist.collectives import (
-    gather_from_all,
-    gather_objects,
-    gather_rows,
-    is_alone,
-)
+from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -49,14 +44,10 @@ class RunData:
         """The loader of the training data, once there is one."""
         self.topology, self._device = runtime.topology, runtime.device
         self._clock, self._current = clock, current
-        self._watched: weakref.WeakKeyDictionary[DistributedLoader, Any] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._watched: WeakKeyDictionary[DistributedLoader, Any] = WeakKeyDictionary()
         """The loaders, each with a reference to what follows it."""
         self._extra_updates = 0
         """By how much a run is longer or shorter because it began with another batch size."""
-
-    # ---- loaders -------------------------------------------------------------------------------
 
     def build_loader(
         self,
@@ -79,29 +70,24 @@ class RunData:
         if shuffle is None:
             shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
         workers, collate = self.args.num_workers, collate_fn or PadCollator()
+        is_growing = is_training and not self.batches.is_constant
         if is_training:
             get_observer().see_training_data(dataset, collate)
         loader = DistributedLoader(
-            dataset,
-            collate=collate,
+            dataset, collate=collate, shuffle=shuffle, device=self._device,
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
-            num_replicas=self.args.data_parallel_size,
-            replica=self.topology.get_rank("data"),
+            num_replicas=self.args.data_parallel_size, replica=self.topology.get_rank("data"),
             rounds_per_update=self._clock.rounds_per_update if is_training else 1,
-            shuffle=shuffle,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
-            device=self._device,
-            get_batch_size=(
-                self.batches.get_size if is_training and not self.batches.is_constant else None
-            ),
+            get_batch_size=self.batches.get_size if is_growing else None,
             token_budget=self.args.tokens_per_micro_batch if is_training else None,
             lengths=self._measure_for_budget(dataset) if is_training else None,
             gather_digests=None if is_alone() else gather_from_all,
             order=self._choose_order(dataset, order, groups=shuffle and is_training),
             num_samples=None if order is None else len(order),
-        )
+        )  # fmt: skip
         return self._watch(loader, is_training=is_training)
 
     def _measure_for_budget(self, dataset: Any) -> list[int] | None:
@@ -122,10 +108,7 @@ class RunData:
     def adopt_loader(
         self, loader: Any, *, is_training: bool, batch_size: int | None = None
     ) -> DistributedLoader:
-        """The user's DataLoader, split over the data-parallel ranks.
-
-        ``batch_size`` is that of each rank, if it is not the DataLoader's own.
-        """
+        """The user's DataLoader, split over the ranks, with ``batch_size`` rows each or its own."""
         if isinstance(loader, DistributedLoader):
             return self._watch(loader, is_training=is_training)
         if not isinstance(loader, DataLoader):
@@ -136,15 +119,12 @@ class RunData:
         if is_training and loader.batch_size is not None:
             self._adopt_batch_size(batch_size or loader.batch_size)
         adopted = adopt_loader(
-            loader,
-            batch_size=batch_size,
-            num_replicas=self.args.data_parallel_size,
-            replica=self.topology.get_rank("data"),
+            loader, batch_size=batch_size, device=self._device,
+            num_replicas=self.args.data_parallel_size, replica=self.topology.get_rank("data"),
             rounds_per_update=self._clock.rounds_per_update if is_training else 1,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            device=self._device,
             gather_digests=None if is_alone() else gather_from_all,
-        )
+        )  # fmt: skip
         return self._watch(adopted, is_training=is_training)
 
     def _adopt_batch_size(self, batch_size: int) -> None:
@@ -167,7 +147,7 @@ class RunData:
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
         self._current.watch(loader, is_training=is_training)
-        self._watched[loader] = weakref.ref(loader.follow) if loader.follow is not None else None
+        self._watched[loader] = ref(loader.follow) if loader.follow is not None else None
         if is_training:
             self.train_loader = loader
             self._clock.follows_loader = loader.has_token_budget
@@ -176,10 +156,7 @@ class RunData:
     def iterate_updates(
         self, loader: DistributedLoader, *, stays_on_host: Callable[[], bool] | None = None
     ) -> Iterator[Update]:
-        """The updates of an epoch, for ``engine.run_update``.
-
-        While ``stays_on_host`` says so, batches stay in host memory, and ``run_update`` moves them.
-        """
+        """The updates of an epoch; while batches stay on the host, ``run_update`` moves them."""
         if self.train_loader is None:
             self.train_loader = loader
         return _observe_wait(loader.iterate_updates(stays_on_host))
@@ -187,8 +164,6 @@ class RunData:
     def get_prediction_batch_size(self, asked: int | None = None) -> int:
         """Rows per batch and rank of a prediction, as asked for or by the settings."""
         return asked or self.args.eval_micro_batch_size or self.args.micro_batch_size or 1
-
-    # ---- position ------------------------------------------------------------------------------
 
     def get_train_iters(self) -> int | None:
         """Updates of the whole run, from the flags and the training data's length."""
@@ -202,10 +177,7 @@ class RunData:
         return None
 
     def count_updates_done(self) -> int | None:
-        """How far the run is by its samples, in updates of the current size.
-
-        None if updates tell it: the user counts the run in them (``--train-iters``).
-        """
+        """Updates done, by the run's samples and current size; None if the run counts updates."""
         args, loader = self.args, self.train_loader
         if loader is None or args.train_iters is not None or not self.batches.is_constant:
             return None
@@ -230,8 +202,6 @@ class RunData:
         """The samples of the update that the training loader handed out last."""
         loader = self.train_loader
         return loader.list_samples(loader.epoch, loader.positions) if loader is not None else []
-
-    # ---- between processes ---------------------------------------------------------------------
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""

@@ -44,6 +44,7 @@ from rapidformer.engine.updates import Updates
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapter_config import to_text
 from rapidformer.models.adapters import get_inner
+from rapidformer.models.deferred import build_for_split
 from rapidformer.models.plan import GivenPlan
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
@@ -78,13 +79,11 @@ class RapidformerEngine:
         self.data = RunData(self._args, self.runtime, clock, current)
         self.model = RunModel(self._args, self.runtime, current)
         self.updates = Updates(self._args, self.runtime, clock, current)
+        collect = functools.partial(
+            collect_state, self.runtime, self.data, self.model, self.updates
+        )
         self.checkpoints = Checkpoints(
-            self._args,
-            self.runtime,
-            clock,
-            self.model,
-            functools.partial(collect_state, self.runtime, self.data, self.model, self.updates),
-            self.data.follow_samples,
+            self._args, self.runtime, clock, self.model, collect, self.data.follow_samples
         )
         _open_engines.add(self)
         _close_at_exit()
@@ -122,7 +121,7 @@ class RapidformerEngine:
         ``compose`` has split it and each rank has read or drawn its shard, with exactly the values
         one process would have.
         """
-        return self.model.build(build)
+        return build_for_split(self._args, build)
 
     def compose(
         self,
@@ -146,14 +145,14 @@ class RapidformerEngine:
         passed = model if model is not None else model_obj
         if passed is None:
             raise RapidformerError("compose() needs the model: engine.compose(model=model, ...).")
-        is_own_loop = self.updates.is_own_loop
         loaders = [
             self.data.adopt_loader(loader, is_training=is_training)
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
+        has_optimizer, is_own_loop = optimizer is not None, self.updates.is_own_loop
         names = self.model.compose(
-            passed, plan, has_optimizer=optimizer is not None, names_adapter=is_own_loop
+            passed, plan, has_optimizer=has_optimizer, names_adapter=is_own_loop
         )
         wanted = Wanted(
             optimizer=optimizer,
@@ -163,19 +162,15 @@ class RapidformerEngine:
             count_samples=self.data.batches.count_samples,
         )
         self.updates.start(
-            wanted,
-            self.model.parallelized,
-            self.model.parameters,
-            names,
-            work=self.model.work,
-            shifts_labels=self.model.shifts_labels,
+            wanted, self.model.parallelized, self.model.parameters, names,
+            work=self.model.work, shifts_labels=self.model.shifts_labels,
             list_samples=self.data.list_samples,
-        )
+        )  # fmt: skip
         get_observer().after_compose(self)
         if self.updates.has_own_parts and self.is_main:
             warn_about_unused_settings(
                 self._args,
-                has_optimizer=optimizer is not None,
+                has_optimizer=has_optimizer,
                 schedule=wanted.schedule,
                 has_loader=isinstance(train_dataloader, DataLoader),
                 has_loop=is_own_loop,
@@ -225,7 +220,7 @@ class RapidformerEngine:
 
         ``optimizer.step()`` clips by ``--clip-grad`` itself if this was not called.
         """
-        return self.updates.clip_grad_norm(max_norm)
+        return self.updates.clock.clip(self._args.clip_grad if max_norm is None else max_norm)
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Decide yourself whether the ``backward`` inside ends an update."""
@@ -297,7 +292,7 @@ class RapidformerEngine:
             parts.callback(self.data.close)
             parts.callback(self.updates.close)
             parts.callback(self.model.close, gives_back=gives_back)
-            parts.callback(self.checkpoints.close)
+            parts.callback(self.checkpoints.release_folder)
 
     def _leave(self) -> None:
         closed: Any = _Closed()
@@ -318,25 +313,20 @@ class _Closed:
 @functools.cache
 def _close_at_exit() -> None:
     """Registered with the first engine, so that it runs before what was imported earlier ends."""
-    atexit.register(_close_all)
+
+    @atexit.register
+    def close_all() -> None:
+        # Nothing is restored: that may take all ranks, and some may be gone.
+        with ExitStack() as engines:
+            engines.callback(stop_processes)
+            engines.callback(beat, "end")
+            for engine in list(_open_engines):
+                engines.callback(engine.close, gives_back=False)
 
 
-def _close_all() -> None:
-    """At exit, nothing is restored: that may take all ranks, and some may be gone."""
-    with ExitStack() as engines:
-        engines.callback(stop_processes)
-        engines.callback(beat, "end")
-        for engine in list(_open_engines):
-            engines.callback(engine.close, gives_back=False)
-
-
-def _read_arguments(
-    args: Arguments, extra_args_provider: ExtraArgumentsProvider | None
-) -> Settings:
+def _read_arguments(args: Arguments, provider: ExtraArgumentsProvider | None) -> Settings:
     if isinstance(args, Settings):
         return args
     if isinstance(args, Mapping):
         return arguments_from_mapping(args)
-    if args is None:
-        return read_command_line(extra_args_provider)
-    return parse_arguments(args, extra_args_provider)
+    return read_command_line(provider) if args is None else parse_arguments(args, provider)

@@ -9,8 +9,9 @@ text is the same too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -92,15 +93,16 @@ def predict_in_groups(
         end += count
         rounds = []
         with model.evaluating():
-            for micro_batch, result in islice(
-                batches, -(-(end - done) // loader.samples_per_round)
-            ):
+            needed = -(-(end - done) // loader.samples_per_round)
+            for micro_batch, result in islice(batches, needed):
                 rounds.append(_take_rows(result, micro_batch.info.rows))
                 done += loader.samples_per_round
-                advance(_count_rows(loader, done))
+                # The very last round may be padded to the same size on all ranks.
+                advance(loader.samples_per_round - max(done - loader.num_samples, 0))
         results += gather_rounds(rounds, data.topology)
         places = order[end - count : end]
-        yield [result for _, result in sorted(zip(places, results, strict=False), key=_get_place)]
+        pairs = sorted(zip(places, results, strict=False), key=itemgetter(0))
+        yield [result for _, result in pairs]
         del results[:count]
 
 
@@ -116,9 +118,12 @@ def run_batches(
     Fillers are among them, since all ranks must run the model equally often; their
     ``info.rows`` is 0. Batches are numbered from ``first_batch`` on, for their random numbers.
     """
+    devices = [loader.device] if loader.device.type == "cuda" else []
     for micro_batch in loader.iterate_micro_batches():
-        key = None if seed is None else (seed, first_batch + micro_batch.number)
-        with _random_numbers_from(key, loader.device):
+        with nullcontext() if seed is None else torch.random.fork_rng(devices):
+            if seed is not None:
+                words = [number % 2**63 for number in (seed, first_batch + micro_batch.number)]
+                torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
             result = step(micro_batch.batch)
         yield micro_batch, result
 
@@ -127,12 +132,6 @@ def cut_into_groups(samples: int, batch_size: int) -> list[int]:
     """The sizes of groups of whole batches; only the last may be smaller."""
     size = GROUP_BATCHES * batch_size
     return [min(size, samples - start) for start in range(0, samples, size)]
-
-
-def _count_rows(loader: DistributedLoader, done: int) -> int:
-    """Samples of the last round; the very last may be padded to the same size on all ranks."""
-    surplus = max(done - loader.num_samples, 0)
-    return loader.samples_per_round - surplus
 
 
 def gather_rounds(rounds: list[list[T]], topology: Topology) -> list[T]:
@@ -150,18 +149,3 @@ def _take_rows(returned: Any, rows: int) -> list[Any]:
             "return one per row."
         )
     return results[:rows]
-
-
-def _get_place(pair: tuple[int, Any]) -> int:
-    return pair[0]
-
-
-@contextmanager
-def _random_numbers_from(key: tuple[int, int] | None, device: torch.device) -> Iterator[None]:
-    """torch's random numbers from a key, and the old ones back afterwards; as they are for None."""
-    devices = [device] if device.type == "cuda" else []
-    with nullcontext() if key is None else torch.random.fork_rng(devices):
-        if key is not None:
-            words = [number % 2**63 for number in key]
-            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
-        yield

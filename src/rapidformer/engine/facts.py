@@ -23,13 +23,12 @@ from rapidformer.log import get_logger
 
 _DATA = ("data_path", "data_name", "data_dir", "train_data", "train_data_path")
 _REPEATS = "some samples of this epoch are repeated, and others are left out"
+_MOVED = "the position in the old data is used in the new"
 _EFFECTS = {
     "seed": "dropout masks and new layers' weights would have been others",
     "data seed": f"the samples come in another order, so {_REPEATS}",
-    "order": f"{_REPEATS}",
-    "samples": "the position in the old data is used in the new",
-    "data": "the position in the old data is used in the new",
-    "data content": "the position in the old data is used in the new",
+    "order": _REPEATS,
+    **dict.fromkeys(("samples", "data", "data content"), _MOVED),
     "split": "training takes other parts of the data",
     "sequence length": "samples are cut differently from here on",
     "attention heads": "the same weights compute something else",
@@ -44,19 +43,14 @@ def collect_state(
     parallelized, clock = model.parallelized, updates.clock
     optimizer: Any = updates.optimizer  # None if only weights are loaded
     return TrainingState(
-        model=parallelized.model,
-        optimizer=optimizer,
-        scheduler=updates.lr_scheduler,
-        scaler=updates.scaler,
-        loader=data.train_loader,
-        step=clock.updates,
-        device=runtime.device,
-        topology=runtime.topology,
+        model=parallelized.model, optimizer=optimizer, scheduler=updates.lr_scheduler,
+        scaler=updates.scaler, loader=data.train_loader, step=clock.updates,
+        device=runtime.device, topology=runtime.topology,
         bypass=functools.partial(bypass_clock, clock),
         gathered=parallelized.deepspeed.state if parallelized.deepspeed else None,
         facts=_describe_facts(data.args, data.train_loader, parallelized.model),
         base=model.adapter.base if model.adapter else None,
-    )
+    )  # fmt: skip
 
 
 def _describe_facts(
@@ -97,6 +91,6 @@ def report_differences(saved: dict[str, Any], current: dict[str, Any], source: P
 
 def _name_data(args: Settings) -> str | None:
     """The data as the user named it, without folders: it may lie elsewhere by now."""
-    given = [getattr(args, name) for name in _DATA]
-    words = [w for value in given for w in (value if isinstance(value, list) else [value]) if w]
+    values = [getattr(args, name) for name in _DATA]
+    words = [w for value in values for w in (value if isinstance(value, list) else [value]) if w]
     return " ".join(Path(str(word)).name for word in words) or None

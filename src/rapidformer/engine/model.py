@@ -1,12 +1,8 @@
-"""The model of a run: its plan, its adapters and everything that was applied to it.
-
-Composing extends the user's own module in place, nothing is wrapped; closing takes it all off
-again.
-"""
+"""The model of a run: its plan, adapters and switches, all taken off again on closing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,24 +16,13 @@ from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models import adapters
 from rapidformer.models.adapter_config import build_config
-from rapidformer.models.adapters import (
-    Adapter,
-    add_adapters,
-    describe_adapter,
-    describe_untrainable,
-    find_adapter,
-    forget_resized_base,
-    get_inner,
-)
-from rapidformer.models.deferred import build_for_split
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import GivenPlan
 from rapidformer.models.work import ModelWork, count_work
 from rapidformer.optim.observer import get_observer
-
-_CACHE_ROW = "no-cache-in-training"
 
 
 class RunModel:
@@ -49,7 +34,7 @@ class RunModel:
         """The user's own module, once composed; without an adapter's shell around it."""
         self.parameters: list[nn.Parameter] = []
         """As they are between updates: sharded ones are shards."""
-        self.adapter: Adapter | None = None
+        self.adapter: adapters.Adapter | None = None
         """What is trained instead of the model's own weights, if anything is."""
         self.work: ModelWork | None = None
         """The arithmetic that training the model takes, once composed."""
@@ -74,10 +59,6 @@ class RunModel:
         """Whether every row begins with tokens of an adapter (prompt tuning)."""
         return self.adapter is not None and self.adapter.prepends_tokens
 
-    def build(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """``build()`` with the adapters that the settings ask for; see ``engine.build_model``."""
-        return build_for_split(self.args, build)
-
     def compose(
         self,
         model: nn.Module,
@@ -86,16 +67,12 @@ class RunModel:
         has_optimizer: bool = False,
         names_adapter: bool = False,
     ) -> dict[int, str]:
-        """Apply all rows for training; returns the names of the parameters as they were before.
-
-        ``has_optimizer``: there is an optimizer already, which cannot know new adapters.
-        ``names_adapter``: log what is trained.
-        """
+        """Apply all rows for training; returns the names of the parameters as they were before."""
         if self.module is not None:
             raise RapidformerError("this engine has already composed a model: create a new one.")
         model = self._add_adapters(model, has_optimizer=has_optimizer)
         if self.adapter is not None and names_adapter and self._runtime.is_main:
-            get_logger().info("adapter   %s", describe_adapter(self.adapter, model))
+            get_logger().info("adapter   %s", adapters.describe_adapter(self.adapter, model))
         get_observer().before_compose(model)
         self.work = count_work(model)
         names = {id(p): name for name, p in model.named_parameters()}
@@ -108,32 +85,28 @@ class RunModel:
         self, model: nn.Module, *, plan: GivenPlan | None = None
     ) -> nn.Module:
         """Apply what a model needs without training: no optimizer, no schedule."""
-        inner = get_inner(model)
-        self.adapter = find_adapter(inner)
+        inner = adapters.get_inner(model)
+        self.adapter = adapters.find_adapter(inner)
         self._switch_on(inner, plan, for_training=False)
         return model.eval()
 
     def _switch_on(self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool) -> None:
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens
-        without = [*(self.args.without or ()), *([] if self.skips_cache else [_CACHE_ROW])]
+        kept = [] if self.skips_cache else ["no-cache-in-training"]
+        without = [*(self.args.without or ()), *kept]
         self._parallelized = parallelize(
-            model,
-            self.args.replace("the script", without=without),
-            device=self._runtime.device,
-            topology=self._runtime.topology,
-            precision=self._runtime.precision,
-            given_plan=plan,
-            for_training=for_training,
-            is_filler=self._current.is_filler,
-            is_by_row=self._row_gradients.is_on,
-        )
+            model, self.args.replace("the script", without=without),
+            device=self._runtime.device, topology=self._runtime.topology,
+            precision=self._runtime.precision, given_plan=plan, for_training=for_training,
+            is_filler=self._current.is_filler, is_by_row=self._row_gradients.is_on,
+        )  # fmt: skip
         self.module = model
         self._current.has_model = True
 
     def _add_adapters(self, model: nn.Module, *, has_optimizer: bool) -> nn.Module:
         """The model that holds the weights, with the adapters that the settings ask for."""
-        inner = get_inner(model)
-        is_new = find_adapter(inner) is None and build_config(self.args) is not None
+        inner = adapters.get_inner(model)
+        is_new = adapters.find_adapter(inner) is None and build_config(self.args) is not None
         if is_new and has_optimizer:  # before the model is changed: compose may be called again
             raise RapidformerError(
                 "the optimizer given to compose() was built before the adapters, which it would "
@@ -141,13 +114,13 @@ class RunModel:
                 "    model = engine.build_model(lambda: AutoModel.from_pretrained(...))\n"
                 "or let compose() build the optimizer from the flags."
             )
-        adapted = add_adapters(inner, self.args)
-        resized = forget_resized_base(adapted)
+        adapted = adapters.add_adapters(inner, self.args)
+        resized = adapters.forget_resized_base(adapted)
         if resized is not None and self._runtime.is_main:
             get_logger().warning(resized)
-        self.adapter = find_adapter(adapted)
+        self.adapter = adapters.find_adapter(adapted)
         if self.adapter is not None and not any(p.requires_grad for p in adapted.parameters()):
-            raise ModelError(describe_untrainable(self.adapter))
+            raise ModelError(adapters.describe_untrainable(self.adapter))
         return adapted
 
     def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:

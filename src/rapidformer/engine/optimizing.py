@@ -21,18 +21,12 @@ from rapidformer.config import Settings
 from rapidformer.config.sections import AccelerationArguments
 from rapidformer.engine.runtime import Runtime
 from rapidformer.log import get_logger
+from rapidformer.optim import takeover
 from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues, describe_bad_batch
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.optimizers import build_optimizer, group_parameters, uses_kernel
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.shard_probe import check_given_optimizer
-from rapidformer.optim.takeover import (
-    give_back,
-    repoint_optimizer,
-    split_groups_by_mesh,
-    take_over_optimizer,
-    take_over_scheduler,
-)
 from rapidformer.optim.update import UpdateClock
 
 
@@ -69,7 +63,7 @@ def prepare_optimizer(
         deepspeed.check_given(optimizer, has_schedule=wanted.schedule is not None)
     if optimizer is not None:
         parallelized.applied.plain.follow(optimizer)
-        repoint_optimizer(optimizer, model, names)
+        takeover.repoint_optimizer(optimizer, model, names)
         check_given_optimizer(optimizer)
     elif deepspeed is None or not deepspeed.has_own_optimizer:
         optimizer = build_optimizer(model, args)
@@ -82,7 +76,10 @@ def prepare_optimizer(
         clock.keeper = deepspeed
     assert optimizer is not None
     if runtime.topology.expert > 1:
-        split_groups_by_mesh(optimizer, wanted.lr_scheduler)
+        first = len(optimizer.param_groups)
+        takeover.split_groups_by_mesh(optimizer, wanted.lr_scheduler)
+        end = len(optimizer.param_groups)
+        parallelized.applied.on_close(takeover.drop_groups, weakref.ref(optimizer), first, end)
     parallelized.watch_updates(optimizer)
     return optimizer
 
@@ -98,13 +95,12 @@ def prepare_scheduler(
         if isinstance(function, functools.partial):
             function = fill_training_steps(function, wanted.train_iters)
         return function(optimizer)  # type: ignore[no-any-return]
-    deepspeed = parallelized.deepspeed
-    of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, wanted.train_iters)
+    deepspeed, length = parallelized.deepspeed, wanted.train_iters
+    of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, length)
     if of_file is not None:
         return of_file  # type: ignore[no-any-return]
-    return build_scheduler(
-        optimizer, args, train_iters=wanted.train_iters, count_samples=wanted.count_samples
-    )
+    count_samples = wanted.count_samples
+    return build_scheduler(optimizer, args, train_iters=length, count_samples=count_samples)
 
 
 def take_over(
@@ -116,22 +112,17 @@ def take_over(
     scaler: LossScaler | None,
 ) -> None:
     """Let both follow the clock until the engine closes."""
-    for taken in (optimizer, scheduler):
-        parallelized.applied.on_close(give_back, weakref.ref(taken))
-    clips = take_over_optimizer(
+    on_close = parallelized.applied.on_close
+    on_close(takeover.give_back, weakref.ref(optimizer), vars(optimizer).get("step"))
+    on_close(takeover.give_back, weakref.ref(scheduler))
+    takeover.take_over_optimizer(
         optimizer,
         clock,
         clip_grad=args.clip_grad,
         scaler=scaler,
         clips_in_step=parallelized.wants("clipping in the step"),
     )
-    take_over_scheduler(scheduler, clock)
-    parts = {
-        "update clock": True,
-        "loss scaling": scaler is not None,
-        "clipping in the step": clips,
-    }
-    parallelized.applied.parts |= {name for name, is_on in parts.items() if is_on}
+    takeover.take_over_scheduler(scheduler, clock)
 
 
 def build_guard(
@@ -162,9 +153,6 @@ def report_skipped(
 def build_scaler(args: AccelerationArguments) -> LossScaler:
     """What keeps small gradients out of fp16's underflow."""
     return LossScaler(
-        fixed=args.loss_scale,
-        initial=args.initial_loss_scale,
-        minimum=args.min_loss_scale,
-        window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
-    )
+        fixed=args.loss_scale, initial=args.initial_loss_scale, minimum=args.min_loss_scale,
+        window=args.loss_scale_window, hysteresis=args.hysteresis,
+    )  # fmt: skip

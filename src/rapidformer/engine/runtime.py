@@ -42,20 +42,16 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     """Join the other processes; returns the settings with all that follows from them."""
     asked = get_observer().change_settings(asked)
     configure_logging(asked.log_level)
-    processes = start_processes(
-        device=asked.device, timeout_minutes=asked.distributed_timeout_minutes
-    )
+    minutes = asked.distributed_timeout_minutes
+    processes = start_processes(device=asked.device, timeout_minutes=minutes)
     asked = continue_after_restart(asked)
     args = resolve(asked, world_size=processes.world_size, rank=processes.rank)
     topology = build_topology(
         processes.device.type,
-        pipeline=args.pipeline_model_parallel_size,
-        data=args.data_parallel_size,
-        context=args.context_parallel_size,
-        tensor=args.tensor_model_parallel_size,
-        expert=args.expert_model_parallel_size,
-        sharding=args.hybrid_sharding_size,
-    )
+        pipeline=args.pipeline_model_parallel_size, data=args.data_parallel_size,
+        context=args.context_parallel_size, tensor=args.tensor_model_parallel_size,
+        expert=args.expert_model_parallel_size, sharding=args.hybrid_sharding_size,
+    )  # fmt: skip
     check_device(args, processes.device)
     precision = choose_precision(args.mixed_precision, processes.device)
     # Nothing of the engine: the context outlives it.
@@ -64,10 +60,7 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     _warn_about_settings_without_effect(args)
     seed_everything(args.seed, deterministic=args.deterministic)
     return args, Runtime(
-        device=processes.device,
-        topology=topology,
-        precision=precision,
-        is_main=processes.is_main,
+        device=processes.device, topology=topology, precision=precision, is_main=processes.is_main
     )
 
 

@@ -38,65 +38,45 @@ LOOP = (
     "label_smoothing", "neftune_noise_alpha", "save_interval", "save_strategy", "log_interval",
     "log_strategy", "progress", "tensorboard_dir",
 )  # fmt: skip
+GUARD = ("on_bad_loss", "loss_spike_threshold", "max_rollbacks")
 
 
-def warn_about_unused_settings(args: Settings, *, has_guard: bool, **script: Any) -> None:
+def warn_about_unused_settings(
+    args: Settings,
+    *,
+    has_optimizer: bool,
+    schedule: Any,
+    has_loader: bool,
+    has_loop: bool,
+    has_guard: bool,
+) -> None:
     """Say which settings have no effect, since the script brings these parts itself."""
-    parts = list_own_parts(**script)
-    if "loop" in parts and not has_guard:
-        parts["loop"] = (*parts["loop"], "on_bad_loss", "loss_spike_threshold", "max_rollbacks")
-    message = describe_unused(args, parts)
-    if message is not None:
-        get_logger().warning(message)
-
-
-def list_own_parts(
-    *, has_optimizer: bool, schedule: Any, has_loader: bool, has_loop: bool
-) -> dict[str, tuple[str, ...]]:
-    """What a script brings itself, with the settings that it replaces."""
     # A partial without a length is filled in from the settings.
     keywords = schedule.keywords if isinstance(schedule, functools.partial) else {}
     has_length = schedule is not None and None not in keywords.values()
+    loop = (*LOOP, *(LENGTH if has_length else ()), *(() if has_guard else GUARD))
     parts = {
         "optimizer": OPTIMIZER if has_optimizer else (),
         "schedule": SCHEDULE if schedule is not None else (),
         "DataLoader": LOADER if has_loader else (),
-        "loop": LOOP + (LENGTH if has_length else ()) if has_loop else (),
+        "loop": loop if has_loop else (),
     }
-    return {what: names for what, names in parts.items() if names}
-
-
-def describe_unused(args: Settings, made_by_script: dict[str, tuple[str, ...]]) -> str | None:
-    """One sentence about every setting without effect; None if there is none.
-
-    ``made_by_script`` maps what the script brings itself to the settings that describe ours.
-    """
-    given = {
-        what: [name for name in names if args.is_changed(name)]
-        for what, names in made_by_script.items()
-    }
-    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
-        return None  # a notebook: what its cells read cannot be searched
-    read = _find_attributes() if any(given.values()) else set()
-    parts = []
-    for what, names in given.items():
+    changed = {part: list(filter(args.is_changed, names)) for part, names in parts.items()}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None or not any(changed.values()):
+        return  # in a notebook, what its cells read cannot be searched
+    read = {name for path in _list_sources(main) for name in _read_attributes(path)}
+    sentences = []
+    for part, names in changed.items():
         flags = [to_flag(name) for name in names if name not in read]
         if flags:
-            parts.append(f"{', '.join(flags)} (your script has its own {what})")
-    if not parts:
-        return None
-    return f"no effect here: {'; '.join(parts)}."
+            sentences.append(f"{', '.join(flags)} (your script has its own {part})")
+    if sentences:
+        get_logger().warning(f"no effect here: {'; '.join(sentences)}.")
 
 
-def _find_attributes() -> set[str]:
-    """Names of all attributes that the script and the modules next to it read."""
-    return {name for path in _list_sources() for name in _read_attributes(path)}
-
-
-def _list_sources() -> Iterator[Path]:
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if main is None:
-        return
+def _list_sources(main: str) -> Iterator[Path]:
+    """The script and the modules next to it."""
     # A script may be a link: its modules are next to the link or next to its target.
     folders = {Path(main).resolve().parent, Path(main).parent.resolve()}
     # Resolved once per folder: a process has thousands of modules.

@@ -31,7 +31,7 @@ from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine.backward import BackwardPasses, StartedMicroBatch
+from rapidformer.engine.backward import BackwardPasses, LossWeights, StartedMicroBatch
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.optimizing import (
     Wanted,
@@ -43,7 +43,6 @@ from rapidformer.engine.optimizing import (
     take_over,
 )
 from rapidformer.engine.runtime import Runtime
-from rapidformer.engine.weighing import LossWeights
 from rapidformer.errors import RapidformerError
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import scale_loss
@@ -79,8 +78,6 @@ class Updates:
         self.has_own_optimizer = self.has_own_schedule = False
         """Whether the settings do not describe them."""
         self._runtime, self._current = runtime, current
-        self._parallelized: Parallelized | None = None
-        self._parameters: Sequence[nn.Parameter] = ()
         self._passes: BackwardPasses | None = None
         self._graphed_update: GraphedUpdate | None = None
         self._compiles_update = False
@@ -96,10 +93,7 @@ class Updates:
         shifts_labels: bool = False,
         list_samples: Callable[[], list[int]] = list,
     ) -> None:
-        """Take over optimizer and schedule, or build them; updates may begin.
-
-        ``list_samples`` names those of the current update, for a message about a bad one.
-        """
+        """Take over optimizer and schedule, or build them; updates may begin."""
         args, runtime, clock = self.args, self._runtime, self.clock
         self.weights.shifts_labels = shifts_labels
         if self.has_own_parts:
@@ -110,15 +104,8 @@ class Updates:
         take_over(optimizer, scheduler, parallelized, args, clock, self.scaler)
         count_steps(parallelized.model, clock)
         self.optimizer, self.lr_scheduler = optimizer, scheduler
-        self._parallelized, self._parameters = parallelized, parameters
         self._passes = BackwardPasses(
-            parallelized,
-            parameters,
-            optimizer,
-            topology=runtime.topology,
-            clock=clock,
-            weights=self.weights,
-            scaler=self.scaler,
+            parallelized, parameters, optimizer, runtime.topology, clock, self.weights, self.scaler
         )
         clock.guard = build_guard(
             self.recent_values, parallelized.model, optimizer, args, runtime, self.is_own_loop
@@ -127,25 +114,22 @@ class Updates:
             clock.on_bad_update = functools.partial(
                 report_skipped, clock, list_samples, runtime.is_main
             )
-        self.graphs = self._build_graphs(parallelized.model, work)
+        self.graphs = self._build_graphs(parallelized.model, parameters, work)
         if isinstance(optimizer, MultiTensorAdamW):
             self._graphed_update = GraphedUpdate(optimizer, args.clip_grad, runtime.device)
 
     @property
     def _started_passes(self) -> BackwardPasses:
-        if self._passes is None or self._parallelized is None:
+        if self._passes is None:
             raise RapidformerError("call engine.compose(model=...) first.")
         # Another engine may have taken the model over.
-        self._parallelized.applied.check_open()
+        self._passes.parallelized.applied.check_open()
         return self._passes
-
-    # ---- a loop of the user's own --------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Back-propagate a micro-batch's mean loss; see ``engine.backward``."""
         passes = self._started_passes
-        assert self._parallelized is not None
-        if self._parallelized.pipeline is not None:
+        if passes.parallelized.pipeline is not None:
             raise RapidformerError(
                 "a model that is split into stages (--pipeline-model-parallel-size) runs forward "
                 "and backward passes of several micro-batches at once: use engine.run_update(), "
@@ -172,15 +156,10 @@ class Updates:
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
 
-    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Clip now and return the norm before clipping; see ``engine.clip_grad_norm``."""
-        return self.clock.clip(self.args.clip_grad if max_norm is None else max_norm)
-
     @contextmanager
     def accumulate(self, is_last: bool = False) -> Iterator[None]:
         """Decide yourself whether the ``backward`` inside ends an update."""
-        before = self.clock.forced
-        self.clock.forced = is_last
+        before, self.clock.forced = self.clock.forced, is_last
         try:
             yield
         finally:
@@ -191,8 +170,6 @@ class Updates:
         if self.optimizer is None:
             raise RapidformerError("call engine.compose(model=...) first.")
         return float(self.optimizer.param_groups[0]["lr"])
-
-    # ---- whole updates -------------------------------------------------------------------------
 
     def may_replay(self) -> bool:
         """Whether a graph may run the next update: its inputs are copied straight from the host."""
@@ -208,20 +185,19 @@ class Updates:
     ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; see ``engine.run_update``."""
         passes = self._started_passes
-        assert self._parallelized is not None
         if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
             # Its kernels are compiled during the first passes.
             self._compiles_update = True
             self.optimizer.start_trials()
         if isinstance(forward, UpdatePreparation):
             update = forward.prepare(update, self._runtime.topology, self._runtime.device)
-        pipeline = self._parallelized.pipeline
-        if pipeline is None:
-            results = self._run_graphed(passes, forward, update, steps_at_once=steps_at_once)
-            if results is None:
-                return self._run_in_turn(passes, forward, update, after_micro_batch)
-        else:
+        pipeline = passes.parallelized.pipeline
+        if pipeline is not None:
             results = self._run_pipelined(passes, pipeline, forward, update)
+        elif (graphed := self._run_graphed(passes, forward, update, steps_at_once)) is not None:
+            results = graphed
+        else:
+            return self._run_in_turn(passes, forward, update, after_micro_batch)
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
@@ -242,9 +218,11 @@ class Updates:
             beat("forward", self.clock.updates + 1)
             with self.accumulate(is_last=is_last):
                 started = passes.started = StartedMicroBatch(micro_batch)
-                result = self.weights.run_forward(forward, micro_batch)
+                try:
+                    result = self.weights.run_forward(forward, micro_batch)
+                finally:
+                    passes.started = None
                 get_observer().see_phase("forward")
-                passes.started = None
                 if not started.has_run:
                     passes.run(result, micro_batch, ends_update=False)
                 elif started.is_last:
@@ -256,18 +234,17 @@ class Updates:
         return results
 
     def _run_graphed(
-        self, passes: BackwardPasses, forward: Forward, update: Update, *, steps_at_once: bool
+        self, passes: BackwardPasses, forward: Forward, update: Update, steps_at_once: bool
     ) -> list[MicroBatchResult] | None:
         """Replay the passes; None if they must run one by one."""
         if self.graphs is None:
             return None
         beat("forward", self.clock.updates + 1)
-        steps = getattr(forward, "steps", (forward,))
         updates = steps_at_once and self._can_update_in_graph()
         outcome = self.graphs.run(
             functools.partial(self.weights.run_forward, forward),
             update,
-            steps,
+            getattr(forward, "steps", (forward,)),
             self._graphed_update if updates else None,
         )
         if outcome is None:
@@ -279,13 +256,12 @@ class Updates:
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
-        if outcome.gradients is None:
-            self.clock.take_applied(outcome.norm)
-        else:
-            for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True):
+        held = None
+        if outcome.gradients is not None:
+            for parameter, gradient in zip(passes.parameters, outcome.gradients, strict=True):
                 parameter.grad = gradient
             held = [gradient for gradient in outcome.gradients if gradient is not None]
-            self.clock.take_finished(held, outcome.norm)
+        self.clock.take_finished(held, outcome.norm)
         passes.notice_unfrozen()
         return outcome.results
 
@@ -300,7 +276,6 @@ class Updates:
     def _run_pipelined(
         self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update
     ) -> list[MicroBatchResult]:
-        assert self._parallelized is not None
         count, scaler = len(update), self.scaler
         for _ in update:
             self.clock.start_micro_batch(ends_update=False)
@@ -314,7 +289,7 @@ class Updates:
             return scale_loss(result.loss, result.weight / unit, scale), result
 
         beat("pipeline", self.clock.updates + 1)
-        synchronizer = self._parallelized.synchronizer
+        synchronizer = passes.parallelized.synchronizer
         pipeline.run(compute, count, step=self.clock.updates, synchronizer=synchronizer)
         get_observer().see_phase("pipeline")
         beat("update")
@@ -327,30 +302,23 @@ class Updates:
         passes.finish(pipeline.measure_norm)
         return results
 
-    # ---- what starts and ends with a model -----------------------------------------------------
-
-    def _build_graphs(self, model: nn.Module, work: ModelWork | None) -> GraphedPasses | None:
+    def _build_graphs(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], work: ModelWork | None
+    ) -> GraphedPasses | None:
         allowed = find_fact(model, MayCapture)
         if allowed is None:
             return None
         device = self._runtime.device
         return GraphedPasses(
-            model,
-            self._parameters,
-            device,
-            CudaCapture(device),
-            self.weights.count_labels,
-            is_asked=allowed.is_asked,
-            is_16_bit=self._runtime.precision.dtype is not None,
-            compiles=self.args.compile,
-            work=work,
-        )
+            model, parameters, device, CudaCapture(device), self.weights.count_labels,
+            is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
+            compiles=self.args.compile, work=work,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of model, optimizer and graphs."""
         if self.graphs is not None:
             self.graphs.close()
-        self.graphs = self._graphed_update = self._passes = self._parallelized = None
+        self.graphs = self._graphed_update = self._passes = None
         self.optimizer = self.lr_scheduler = None
-        self._parameters = ()
         self.clock.guard = self.clock.keeper = self.clock.on_bad_update = None

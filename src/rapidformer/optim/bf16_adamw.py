@@ -30,24 +30,9 @@ class Bf16AdamW(MultiTensorAdamW):
     rounds_randomly = True
     moment_dtype = torch.bfloat16
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        **others: Any,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, **others: Any) -> None:
         # "fused" says that it obeys `grad_scale` and `found_inf`.
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            **{**others, "fused": True},
-        )
+        super().__init__(params, lr, **{**others, "fused": True})
 
     def step_on_host(self) -> None:
         """Update the parameters one by one."""
@@ -55,17 +40,13 @@ class Bf16AdamW(MultiTensorAdamW):
         if flag is not None and bool(flag):
             return
         groups = [(p, group) for group in self.param_groups for p in group["params"]]
-        found = [(p, self.get_state(p), group) for p, group in groups if p.grad is not None]
-        steps = _advance([state["step"] for _, state, _ in found])
-        for (parameter, state, group), step in zip(found, steps, strict=True):
+        trained = [(p, self.get_state(p), group) for p, group in groups if p.grad is not None]
+        steps = _advance([state["step"] for _, state, _ in trained])
+        for (parameter, state, group), step in zip(trained, steps, strict=True):
             gradient = get_local(parameter.grad).float()
-            _update(
-                get_local(parameter),
-                gradient if divisor is None else gradient / divisor,
-                get_local(state["exp_avg"]),
-                get_local(state["exp_avg_sq"]),
-                _compute_numbers(step, group),
-            )
+            gradient = gradient if divisor is None else gradient / divisor
+            moments = [get_local(state[name]) for name in MOMENTS]
+            _update(get_local(parameter), gradient, moments, step, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -82,21 +63,16 @@ def _advance(steps: list[Tensor]) -> list[int]:
     return list(map(int, torch.stack([step.add_(1).to(device) for step in steps]).tolist()))
 
 
-def _compute_numbers(step: int, group: dict[str, Any]) -> list[float]:
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    shrink = 1 - lr * group["weight_decay"]
-    rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    return [shrink, 1 - beta1, beta2, 1 - beta2, rate, correction, group["eps"], step]
-
-
 def _update(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, numbers: list[float]
+    parameter: Tensor, gradient: Tensor, moments: list[Tensor], step: int, group: dict[str, Any]
 ) -> None:
-    shrink, new1, beta2, new2, rate, correction, epsilon, step = numbers
-    exact_mean = mean.float().lerp(gradient, new1)
-    exact_square = square.float() * beta2 + gradient * gradient * new2
-    change = rate * exact_mean / (exact_square.sqrt() / correction + epsilon)
-    parameter.copy_(parameter.float() * shrink - change)
+    mean, square = moments
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    rate, correction = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    exact_mean = mean.float().lerp(gradient, 1 - beta1)
+    exact_square = square.float() * beta2 + gradient * gradient * (1 - beta2)
+    change = rate * exact_mean / (exact_square.sqrt() / correction + group["eps"])
+    parameter.copy_(parameter.float() * (1 - lr * group["weight_decay"]) - change)
     # Not torch.tensor: a copy from the host would wait for the device.
     salt = torch.full((), step, dtype=torch.int32, device=mean.device) * _GOLDEN
     mean.copy_(round_randomly(exact_mean, salt))

@@ -27,6 +27,8 @@ WINDOW = 64
 """How many good updates the median is taken over."""
 LEAST = 16
 """How many there must be before anything counts as a spike."""
+_MOST_NAMED = 64
+"""Samples that a line of the log names; ``metrics.jsonl`` has all of them."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,10 @@ class RecentValues:
         """The largest loss and norm that are not spikes; infinite while too little is known."""
         if self._threshold is None or len(self._values) < LEAST:
             return math.inf, math.inf
-        losses, norms = zip(*self._values, strict=True)
-        return self._get_limit(losses), self._get_limit(norms)
-
-    def _get_limit(self, values: Sequence[float]) -> float:
-        assert self._threshold is not None
-        middle = median(values)
+        loss, norm = (median(values) for values in zip(*self._values, strict=True))
         # A multiple says nothing about losses around zero.
-        return self._threshold * middle if middle > 0 else math.inf
+        most_loss = self._threshold * loss if loss > 0 else math.inf
+        return most_loss, self._threshold * norm if norm > 0 else math.inf
 
     def find_problem(self, loss: float, norm: float, *, tolerates_infinity: bool) -> str | None:
         """What is wrong with an update; None if nothing is."""
@@ -72,8 +70,8 @@ class RecentValues:
         if loss > most_loss:
             return f"the loss is {loss:.4g}, above {self._threshold:g} times its recent median"
         if norm > most_norm:
-            norm_text = f"the gradient norm is {norm:.4g}"
-            return f"{norm_text}, above {self._threshold:g} times its recent median"
+            what = f"the gradient norm is {norm:.4g}"
+            return f"{what}, above {self._threshold:g} times its recent median"
         return None
 
     def state_dict(self) -> list[tuple[float, float]]:
@@ -110,7 +108,9 @@ class LossGuard:
         self._verdict: _Reading | None = None
         self._flag = torch.zeros((), device=device)
         self._tolerates_infinity = False
-        self._statistics = _find_statistics(model) if prevents else []
+        names = {"running_mean", "running_var", "num_batches_tracked"} if prevents else set()
+        self._statistics = [b for name, b in model.named_buffers() if name.split(".")[-1] in names]
+        """The running statistics of the model's batch norms."""
         self._kept = [tensor.clone() for tensor in self._statistics]
 
     @property
@@ -145,7 +145,10 @@ class LossGuard:
         self._flag = is_bad.float()
         self._tolerates_infinity = tolerates_infinity
         self._verdict = _Reading(torch.cat([values, self._flag.reshape(1)]))
-        self._keep_statistics()
+        # A forward pass changes the running statistics of batch norms: take a bad one's back.
+        for kept, tensor in zip(self._kept, self._statistics, strict=True):
+            kept.copy_(torch.where(self._flag > 0, kept, tensor))
+            tensor.copy_(kept)
 
     def run_step(self, step: Callable[[], object]) -> None:
         """The optimizer's step, without effect if the verdict is bad and nobody has read it yet."""
@@ -172,12 +175,6 @@ class LossGuard:
         for kept, tensor in zip(self._kept, self._statistics, strict=True):
             kept.copy_(tensor)
 
-    def _keep_statistics(self) -> None:
-        """A forward pass changes the running statistics of batch norms: take a bad one's back."""
-        for kept, tensor in zip(self._kept, self._statistics, strict=True):
-            kept.copy_(torch.where(self._flag > 0, kept, tensor))
-            tensor.copy_(kept)
-
 
 class _Reading:
     """Numbers on their way from the device; only ``read`` waits for them."""
@@ -195,16 +192,6 @@ class _Reading:
             self._event.synchronize()
         numbers: list[float] = self._values.tolist()
         return numbers
-
-
-def _find_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """The running statistics of the model's batch norms."""
-    names = {"running_mean", "running_var", "num_batches_tracked"}
-    return [b for name, b in model.named_buffers() if name.rpartition(".")[2] in names]
-
-
-_MOST_NAMED = 64
-"""Samples that a line of the log names; ``metrics.jsonl`` has all of them."""
 
 
 def describe_bad_batch(reason: str, step: int, samples: Sequence[int]) -> str:

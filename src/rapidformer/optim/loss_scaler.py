@@ -6,34 +6,28 @@ The engine removes the scale when it divides the gradients anyway.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import TrainingError
 
 
+@dataclass(eq=False, kw_only=True)
 class LossScaler:
     """Keeps fp16 gradients in range: a fixed factor, or one that adapts."""
 
-    def __init__(
-        self,
-        *,
-        fixed: float | None = None,
-        initial: float = 2.0**16,
-        minimum: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
-    ) -> None:
-        self.scale = fixed if fixed is not None else initial
-        self._is_dynamic = fixed is None
-        self._minimum = minimum
-        self._window = window
-        self._hysteresis = hysteresis
-        self._patience = hysteresis
-        self._clean_updates = 0
-        self.weight_unit: float | None = None
-        """The unit for loss weights when several ranks add them: close to a typical weight, so that
-        many labels do not use up fp16's range. A power of two, so it changes no bits.
-        """
+    fixed: float | None = None
+    initial: float = 2.0**16
+    minimum: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    weight_unit: float | None = None
+    """The unit for loss weights when several ranks add them: close to a typical weight, so that
+    many labels do not use up fp16's range. A power of two, so it changes no bits."""
+
+    def __post_init__(self) -> None:
+        self.scale = self.fixed if self.fixed is not None else self.initial
+        self._patience, self._clean_updates = self.hysteresis, 0
 
     def agree_on_unit(self, weight: float) -> None:
         """Use the first rank's current weight; every rank must call this."""
@@ -41,23 +35,23 @@ class LossScaler:
 
     def update(self, *, overflowed: bool) -> None:
         """Halve after too many overflows, double after enough steps without one."""
-        if not self._is_dynamic:
+        if self.fixed is not None:
             return
         if overflowed:
             self._clean_updates = 0
             self._patience -= 1
-            if self.scale <= self._minimum:
+            if self.scale <= self.minimum:
                 raise TrainingError(
                     f"the gradient is not finite although the loss scale is {self.scale:g}: this "
                     "is not an fp16 overflow. Check the data and the loss, or lower --lr."
                 )
             if self._patience <= 0:
-                self.scale = max(self.scale / 2, self._minimum)
+                self.scale = max(self.scale / 2, self.minimum)
             return
         self._clean_updates += 1
-        if self._clean_updates == self._window:
+        if self._clean_updates == self.window:
             self._clean_updates = 0
-            self._patience = self._hysteresis
+            self._patience = self.hysteresis
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
@@ -69,7 +63,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if not self._is_dynamic:
+        if self.fixed is not None:
             return  # a fixed scale given now applies, whatever the checkpoint had
         self.scale = float(state["scale"])
         self._patience = int(state["patience"])

@@ -1,12 +1,8 @@
-"""Optimizers from torch, with weight decay on matrices only.
-
-Muon updates matrices inside the blocks and leaves everything else to AdamW; the two look like one
-optimizer, so schedules and checkpoints need not know.
-"""
+"""Optimizers from torch, with weight decay on matrices only; Muon leaves the rest to AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +19,6 @@ from rapidformer.models.plan import find_plan
 from rapidformer.optim.bf16_adamw import Bf16AdamW
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 
-# Muon's updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
-_MUON_MATCHES_ADAMW = "match_rms_adamw"
-
 
 def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer:
     """The optimizer described by the flags, over the model's trainable parameters."""
@@ -34,12 +27,10 @@ def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer
     groups = group_parameters(model, settings.weight_decay)
     lr = settings.lr
     if settings.optimizer == "sgd":
-        return SGD(
-            groups,
-            lr=lr,
-            momentum=settings.sgd_momentum,
-            fused=_can_fuse(groups) and not _is_sharded(groups),
-        )
+        # torch's fused SGD does not support sharded tensors (its fused Adam does).
+        is_sharded = any(isinstance(p, DTensor) for p in _list_parameters(groups))
+        fused = _can_fuse(groups) and not is_sharded
+        return SGD(groups, lr=lr, momentum=settings.sgd_momentum, fused=fused)
     if settings.optimizer == "adafactor":
         return Adafactor(groups, lr=lr)
     if settings.optimizer == "muon":
@@ -58,6 +49,14 @@ def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]] or groups[:1]
 
 
+def _list_parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    return [p for group in groups for p in group["params"]]
+
+
+def _can_fuse(groups: list[dict[str, Any]]) -> bool:
+    return all(p.is_floating_point() for p in _list_parameters(groups))
+
+
 def _build_adamw(
     groups: list[dict[str, Any]], settings: OptimizerArguments, lr: float
 ) -> Optimizer:
@@ -70,28 +69,9 @@ def _build_adamw(
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     # Without Triton, it would be torch's own under another name.
     is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
-    cls = MultiTensorAdamW if is_on and _have_triton(groups) else AdamW
+    devices = {p.device for p in _list_parameters(groups)}
+    cls = MultiTensorAdamW if is_on and devices and all(map(has_triton, devices)) else AdamW
     return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
-
-
-def uses_kernel(optimizer: Optimizer) -> bool:
-    """Whether it updates parameters in our own kernel."""
-    parts = optimizer._parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return any(isinstance(part, MultiTensorAdamW) for part in parts)
-
-
-def _have_triton(groups: Iterable[dict[str, Any]]) -> bool:
-    devices = {p.device for group in groups for p in group["params"]}
-    return bool(devices) and all(map(has_triton, devices))
-
-
-def _can_fuse(groups: Iterable[dict[str, Any]]) -> bool:
-    return all(p.is_floating_point() for group in groups for p in group["params"])
-
-
-def _is_sharded(groups: Iterable[dict[str, Any]]) -> bool:
-    # torch's fused SGD does not support sharded tensors (its fused Adam does).
-    return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
@@ -115,7 +95,8 @@ def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Op
         lr=lr,
         weight_decay=settings.weight_decay,
         momentum=settings.sgd_momentum,
-        adjust_lr_fn=_MUON_MATCHES_ADAMW,
+        # Its updates have a fixed size; torch scales them to match AdamW's, so one rate fits both.
+        adjust_lr_fn="match_rms_adamw",
     )
     return CombinedOptimizer([muon, _build_adamw(others, settings, lr)] if others else [muon])
 

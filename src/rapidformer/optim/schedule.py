@@ -49,10 +49,7 @@ class LearningRateCurve:
 def build_curve(
     settings: OptimizerArguments, *, train_iters: int | None, count_samples: Callable[[int], int]
 ) -> LearningRateCurve:
-    """The curve described by the flags, for a run of this many updates.
-
-    ``count_samples`` converts updates to samples.
-    """
+    """The curve described by the flags; ``count_samples`` converts updates to samples."""
     style, length = settings.lr_decay_style, settings.lr_decay_iters or train_iters
     if length is None and settings.lr_decay_samples is None and style in ("linear", "cosine"):
         warn_once(
@@ -100,14 +97,11 @@ def fill_training_steps(
     function: functools.partial[Any], train_iters: int | None
 ) -> functools.partial[Any]:
     """``num_training_steps=args.train_iters`` is None in a run whose length is given in epochs."""
-    if (
-        "num_training_steps" in function.keywords
-        and function.keywords["num_training_steps"] is None
-    ):
-        if train_iters is None:
-            raise RapidformerError(
-                "the learning-rate schedule needs the length of the run: give --train-iters, or "
-                "--epochs and let the engine build or take the training loader first."
-            )
-        return functools.partial(function, num_training_steps=train_iters)
-    return function
+    if function.keywords.get("num_training_steps", 0) is not None:
+        return function
+    if train_iters is None:
+        raise RapidformerError(
+            "the learning-rate schedule needs the length of the run: give --train-iters, or "
+            "--epochs and let the engine build or take the training loader first."
+        )
+    return functools.partial(function, num_training_steps=train_iters)

@@ -29,7 +29,9 @@ Layout = tuple[DeviceMesh, tuple[Shard | Replicate, ...], int]
 
 def check_given_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer that does not work on the model's sharded weights; all ranks call it."""
-    if type(optimizer) in _ELEMENTWISE and not _is_fused_sgd(optimizer):
+    # torch's fused SGD does not know sharded tensors; its fused Adam does.
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if type(optimizer) in _ELEMENTWISE and not (is_fused and type(optimizer) is SGD):
         return
     tried: set[Layout] = set()
     for group in optimizer.param_groups:
@@ -40,23 +42,14 @@ def check_given_optimizer(optimizer: Optimizer) -> None:
                 # Its bf16 products round differently on shards: by 3% of an update, but not always
                 # in a matrix as small as the probe's.
                 raise ConfigurationError(_explain("Muon", "rounds differently on sharded weights"))
-            layout = _get_layout(parameter)
+            placements = tuple(
+                Replicate() if placement.is_replicate() else Shard(getattr(placement, "dim", 0))
+                for placement in parameter.placements
+            )
+            layout = parameter.device_mesh, placements, parameter.dim()
             if layout not in tried:
                 tried.add(layout)
                 _try(optimizer, group, layout)
-
-
-def _is_fused_sgd(optimizer: Optimizer) -> bool:
-    # torch's fused SGD does not know sharded tensors; its fused Adam does.
-    return type(optimizer) is SGD and any(group.get("fused") for group in optimizer.param_groups)
-
-
-def _get_layout(parameter: DTensor) -> Layout:
-    placements = tuple(
-        Replicate() if placement.is_replicate() else Shard(getattr(placement, "dim", 0))
-        for placement in parameter.placements
-    )
-    return parameter.device_mesh, placements, parameter.dim()
 
 
 def _try(optimizer: Optimizer, group: dict[str, Any], layout: Layout) -> None:

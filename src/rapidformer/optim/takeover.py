@@ -40,17 +40,14 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int
                 f"the optimizer holds {unknown} parameter{'s' * (unknown != 1)} not in the model "
                 "given to compose(): build it from the parameters of that model."
             )
+    before = [id(p) for group in optimizer.param_groups for p in group["params"]]
     # Those not found moved to another pipeline stage.
-    replaced = {
-        id(p): current[names[id(p)]]
-        for g in optimizer.param_groups
-        for p in g["params"]
-        if names[id(p)] in current
-    }
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if count == len(replaced) and all(id(new) == old for old, new in replaced.items()):
+    replaced = {old: current[names[old]] for old in before if names[old] in current}
+    if len(before) == len(replaced) and all(id(new) == old for old, new in replaced.items()):
         return
-    is_fresh = _is_fresh(optimizer)
+    states = optimizer.state.values()
+    # All of it comes from the constructor, like Adagrad's.
+    is_fresh = bool(states) and all(float(state.get("step", 1)) == 0 for state in states)
     if optimizer.state and not is_fresh:
         raise RapidformerError(
             "the optimizer has already made updates, and sharding replaces the parameters it "
@@ -64,12 +61,6 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int
         optimizer.state.clear()
         twin: Any = type(optimizer)(optimizer.param_groups, **optimizer.defaults)
         optimizer.state.update(twin.state)
-
-
-def _is_fresh(optimizer: Optimizer) -> bool:
-    """Whether all its state comes from its constructor, like Adagrad's."""
-    states = optimizer.state.values()
-    return bool(states) and all(float(state.get("step", 1)) == 0 for state in states)
 
 
 def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
@@ -91,9 +82,14 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
                 "lr_scheduler_fn=lambda optimizer: ..., instead of lr_scheduler."
             )
         group["params"], *others = kinds.values()
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for parameters in others:
-            optimizer.param_groups.append({**settings, "params": parameters})
+        optimizer.param_groups += [{**group, "params": parameters} for parameters in others]
+
+
+def drop_groups(reference: ReferenceType[Optimizer], first: int, end: int) -> None:
+    """Take out the groups that ``split_groups_by_mesh`` has added; a user's own may follow them."""
+    optimizer = reference()
+    if optimizer is not None:
+        del optimizer.param_groups[first:end]
 
 
 def take_over_optimizer(
@@ -111,23 +107,22 @@ def take_over_optimizer(
     """
     # A scheduler made earlier has wrapped the old `step` with its counter; ours keeps count.
     optimizer.__dict__.pop("step", None)
-    clips = clips_in_step and clip_grad > 0 and _can_clip(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # It cannot divide the gradients of sharded weights while it updates.
+    is_split = any(isinstance(p, DTensor) for p in parameters)
+    clips = clips_in_step and clip_grad > 0 and obeys_flags(optimizer) and not is_split
     extend(optimizer, "update", lambda cls: _build_update(cls, clock, clip_grad, scaler, clips))
     mark_as_stepped(optimizer)
     return clips
 
 
-def give_back(reference: ReferenceType[Any]) -> None:
-    """Let an optimizer or scheduler, if it still exists, step by itself again."""
+def give_back(reference: ReferenceType[Any], step: Callable[..., Any] | None = None) -> None:
+    """Let an optimizer or scheduler step by itself again, with the ``step`` that it had, if any."""
     taken = reference()
     if taken is not None and "update" in list_layers(taken):
         remove(taken, "update")
-
-
-def _can_clip(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can divide gradients while it updates: not those of sharded weights."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return obeys_flags(optimizer) and not any(isinstance(p, DTensor) for p in parameters)
+        if step is not None:
+            taken.step = step
 
 
 def _build_update(
@@ -162,10 +157,7 @@ def _build_update(
 def take_over_scheduler(
     scheduler: LRScheduler, clock: UpdateClock, *, moves: int = 1
 ) -> LRScheduler:
-    """Make ``step`` follow the update, whichever of the two the loop calls first.
-
-    ``moves`` is how far the schedule goes with each update.
-    """
+    """Make ``step`` follow the update, whichever comes first, by this many ``moves`` each time."""
 
     def build(cls: type[LRScheduler]) -> dict[str, Any]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:

@@ -80,21 +80,17 @@ class UpdateClock:
         """Called for an update that was skipped at once; for loops that do not ask ``settle``."""
         self._bad: BadUpdate | None = None
         self._late_schedule: Callable[[], None] | None = None
-        self._total: float | torch.Tensor = 1.0
-        self._rounds = 0
-        self._is_complete = False
-        self._outcome: str | None = None
         self._pending_schedule: Callable[[], None] | None = None
-        self._weight: float | torch.Tensor = 0.0
+        self._total: float | torch.Tensor = 1.0
         self._unit = 1.0
-        self._is_clipped = False
-        self._is_applied = False
-        self._gradients: list[torch.Tensor] = []
+        self._reset()
 
-    @property
-    def is_first_update(self) -> bool:
-        """Whether nothing was updated since the run began or was resumed."""
-        return self.updates == self.first_update
+    def _reset(self) -> None:
+        self._rounds = 0
+        self._weight: float | torch.Tensor = 0.0
+        self._is_complete = self._is_clipped = self._is_applied = False
+        self._outcome: str | None = None
+        self._gradients: list[torch.Tensor] = []
 
     def resume(self, updates: int) -> None:
         """Continue counting after a checkpoint's updates."""
@@ -158,8 +154,9 @@ class UpdateClock:
         their sums share one unit.
         """
         if self._rounds == 1:
-            own_unit = float(weight) if _is_positive_number(weight) else 1.0
-            self._unit = own_unit if shared_unit is None else shared_unit
+            is_number = not isinstance(weight, torch.Tensor) and weight > 0
+            unit = float(weight) if is_number else 1.0
+            self._unit = unit if shared_unit is None else shared_unit
         fraction = weight / self._unit
         self._weight = self._weight + fraction
         return fraction
@@ -179,42 +176,53 @@ class UpdateClock:
         scaler: LossScaler | None,
         measure: Callable[[MeasureNorm], torch.Tensor] | None = None,
     ) -> None:
-        """Turn the sum over micro-batches and ranks into the mean, and compute its norm.
-
-        ``measure`` is for a gradient of which other pipeline stages hold parts.
-        """
+        """Turn the sums into the mean, with its norm (``measure``: other stages hold parts)."""
+        scale = scaler.scale if scaler else 1.0
         if self.keeper is not None:
-            total = self._total = _sum_weights(self._weight, self.keeper.device, self._topology)
-            self.total_weight = total * self._unit
-            scale = scaler.scale if scaler else 1.0
+            total = self._sum_weights(self.keeper.device)
             self.grad_norm = self.keeper.finish(float(total) * scale)
             self._is_complete = True
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._gradients = [get_local(g) for g in gradients]
-        device = gradients[0].device if gradients else None
-        total = self._total = _sum_weights(self._weight, device, self._topology)
-        self.total_weight = total * self._unit
-        factor = 1.0 / (total * (scaler.scale if scaler else 1.0))
+        factor = 1.0 / (self._sum_weights(gradients[0].device if gradients else None) * scale)
         if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             multiply_all(self._gradients, factor)
         self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
         self._is_complete = True
         get_observer().see_gradients()
 
-    def take_applied(self, norm: torch.Tensor) -> None:
-        """Take an update that a CUDA graph has already applied to the weights."""
-        self.take_finished([], norm)
-        self._is_applied = True
+    def take_finished(self, gradients: Sequence[torch.Tensor] | None, norm: torch.Tensor) -> None:
+        """Take a gradient that is a mean already, and its norm; one rank only.
 
-    def take_finished(self, gradients: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """Take a gradient that is a mean already, and its norm; one rank only."""
-        self._gradients = list(gradients)
-        self._total = _sum_weights(self._weight, norm.device, self._topology)
-        self.total_weight = self._total * self._unit
+        None instead of gradients: a CUDA graph has already applied the update to the weights.
+        """
+        self._is_applied = gradients is None
+        self._gradients = list(gradients or ())
+        self._sum_weights(norm.device)
         self.grad_norm = norm
         self._is_complete = True
         get_observer().see_gradients()
+
+    def _sum_weights(self, device: torch.device | None) -> float | torch.Tensor:
+        """The weight of the global batch: a number in one process, otherwise a tensor."""
+        weight = self._weight
+        if device is None and isinstance(weight, torch.Tensor):
+            # A frozen pipeline stage has no gradients, but takes part in the count.
+            device = weight.device
+        if self._topology.num_replicas > 1 and device is not None:
+            if isinstance(weight, torch.Tensor):
+                weight = weight.to(device, torch.float32, copy=True)
+            else:  # not as_tensor: a copy from the host would wait for the device
+                weight = torch.full((), weight, dtype=torch.float32, device=device)
+            smallest = torch.finfo(torch.float32).tiny
+            weight = sum_over_replicas(weight, self._topology).clamp(min=smallest)
+        elif isinstance(weight, torch.Tensor):
+            weight = weight.to(device)  # gradients that are offloaded are in host memory
+        else:
+            weight = weight or 1.0
+        self._total, self.total_weight = weight, weight * self._unit
+        return weight
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm, with torch's own arithmetic."""
@@ -229,12 +237,6 @@ class UpdateClock:
             # The norm of a pipeline's offloaded gradients is on the device.
             multiply_all(self._gradients, coefficient.to(self._gradients[0].device))
         return self.grad_norm
-
-    def _clip_in_step(self, max_norm: float, step_divided: StepDivided) -> None:
-        """Clip and update in one pass over the gradients."""
-        assert self.grad_norm is not None
-        max_norm = get_observer().choose_clip(max_norm, self.grad_norm)
-        step_divided(get_divisor(self.grad_norm, max_norm))
 
     def use_gradients(
         self,
@@ -282,7 +284,10 @@ class UpdateClock:
         self, step: Callable[[], object], clip_grad: float, step_divided: StepDivided | None
     ) -> None:
         if step_divided is not None and not self._is_clipped and self.guard is None:
-            self._clip_in_step(clip_grad, step_divided)
+            # Clip and update in one pass over the gradients.
+            assert self.grad_norm is not None
+            max_norm = get_observer().choose_clip(clip_grad, self.grad_norm)
+            step_divided(get_divisor(self.grad_norm, max_norm))
             return
         if not self._is_clipped:
             self.clip(clip_grad)
@@ -346,33 +351,3 @@ class UpdateClock:
             self._move_schedule(step)
         else:
             self._pending_schedule = step
-
-    def _reset(self) -> None:
-        self._rounds = 0
-        self._is_complete = False
-        self._outcome = None
-        self._is_clipped = self._is_applied = False
-        self._weight = 0.0
-        self._gradients = []
-
-
-def _is_positive_number(weight: float | torch.Tensor) -> bool:
-    return not isinstance(weight, torch.Tensor) and weight > 0
-
-
-def _sum_weights(
-    weight: float | torch.Tensor, device: torch.device | None, topology: Topology
-) -> float | torch.Tensor:
-    """The weight of the global batch: a number in one process, otherwise a tensor on the device."""
-    if device is None and isinstance(weight, torch.Tensor):
-        # A frozen pipeline stage has no gradients, but takes part in the count.
-        device = weight.device
-    if topology.num_replicas == 1 or device is None:
-        # Offloaded gradients are in host memory, the count is on the device.
-        return weight.to(device) if isinstance(weight, torch.Tensor) else (weight or 1.0)
-    if isinstance(weight, torch.Tensor):
-        total = weight.to(device, torch.float32, copy=True)
-    else:
-        # Not as_tensor: a copy from the host would wait for the device.
-        total = torch.full((), weight, dtype=torch.float32, device=device)
-    return sum_over_replicas(total, topology).clamp(min=torch.finfo(torch.float32).tiny)

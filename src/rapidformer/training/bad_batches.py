@@ -33,19 +33,14 @@ class BadBatches:
         self, engine: RapidformerEngine, loader: DistributedLoader, reporter: Reporter
     ) -> None:
         self.rollbacks = 0
-        self._engine = engine
-        self._loader = loader
-        self._reporter = reporter
+        self._engine, self._loader, self._reporter = engine, loader, reporter
         self._recent = engine.updates.recent_values
         self._seen: list[tuple[int, range]] = []
         """Epoch and positions of each batch since the numbers were read last."""
-        guard = engine.updates.clock.guard
+        updates, guard = engine.updates, engine.updates.clock.guard
         if guard is not None:
-            guard.is_late = (
-                guard.can_be_late
-                and engine.updates.scaler is None
-                and engine.updates.clock.keeper is None
-            )
+            is_plain = updates.scaler is None and updates.clock.keeper is None
+            guard.is_late = is_plain and guard.can_be_late
 
     @property
     def is_late(self) -> bool:
@@ -66,7 +61,7 @@ class BadBatches:
         if bad is None:
             return
         offset, reason = bad
-        samples = self._list_samples(seen[offset])
+        samples = self._loader.list_samples(*seen[offset])
         what = describe_bad_batch(reason, step - len(measured.losses) + 1 + offset, samples)
         raise TrainingError(
             f"{what}: training has stopped, and nothing was saved after that step. {_ADVICE} With "
@@ -79,15 +74,11 @@ class BadBatches:
         Returns its numbers for ``metrics.jsonl``. A rollback removes the lines of later steps from
         that file, so they are recorded only after it.
         """
-        samples = self._list_samples(self._seen.pop()) if self._seen else []
+        samples = self._loader.list_samples(*self._seen.pop()) if self._seen else []
         args = self._engine.args
         what = describe_bad_batch(bad.reason, step, samples)
-        line = {
-            "bad_step": step,
-            "bad_loss": bad.loss,
-            "bad_grad_norm": bad.norm,
-            "samples": samples,
-        }
+        line: dict[str, Any] = {"bad_step": step, "bad_loss": bad.loss, "bad_grad_norm": bad.norm}
+        line["samples"] = samples
         sets = self._loader.list_sets(samples)
         if len(sets) > 1:
             line["sets"] = sets
@@ -117,9 +108,6 @@ class BadBatches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollbacks = max(self.rollbacks, int(state.get("rollbacks", 0)))
         self._recent.load_state_dict(state.get("recent", []))
-
-    def _list_samples(self, batch: tuple[int, range]) -> list[int]:
-        return self._loader.list_samples(*batch)
 
     def _warn(self, sentence: str) -> None:
         if self._engine.is_main:

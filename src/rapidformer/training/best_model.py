@@ -10,20 +10,17 @@ from typing import Any
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.errors import RapidformerError, WriteError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
+from rapidformer.training.evaluation import Evaluation
 from rapidformer.training.run_folder import BEST, note_best
 
 
 class BestModel(Callback):
     """Compares each evaluation with the best one so far."""
 
-    def __init__(
-        self, metric: str | None, *, greater_is_better: bool, saves: bool, processor: Any
-    ) -> None:
-        self._metric = metric
-        self._greater_is_better = greater_is_better
-        self._saves = saves
-        """Whether a better model also gets a checkpoint."""
-        self._processor = processor
+    def __init__(self, evaluation: Evaluation, *, saves: bool, processor: Any) -> None:
+        """``saves``: a better model also gets a checkpoint."""
+        self._metric, self._greater_is_better = evaluation.best_metric, evaluation.greater_is_better
+        self._saves, self._processor = saves, processor
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         results = {name.removeprefix("eval_"): value for name, value in metrics.items()}
@@ -49,7 +46,6 @@ class BestModel(Callback):
         return value - best if greater else best - value
 
     def _keep(self, loop: RunningLoop, control: Control, name: str, value: float) -> None:
-        progress = loop.progress
         if loop.args.save is not None:
             loop.engine.checkpoints.check_weights()
             try:
@@ -60,8 +56,8 @@ class BestModel(Callback):
                     "Training continues."
                 )
                 return
-        progress.best_metric = name
-        progress.best_value, progress.best_step = value, loop.step
+        progress = loop.progress
+        progress.best_metric, progress.best_value, progress.best_step = name, value, loop.step
         control.should_save |= self._saves
 
     def _export(self, loop: RunningLoop, folder: Path) -> None:
@@ -100,14 +96,13 @@ def _check_metric(loop: RunningLoop, name: str, results: dict[str, float]) -> No
     args = loop.args
     if name in results or not results or not args.is_given("metric_for_best_model"):
         return
+    kept = "No checkpoint was saved, since there is no --save folder."
     if args.save:
         loop.save(wait=True)
+        kept = (
+            f"A checkpoint of step {loop.step} was saved: resume from it with --load {args.save}."
+        )
     raise RapidformerError(
         f"--metric-for-best-model {args.metric_for_best_model}: the evaluation returns only "
-        f"{', '.join(results)}. "
-        + (
-            f"A checkpoint of step {loop.step} was saved: resume from it with --load {args.save}."
-            if args.save
-            else "No checkpoint was saved, since there is no --save folder."
-        )
+        f"{', '.join(results)}. {kept}"
     )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
-from rapidformer.training.progress import Progress
+from rapidformer.training.evaluation import Progress
 
 
 class RunningLoop(Protocol):
@@ -43,10 +43,7 @@ class RunningLoop(Protocol):
         """A running mean of the loss, if it is available without waiting for the device."""
 
     def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint now; ``control.should_save`` saves after the hook.
-
-        With ``wait``, it is complete on return, or an error is raised.
-        """
+        """Save a checkpoint now; with ``wait``, it is complete on return, or an error is raised."""
 
     def say(self, message: str) -> None:
         """Print a line for the user, on rank 0."""

@@ -15,7 +15,6 @@ from rapidformer.errors import DataError, MissingPackageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Points = list[tuple[float, float]]
 
@@ -39,27 +38,33 @@ def plot_run(metrics_file: Path, picture: Path) -> Path:
     except ImportError:
         raise MissingPackageError("matplotlib", "drawing the loss curve", extra="plot") from None
     lines = _read_lines(metrics_file)
-    losses = _get_points(lines, "loss")
-    eval_losses = _get_points(lines, "eval_loss")
+    losses, eval_losses = _get_points(lines, "loss"), _get_points(lines, "eval_loss")
     metric = _find_metric(lines)
     if not losses and not eval_losses and metric is None:
         raise DataError(
             f"{metrics_file} has no losses yet: wait until the run reaches a log interval."
         )
+    if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise DataError(f"{picture}: the name of an image must end in .png, .svg or .pdf.")
     panels = 2 if metric is not None else 1
     figure = Figure(figsize=(8, 6 if panels == 2 else 4.5), layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])
     axes: list[Axes] = list(grid[:, 0])
     _draw_losses(axes[0], losses, eval_losses)
     if metric is not None:
-        _draw_metric(axes[1], metric, _get_points(lines, metric), not _falls(metric))
+        falls = "perplexity" in metric or "error" in metric
+        _draw_metric(axes[1], metric, _get_points(lines, metric), rises=not falls)
     axes[-1].set_xlabel("step", color=INK)
     steps = {float(line["step"]) for line in lines}
     if len(steps) == 1:
         axes[-1].set_xlim(min(steps) - 1, min(steps) + 1)
     axes[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
-    figure.suptitle(_describe(metrics_file, losses), color=INK, fontsize=12)
-    return _save(figure, picture)
+    name = metrics_file.resolve().parent.name or "run"
+    title = f"{name}: step {losses[-1][0]:,.0f}" if losses else name
+    figure.suptitle(title, color=INK, fontsize=12)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=150, facecolor="white")
+    return picture
 
 
 def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
@@ -101,10 +106,6 @@ def _find_metric(lines: list[dict[str, Any]]) -> str | None:
     return next((f"eval_{name}" for name in known + others), None)
 
 
-def _falls(metric: str) -> bool:
-    return "perplexity" in metric or "error" in metric
-
-
 def _draw_losses(axes: Axes, losses: Points, eval_losses: Points) -> None:
     _dress(axes, "loss")
     smoothed = _smooth(losses)
@@ -123,7 +124,7 @@ def _draw_losses(axes: Axes, losses: Points, eval_losses: Points) -> None:
     axes.legend(frameon=False, labelcolor=INK, loc="best")
 
 
-def _draw_metric(axes: Axes, metric: str, points: Points, rises: bool) -> None:
+def _draw_metric(axes: Axes, metric: str, points: Points, *, rises: bool) -> None:
     _dress(axes, metric.removeprefix("eval_").replace("_", " "))
     axes.plot(*_columns(points), "o-", color=GREEN, linewidth=1.5, markersize=6,
               markeredgecolor="white")  # fmt: skip
@@ -169,16 +170,3 @@ def _smooth(points: Points) -> Points:
 
 def _columns(points: Points) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
-
-
-def _describe(metrics_file: Path, losses: Points) -> str:
-    name = metrics_file.resolve().parent.name or "run"
-    return f"{name}: step {losses[-1][0]:,.0f}" if losses else name
-
-
-def _save(figure: Figure, picture: Path) -> Path:
-    if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise DataError(f"{picture}: the name of an image must end in .png, .svg or .pdf.")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=150, facecolor="white")
-    return picture

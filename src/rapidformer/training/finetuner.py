@@ -17,7 +17,7 @@ from typing import Any
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import RapidformerError
 from rapidformer.training.evaluation import Evaluation, Metrics
-from rapidformer.training.template import Template, _missing_hook
+from rapidformer.training.template import Template, _missing_hook, unpack_datasets
 
 
 class Finetuner(Template):
@@ -54,29 +54,16 @@ class Finetuner(Template):
         )
 
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
-        provided = self.train_valid_test_datasets_provider()
-        if not isinstance(provided, tuple) or len(provided) not in (3, 4):
-            raise RapidformerError(
-                "train_valid_test_datasets_provider must return train, validation and test data "
-                "(each may be None) and a collate function (or None)."
-            )
-        train_data, valid_data, test_data, collate = (*provided, None)[:4]
-        if train_data is None:
-            raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
-        return train_data, valid_data, test_data, collate
-
-    def make_evaluation(
-        self, model: Any, eval_loader: DistributedLoader | None
-    ) -> Evaluation | None:
-        has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics
-        if eval_loader is None or not has_hook:
-            return None
-        name, greater = self.choose_best_metric()
-        return Evaluation(
-            run=lambda: to_metrics(self.run_compute_metrics([model], eval_loader)),
-            best_metric=name,
-            greater_is_better=greater,
+        wanted = (
+            "train, validation and test data (each may be None) and a collate function (or None)"
         )
+        return unpack_datasets(self.train_valid_test_datasets_provider(), wanted)
+
+    def make_evaluation(self, model: Any, loader: DistributedLoader | None) -> Evaluation | None:
+        has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics
+        if loader is None or not has_hook:
+            return None
+        return self.plan_evaluation(lambda: to_metrics(self.run_compute_metrics([model], loader)))
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """The metrics hook once more, on test data, when training has ended."""

@@ -23,16 +23,9 @@ class GarbageCollection:
     """Collects between the steps inside ``with``; afterwards everything is as it was before."""
 
     def __init__(self, steps: int, freezes_after: int = _FREEZES_AFTER) -> None:
-        """``steps`` is the length of the run.
-
-        What exists after ``freezes_after`` uses of ``held_back`` is skipped from then on. A run
-        that is not short skips what exists at the start, too: there the collection delays no step,
-        and the later one has little left to walk.
-        """
-        self._freezes_after = freezes_after
-        self._is_short = steps < _SHORT
-        self._count = 0
-        self._has_frozen = False
+        """``steps`` is the length of the run; ``freezes_after`` counts uses of ``held_back``."""
+        self._freezes_after, self._is_short = freezes_after, steps < _SHORT
+        self._count, self._has_frozen = 0, False
 
     def __enter__(self) -> None:
         self._count = 0

@@ -1,8 +1,4 @@
-"""The training loop, which PreTrainer, Finetuner, the dialects and the command all use.
-
-It decides when to update, log, evaluate, save and stop. Callers supply the forward pass and the
-evaluation.
-"""
+"""The training loop of every front end: when to update, log, evaluate, save and stop."""
 
 from __future__ import annotations
 
@@ -24,17 +20,14 @@ from rapidformer.overlay import find_fact
 from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
-from rapidformer.training.closing import describe_results
-from rapidformer.training.evaluation import Evaluation, Metrics, evaluate_model
+from rapidformer.training.evaluation import Evaluation, Metrics, Progress, evaluate_model
 from rapidformer.training.garbage import GarbageCollection
-from rapidformer.training.log_lines import LogLines
-from rapidformer.training.meter import Meter
-from rapidformer.training.progress import Progress
-from rapidformer.training.report import Reporter
+from rapidformer.training.meter import LogLines, Meter
+from rapidformer.training.report import CompileReport, GraphReport, Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
-from rapidformer.training.switch_reports import CompileReport, GraphReport
+from rapidformer.training.summary import describe_results
 from rapidformer.training.timetable import Timetable
 
 
@@ -53,38 +46,24 @@ class TrainingLoop:
         processor: Any = None,
         saves_each_epoch: bool = True,
         test: Callable[[], Metrics] | None = None,
-        progress: Progress | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.engine = engine
-        self.args = engine.args
-        self.loader = loader
-        self.forward = forward
-        self.train_iters = train_iters
-        self.reporter = reporter
-        self.evaluation = evaluation
-        self.processor = processor
+        self.engine, self.args = engine, engine.args
+        self.loader, self.forward = loader, forward
+        self.train_iters, self.reporter = train_iters, reporter
+        self.processor, self.test = processor, test
         self.timetable = Timetable(
             engine.args,
             train_iters=train_iters,
             eval_interval=evaluation.interval if evaluation else None,
             saves_each_epoch=saves_each_epoch,
         )
-        if not self.timetable.evaluates:
-            self.evaluation = None
-        self.test = test
-        self.progress = progress or Progress()
-        self.control = Control()
+        self.evaluation = evaluation if self.timetable.evaluates else None
+        self.progress, self.control = Progress(), Control()
         self._callbacks: list[Callback] = [reporter]
         if evaluation is not None:
-            self._callbacks.append(
-                BestModel(
-                    evaluation.best_metric,
-                    greater_is_better=evaluation.greater_is_better,
-                    saves=self.timetable.saves_best or self.args.load_best_model_at_end,
-                    processor=processor,
-                )
-            )
+            saves_best = self.timetable.saves_best or self.args.load_best_model_at_end
+            self._callbacks.append(BestModel(evaluation, saves=saves_best, processor=processor))
         compiled = find_fact(engine.model.parallelized.model, CompiledBlocks)
         if compiled is not None:
             self._callbacks.append(CompileReport(compiled))
@@ -96,14 +75,9 @@ class TrainingLoop:
         self._bad_batches = BadBatches(engine, loader, reporter)
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
-        self._attempts = self.step
-        self._step_before = self.step
-        self._signals = StopSignals(
-            reporter.say,
-            saves=bool(self.args.save),
-            is_alone=self.args.world_size == 1,
-            device=engine.device,
-        )
+        self._attempts = self._step_before = self.step
+        saves, is_alone = bool(self.args.save), self.args.world_size == 1
+        self._signals = StopSignals(reporter.say, engine.device, saves=saves, is_alone=is_alone)
         self._garbage = GarbageCollection(train_iters)
         self.lr = 0.0
         """The learning rate of the last update."""
@@ -116,8 +90,7 @@ class TrainingLoop:
     @property
     def live_loss(self) -> float | None:
         """The running mean that the progress bar shows; None without a bar."""
-        live = self.meter.live_loss
-        return live.value if live else None
+        return self.meter.live_loss.value if self.meter.live_loss else None
 
     def say(self, message: str) -> None:
         """Print a line for the user."""
@@ -125,19 +98,15 @@ class TrainingLoop:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a restored run has already done all of its updates."""
-        return self._attempts >= self.train_iters
-
-    @property
-    def is_exported(self) -> bool:
-        """Whether the final model was written; a run may have died after its last checkpoint."""
-        if self.args.save is None or self.engine.checkpoints.resumed_from is None:
+        """Whether a restored run has done all of its updates and written the final model."""
+        source = self.engine.checkpoints.resumed_from
+        if self._attempts < self.train_iters:
+            return False
+        if self.args.save is None or source is None:
             return True
         last = Path(self.args.save) / LAST
-        # An older one is an earlier, shorter run's.
-        is_newer = last.is_dir() and (
-            last.stat().st_mtime >= self.engine.checkpoints.resumed_from.stat().st_mtime
-        )
+        # A run may have died after its last checkpoint. An older one is an earlier, shorter run's.
+        is_newer = last.is_dir() and last.stat().st_mtime >= source.stat().st_mtime
         return bool(broadcast_object(is_newer))
 
     def run(self) -> Progress:
@@ -152,7 +121,12 @@ class TrainingLoop:
                 while not self._is_over():
                     self._run_epoch()
             if self._signals.is_agreed:
-                self._stop()
+                where = "nothing was saved"
+                if self.args.save and self.step > 0:
+                    self.save(wait=True)
+                    where = f"resume with the same command and --load {self.args.save}"
+                self.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
+                self._signals.leave()
             self._finish()
             self._notify("on_train_end")
         except BaseException as error:
@@ -161,15 +135,6 @@ class TrainingLoop:
         finally:
             self.reporter.close()
         return self.progress
-
-    def _stop(self) -> None:
-        """Save and leave, because a signal asked for it."""
-        where = "nothing was saved"
-        if self.args.save and self.step > 0:
-            self.save(wait=True)
-            where = f"resume with the same command and --load {self.args.save}"
-        self.reporter.say(f"stopped by {self._signals.name} at step {self.step}: {where}.")
-        self._signals.leave()
 
     def _notify(self, hook: str, *facts: Any) -> None:
         for callback in self._callbacks:
@@ -186,7 +151,10 @@ class TrainingLoop:
             if self._is_over() or self.control.should_epoch_stop:
                 break
         else:
-            self._plan_end_of_epoch()
+            control, timetable = self.control, self.timetable
+            control.should_log |= timetable.logs_each_epoch
+            control.should_evaluate |= timetable.is_evaluation_due_after_epoch(self.epoch)
+            control.should_save |= timetable.saves_each_epoch
         if attempts == self._attempts:
             raise RapidformerError("the training data yielded no batch: is the stream empty?")
         self._notify("on_epoch_end")
@@ -242,8 +210,11 @@ class TrainingLoop:
             or timetable.is_log_due(self._attempts, step)
             or timetable.is_evaluation_due(step)
             or timetable.is_save_due(step)
-            or bool(self.args.exit_interval and step % self.args.exit_interval == 0)
+            or self._is_exit_due()
         )
+
+    def _is_exit_due(self) -> bool:
+        return bool(self.args.exit_interval and self.step % self.args.exit_interval == 0)
 
     def _settle(self) -> bool:
         """Deal with the last update if it was bad; returns whether the weights were restored."""
@@ -273,17 +244,15 @@ class TrainingLoop:
         if self.step == self._step_before:
             return  # this update was skipped: nothing else is due
         self._step_before = self.step
-        if self.timetable.saves:
+        if timetable.saves:
             self._saves.prepare()
         control.should_evaluate |= timetable.is_evaluation_due(self.step)
         control.should_save |= timetable.is_save_due(self.step)
-        self._check_exit()
-
-    def _plan_end_of_epoch(self) -> None:
-        control, timetable = self.control, self.timetable
-        control.should_log |= timetable.is_log_due_after_epoch()
-        control.should_evaluate |= timetable.is_evaluation_due_after_epoch(self.epoch)
-        control.should_save |= timetable.is_save_due_after_epoch()
+        control.should_training_stop |= self._signals.is_agreed or self._is_exit_due()
+        limit = self.args.exit_duration_in_mins
+        if limit is not None and self._attempts % timetable.log_interval == 0:
+            is_late = (time.monotonic() - self._started_at) / 60 > limit
+            control.should_training_stop |= broadcast_object(is_late)
 
     def _act(self) -> None:
         """Do what the settings and the callbacks have requested."""
@@ -314,14 +283,9 @@ class TrainingLoop:
         elif self.meter.has_updates():
             self._log()
         self.reporter.close_bar()  # the lines that follow are the last on the screen
-        best = self.progress.get_best()
-        kept = describe_results(self.args, step=self.step, total=self.train_iters, best=best)
-        for sentence in kept:
+        best, total = self.progress.get_best(), self.train_iters
+        for sentence in describe_results(self.args, step=self.step, total=total, best=best):
             self.reporter.say(sentence)
-        if self.args.load_best_model_at_end:
-            self._load_best()
-
-    def _load_best(self) -> None:
         if self._best_folder is not None and self.progress.best_step != self.step:
             self.engine.checkpoints.load_weights(self._best_folder)
             self.reporter.say(f"loaded    the best weights, from step {self.progress.best_step}")
@@ -337,20 +301,6 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         # Attempts, not updates: skipped updates consume data, too.
         return self.control.should_training_stop or self._attempts >= self.train_iters
-
-    def _check_exit(self) -> None:
-        args, control = self.args, self.control
-        control.should_training_stop |= self._signals.is_agreed
-        if args.exit_interval and self.step % args.exit_interval == 0:
-            control.should_training_stop = True
-        if args.exit_duration_in_mins is not None and (
-            self._attempts % self.timetable.log_interval == 0
-        ):
-            minutes = (time.monotonic() - self._started_at) / 60
-            is_late = broadcast_object(minutes > args.exit_duration_in_mins)
-            control.should_training_stop |= is_late
-
-    # ---- logging, evaluating, saving -----------------------------------------------------------
 
     def _log(self) -> None:
         self.control.should_log = False
@@ -380,25 +330,21 @@ class TrainingLoop:
         assert self.evaluation is not None
         self.control.should_evaluate = False
         self._log()
-        paused_at = self.meter.pause()
-        # Rank 0 decides: if results differed, a single rank might start saving the best model
-        # alone.
-        results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
-        self.progress.evaluations = results
-        self.progress.evaluated_at = self.step
-        metrics = {f"eval_{key}": value for key, value in results.items()}
-        self._notify("on_log", self._locate() | metrics)
-        self._notify("on_evaluate", metrics)
-        self.meter.resume(paused_at)
+        with self.meter.paused():
+            # Rank 0 decides: if results differed, one rank might save the best model alone.
+            results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
+            self.progress.evaluations, self.progress.evaluated_at = results, self.step
+            metrics = {f"eval_{key}": value for key, value in results.items()}
+            self._notify("on_log", self._locate() | metrics)
+            self._notify("on_evaluate", metrics)
         # A checkpoint of this step, if there is one, does not know this evaluation.
-        if self.args.save and (self.control.should_save or self._saves.has_step(self.step)):
+        if self.args.save and (self.control.should_save or self._saves.step == self.step):
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint, unless this step already has one.
 
-        Without ``wait``, it may be written in the background, and training continues without it if
-        that fails.
+        Without ``wait``, it may be written behind, and training continues if that fails.
         """
         self.control.should_save = False
         self._settle()
@@ -408,16 +354,15 @@ class TrainingLoop:
             return
         # Logging raises an error if a loss is NaN: such a state is never saved.
         self._log()
-        paused_at = self.meter.pause()
-        self._saves.start(
-            self.step,
-            self.progress,
-            {"attempts": self._attempts, "bad_batches": self._bad_batches.state_dict()},
-            protected=self._best_folder,
-            processor=self.processor,
-            wait=wait,
-        )
-        self.meter.resume(paused_at)
+        with self.meter.paused():
+            self._saves.start(
+                self.step,
+                self.progress,
+                {"attempts": self._attempts, "bad_batches": self._bad_batches.state_dict()},
+                protected=self._best_folder,
+                processor=self.processor,
+                wait=wait,
+            )
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""
@@ -426,12 +371,10 @@ class TrainingLoop:
             self.progress = Progress(**extra.get("progress", {}))
             self._attempts = int(extra.get("attempts", self.step))
             self._bad_batches.load_state_dict(extra.get("bad_batches", {}))
-        save = self.args.save
-        best_step = self.progress.best_step
-        if save is not None and not broadcast_object(
-            self.engine.is_main and keeps_best(Path(save), best_step)
-        ):
-            # Another run's folder, or its best model is from a step that will be repeated.
-            self.progress.best_value = self.progress.best_step = None
+        if self.args.save is not None:
+            folder, best_step = Path(self.args.save), self.progress.best_step
+            if not broadcast_object(self.engine.is_main and keeps_best(folder, best_step)):
+                # Another run's folder, or its best model is from a step that will be repeated.
+                self.progress.best_value = self.progress.best_step = None
         self._step_before = self.step
         self._saves.remember(self.step, self.progress)

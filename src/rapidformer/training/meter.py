@@ -2,23 +2,30 @@
 
 Losses and norms stay on the device as one small tensor per update; at a log interval they are
 reduced over the ranks together and read once. So a NaN loss is found with its exact step, although
-nobody looked when it happened.
+nobody looked when it happened. ``LogLines`` makes the figures of a line from them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 
 from rapidformer.data.batch import BatchInfo
 from rapidformer.data.update import Mean
 from rapidformer.dist.collectives import sum_over_replicas
+from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.dist.topology import Topology
+from rapidformer.engine import RapidformerEngine
+
+_DECAY = 0.9
+"""Weight of the past in a live loss: the mean covers about ten updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +45,6 @@ class Measurement:
     @property
     def loss(self) -> float:
         return sum(self.losses) / len(self.losses)
-
-    @property
-    def grad_norm(self) -> float:
-        """The last update's."""
-        return self.norms[-1]
 
 
 class WeightedSums:
@@ -68,11 +70,8 @@ class WeightedSums:
     def read_means(self, topology: Topology) -> dict[str, float]:
         """The means over all ranks."""
         pairs = [(self.sums[name], self.weights[name]) for name in self.sums]
-        totals = _sum_pairs(pairs, topology)
-        return {
-            name: total / count if count else math.nan
-            for name, (total, count) in zip(self.sums, totals, strict=True)
-        }
+        named = zip(self.sums, _sum_pairs(pairs, topology), strict=True)
+        return {name: total / count if count else math.nan for name, (total, count) in named}
 
 
 class Meter:
@@ -82,8 +81,8 @@ class Meter:
         self._device = device
         self._topology = topology
         self.live_loss = LiveLoss(device) if live else None
-        self._start()
         self._update = WeightedSums()
+        self._start()
 
     def _start(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -113,11 +112,11 @@ class Meter:
         self._norms.append(norm if norm is not None else torch.zeros((), device=self._device))
         self._update = WeightedSums()
 
-    def pause(self) -> float:
-        """The current time, for ``resume``: the time in between does not count as training."""
-        return time.perf_counter()
-
-    def resume(self, paused_at: float) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time inside does not count as training."""
+        paused_at = time.perf_counter()
+        yield
         self._since += time.perf_counter() - paused_at
 
     def has_updates(self) -> bool:
@@ -139,26 +138,19 @@ class Meter:
         """Reduce, read and reset."""
         updates = len(self._losses)
         losses = torch.stack(self._losses)
-        counts = torch.tensor(
-            [self._labels, self._rows, self._tokens, self._slots],
-            dtype=torch.float64,
-            device=self._device,
-        )
+        numbers = [self._labels, self._rows, self._tokens, self._slots]
+        counts = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         norms = torch.stack(self._norms).float() if self._norms else losses.new_zeros(1)
         # Ranks with slices of the same sequences have each counted the same rows.
         counts /= self._topology.context
         packed = sum_over_replicas(torch.cat([losses.double(), counts]), self._topology)
         values: list[float] = packed.tolist()
+        labels, samples, tokens, slots = map(round, values[-4:])
         measurement = Measurement(
-            losses=values[:updates],
-            parts=self._read_parts(),
-            norms=norms.tolist(),
+            losses=values[:updates], parts=self._read_parts(), norms=norms.tolist(),
             seconds=time.perf_counter() - self._since,
-            labels=round(values[-4]),
-            samples=round(values[-3]),
-            tokens=round(values[-2]),
-            slots=round(values[-1]),
-        )
+            labels=labels, samples=samples, tokens=tokens, slots=slots,
+        )  # fmt: skip
         self._start()
         return measurement
 
@@ -181,10 +173,6 @@ def _sum_pairs(pairs: list[Mean], topology: Topology) -> list[tuple[float, float
     weights = torch.tensor([float(weight) for _, weight in pairs], dtype=sums.dtype).to(sums.device)
     totals, counts = sum_over_replicas(torch.stack([sums, weights]), topology).tolist()
     return list(zip(totals, counts, strict=True))
-
-
-_DECAY = 0.9
-"""Weight of the past: the mean covers about ten updates."""
 
 
 class LiveLoss:
@@ -219,3 +207,62 @@ class LiveLoss:
         if math.isfinite(loss):
             self._mean = _DECAY * self._mean + (1 - _DECAY) * loss
             self._weight = _DECAY * self._weight + (1 - _DECAY)
+
+
+class LogLines:
+    """Describes what was measured since the last line."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        self._engine = engine
+        self._rate: float | None = None
+        self._has_measured = False
+
+    def measure_device(self) -> None:
+        """Measure the device's rate on rank 0, before the first step: tenths of a second."""
+        engine = self._engine
+        if engine.is_main and engine.model.work is not None:
+            self._rate = measure_rank_rate(
+                engine.device, engine.runtime.precision.dtype, engine.args.world_size
+            )
+
+    def describe(
+        self, measured: Measurement, place: dict[str, Any], *, lr: float, updates_left: int
+    ) -> dict[str, Any]:
+        """The figures by name, as they go to ``metrics.jsonl``; ``place`` is the step and epoch."""
+        engine, updates = self._engine, len(measured.losses)
+        step_time = measured.seconds / updates
+        line: dict[str, Any] = {
+            **measured.parts,
+            **place,
+            "loss": measured.loss,
+            "lr": lr,
+            "grad_norm": measured.norms[-1],
+            "step_time": step_time,
+            "samples_per_second": measured.samples / measured.seconds,
+        }
+        if measured.slots:  # not known for images, for example
+            line["tokens_per_second"] = measured.tokens / measured.seconds
+            line["padding_share"] = 1 - measured.tokens / measured.slots
+        # The first step alone prepares much that later ones reuse: it predicts nothing.
+        if self._has_measured or updates > 1:
+            line["seconds_left"] = max(updates_left, 0) * step_time
+        self._has_measured = True
+        # A model's arithmetic grows with its tokens, so these must be known.
+        if self._rate is not None and measured.slots:
+            assert engine.model.work is not None
+            operations = engine.model.work.count(
+                tokens=measured.tokens,
+                targets=measured.labels,
+                rows=measured.samples,
+                is_packed=bool(engine.args.packing),
+            )
+            devices = engine.args.world_size
+            line["mfu"] = operations / (measured.seconds * self._rate * devices)
+        if engine.device.type == "cuda":
+            line["memory_gib"] = torch.cuda.max_memory_allocated(engine.device) / 2**30
+        if engine.updates.graphs is not None:
+            line["cuda_graphs"] = engine.updates.graphs.count
+        if engine.updates.scaler is not None:
+            line["loss_scale"] = engine.updates.scaler.scale
+            line["skipped_updates"] = engine.updates.clock.skipped
+        return line

@@ -23,11 +23,16 @@ from typing import Any
 import torch
 
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError
 from rapidformer.objectives.loss_function import SingleBatch
 from rapidformer.training.evaluation import Evaluation, Metrics
 from rapidformer.training.meter import WeightedSums
-from rapidformer.training.template import Template, _missing_hook, accepts_arguments
+from rapidformer.training.template import (
+    Template,
+    _missing_hook,
+    accepts_arguments,
+    unpack_datasets,
+)
 from rapidformer.training.timetable import count_updates
 
 _EVAL_INTERVAL = 1000
@@ -51,70 +56,48 @@ class PreTrainer(Template):
         """The same as ``train``."""
         return self.train()
 
-    def wrap_batch(self, batch: Any) -> Any:
-        return batch if self._takes_batch else SingleBatch(batch)
-
     @functools.cached_property
     def _takes_batch(self) -> bool:
         return next(iter(inspect.signature(self.run_forward_step).parameters), "") == "batch"
 
+    def wrap_batch(self, batch: Any) -> Any:
+        return batch if self._takes_batch else SingleBatch(batch)
+
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
         provided = hook(self.count_samples()) if accepts_arguments(hook, 1) else hook()
-        if not isinstance(provided, tuple) or len(provided) not in (3, 4):
-            raise RapidformerError(
-                "train_valid_test_datasets_provider must return three datasets: training, "
-                "validation, test (each may be None)."
-            )
-        if provided[0] is None:
-            raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
-        train_data, valid_data, test_data, collate = (*provided, None)[:4]
-        return train_data, valid_data, test_data, collate
+        wanted = "three datasets: training, validation, test (each may be None)"
+        return unpack_datasets(provided, wanted)
 
     def count_samples(self) -> list[int]:
         """The number of training, validation and test samples of the run."""
         args = self.args
-        batch = args.global_batch_size or 1
         train_iters = self.engine.data.get_train_iters()
         if train_iters is None:
             raise ConfigurationError(
                 "give the length of training: --train-iters, --train-samples or --train-tokens."
             )
         interval = count_updates(args.eval_interval or _EVAL_INTERVAL, train_iters)
-        evaluations = train_iters // interval + 1
-        return [
-            self.engine.data.batches.count_samples(train_iters),
-            evaluations * args.eval_iters * batch,
-            args.eval_iters * batch,
-        ]
+        samples = args.eval_iters * (args.global_batch_size or 1)
+        trained = self.engine.data.batches.count_samples(train_iters)
+        return [trained, (train_iters // interval + 1) * samples, samples]
 
     def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
         if dataset is None or self.args.eval_iters == 0:
             return None
         return self.engine.data.build_loader(dataset, collate, shuffle=False, is_training=False)
 
-    def make_evaluation(
-        self, model: Any, eval_loader: DistributedLoader | None
-    ) -> Evaluation | None:
-        if eval_loader is None:
+    def make_evaluation(self, model: Any, loader: DistributedLoader | None) -> Evaluation | None:
+        if loader is None:
             return None
-        name, greater = self.choose_best_metric()
-        return Evaluation(
-            run=lambda: self.measure_loss(model, eval_loader),
-            interval=_EVAL_INTERVAL,
-            best_metric=name,
-            greater_is_better=greater,
-        )
+        return self.plan_evaluation(lambda: self.measure_loss(model, loader), _EVAL_INTERVAL)
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         loader = self.build_eval_loader(dataset, collate)
         return None if loader is None else lambda: self.measure_loss(model, loader)
 
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
-        """Loss and perplexity over the first ``--eval-iters`` global batches of the data.
-
-        The same batches every time, so that losses are comparable.
-        """
+        """Loss and perplexity over the first ``--eval-iters`` global batches, always the same."""
         forward = self.make_forward(model)
         rounds = self.args.eval_iters * self.engine.updates.clock.rounds_per_update
         sums = WeightedSums(dtype=torch.float64)

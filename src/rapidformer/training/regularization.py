@@ -7,7 +7,7 @@ smoothed, a loss that the user's code computes is not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,46 +25,31 @@ from rapidformer.models.own_loss import shifts_labels
 @contextmanager
 def regularize(model: nn.Module, args: Settings) -> Iterator[None]:
     """Smooth labels and add noise if the settings ask for it."""
-    handles: list[RemovableHandle] = []
-    if args.label_smoothing:
-        handles.append(_smooth_labels(model, args.label_smoothing))
-    if args.neftune_noise_alpha:
-        handles.append(_add_noise(model, args.neftune_noise_alpha))
-    try:
+    with ExitStack() as hooks:
+        if args.label_smoothing:
+            hooks.enter_context(_smooth_labels(model, args.label_smoothing))
+        if args.neftune_noise_alpha:
+            hooks.enter_context(_add_noise(model, args.neftune_noise_alpha))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def smooth_loss(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float, *, is_shifted: bool
-) -> torch.Tensor:
-    """Cross entropy against labels of which a fraction is spread over all classes."""
-    if is_shifted:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    return cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(),
-        labels.reshape(-1),
-        label_smoothing=smoothing,
-    )
 
 
 def _smooth_labels(model: nn.Module, smoothing: float) -> RemovableHandle:
+    """Cross entropy against labels of which a fraction is spread over all classes."""
     is_shifted = shifts_labels(model)
 
     def replace_loss(
         module: nn.Module, inputs: Any, settings: Mapping[str, Any], output: Any
     ) -> Any:
-        labels = settings.get("labels")
-        logits = getattr(output, "logits", None)
+        labels, logits = settings.get("labels"), getattr(output, "logits", None)
         if labels is None or labels.is_floating_point():
             if module.training:
                 warn_once("--label-smoothing has no effect: the model gets no classes as labels.")
             return output
-        if logits is None:
-            return output
-        output["loss"] = smooth_loss(logits, labels, smoothing, is_shifted=is_shifted)
+        if logits is not None:
+            if is_shifted:
+                logits, labels = logits[..., :-1, :], labels[..., 1:]
+            rows = logits.reshape(-1, logits.shape[-1]).float()
+            output["loss"] = cross_entropy(rows, labels.reshape(-1), label_smoothing=smoothing)
         return output
 
     return model.register_forward_hook(replace_loss, with_kwargs=True)

@@ -1,8 +1,4 @@
-"""Report a run while it runs: a progress bar or log lines, metrics.jsonl, other trackers.
-
-Only rank 0 reports; the other ranks have a silent reporter. ``metrics.jsonl`` is authoritative,
-everything else is a copy of it.
-"""
+"""Report a run while it runs: a bar or log lines, metrics.jsonl and its copies; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
@@ -38,7 +36,7 @@ class Reporter(Callback):
         self._total = total_steps
         self._file: MetricsFile | None = None
         self._copies: TrackerList | None = None
-        self._bar: _ProgressBar | None = None
+        self._bar: Any = None
         if not speaks:
             return
         folder = None if args.save is None else Path(args.save)
@@ -57,9 +55,8 @@ class Reporter(Callback):
                 replace_text(folder / ARGUMENTS_FILE, text)
             board = [TensorBoard(board_folder)] if board_folder else []
             self._copies = TrackerList([*board, *trackers], run)
-        wants_bar = args.progress if args.progress is not None else sys.stderr.isatty()
-        if wants_bar:
-            self._bar = _ProgressBar(total_steps, resume_step)
+        if args.progress if args.progress is not None else sys.stderr.isatty():
+            self._bar = _start_bar(total_steps, resume_step)
 
     @property
     def shows_bar(self) -> bool:
@@ -74,38 +71,35 @@ class Reporter(Callback):
         self.advance(loop.step, loop.live_loss, loop.lr)
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
-        is_training = not any(name.startswith(("eval_", "test_")) for name in line)
-        self.log_training(line) if is_training else self.log_evaluation(line)
+        self.log(line)
 
     def advance(self, step: int, loss: float | None, lr: float) -> None:
         """One more update is done; ``loss`` is the running mean of the last few."""
         if self._bar is not None:
             note = "" if loss is None else f"loss {loss:.4f}  lr {lr:.2e}"
-            self._bar.advance(step, note)
+            self._bar.update(self._bar.task_ids[0], completed=step, note=note)
 
-    def log_training(self, line: dict[str, Any]) -> None:
-        if not self._speaks:
-            return
-        self._record(line)
-        if self._bar is None:
-            get_logger().info(format_training_line(line, self._total))
-
-    def log_evaluation(self, line: dict[str, Any]) -> None:
-        if not self._speaks:
-            return
-        self._record(line)
-        values = " | ".join(
-            f"{key.partition('_')[2].replace('_', ' ')} {value:.4f}"
-            for key, value in line.items()
-            if key.startswith(("eval_", "test_")) and isinstance(value, float)
-        )
-        what = "test data" if any(key.startswith("test_") for key in line) else "evaluation"
-        get_logger().info("%s at step %d | %s", what, line["step"], values)
+    def log(self, line: dict[str, Any]) -> None:
+        """The numbers of training, of an evaluation or of a test."""
+        self.record(line)
+        results = {key: v for key, v in line.items() if key.startswith(("eval_", "test_"))}
+        if results:
+            values = " | ".join(
+                f"{key.partition('_')[2].replace('_', ' ')} {value:.4f}"
+                for key, value in results.items()
+                if isinstance(value, float)
+            )
+            what = "test data" if any(key.startswith("test_") for key in results) else "evaluation"
+            self.say(f"{what} at step {line['step']} | {values}")
+        elif self._bar is None:
+            self.say(format_training_line(line, self._total))
 
     def record(self, line: dict[str, Any]) -> None:
         """Write numbers to the files only."""
-        if self._speaks:
-            self._record(line)
+        values = {name: value for name, value in line.items() if name != "step"}
+        for tracker in (self._file, self._copies):
+            if tracker is not None:
+                tracker.log(values, line["step"])
 
     def go_back(self, step: int) -> None:
         """Remove the lines of steps that will be repeated."""
@@ -114,29 +108,18 @@ class Reporter(Callback):
 
     def log_save(self, step: int, stall: float, seconds: float) -> None:
         """A checkpoint is complete: how long training waited for it, and how long it took."""
-        if self._speaks:
-            self._record({"step": step, "save_stall_s": stall, "save_write_s": seconds})
-            get_logger().info(
-                f"saved step {step} | training waited {stall:.2f} s | written in {seconds:.2f} s"
-            )
+        self.record({"step": step, "save_stall_s": stall, "save_write_s": seconds})
+        self.say(f"saved step {step} | training waited {stall:.2f} s | written in {seconds:.2f} s")
 
     def close_bar(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def close(self) -> None:
         self.close_bar()
-        if self._file is not None:
-            self._file.finish()
-        if self._copies is not None:
-            self._copies.finish()
-
-    def _record(self, line: dict[str, Any]) -> None:
-        values = {name: value for name, value in line.items() if name != "step"}
-        if self._file is not None:
-            self._file.log(values, line["step"])
-        if self._copies is not None:
-            self._copies.log(values, line["step"])
+        for tracker in (self._file, self._copies):
+            if tracker is not None:
+                tracker.finish()
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:
@@ -177,35 +160,60 @@ def _shorten(number: float) -> str:
     return f"{number:.1f}"
 
 
-class _ProgressBar:
+def _start_bar(total: int, start: int) -> Any:
     """A bar on the terminal's last line; log messages scroll above it."""
+    from rich import progress
+    from rich.console import Console
 
-    def __init__(self, total: int, start: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+    bar = progress.Progress(
+        progress.TextColumn("training"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
+        progress.TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )
+    bar.add_task("training", total=total, completed=start, note="")
+    bar.start()
+    return bar
 
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("training", total=total, completed=start, note="")
-        self._progress.start()
 
-    def advance(self, step: int, note: str) -> None:
-        self._progress.update(self._task, completed=step, note=note)
+class CompileReport(Callback):
+    """Says ``compiled  2 graphs in 11.3 s, 0 recompilations``, again if more were needed later."""
 
-    def close(self) -> None:
-        self._progress.stop()
+    def __init__(self, blocks: CompiledBlocks) -> None:
+        self._blocks = blocks
+        self._graphs_before = 0
+        self._graphs_reported: int | None = None
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        graphs = self._blocks.graphs
+        if graphs == self._graphs_before and graphs != self._graphs_reported:
+            loop.say(f"compiled  {self._blocks.describe()}")
+            self._graphs_reported = graphs
+        self._graphs_before = graphs
+
+
+class GraphReport(Callback):
+    """Says ``graphs    steps are replayed as CUDA graphs from step 4 on``, or why they are not."""
+
+    def __init__(self, graphs: GraphedPasses) -> None:
+        self._graphs = graphs
+        self._is_reported = self._is_dropped = False
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        graphs = self._graphs
+        if graphs.problem is not None and not self._is_dropped:
+            loop.say(f"graphs    steps are not replayed as CUDA graphs: {graphs.problem}")
+            self._is_dropped = True
+        elif graphs.count and not self._is_reported:
+            what = "steps, optimizer included," if graphs.updates else "steps"
+            loop.say(f"graphs    {what} are replayed as CUDA graphs from step {loop.step + 1} on")
+            self._is_reported = True
+
+    def on_train_end(self, loop: RunningLoop, control: Control) -> None:
+        count = self._graphs.count
+        if count:
+            loop.say(f"graphs    {count} CUDA graph{'s' if count > 1 else ''} captured")

@@ -1,4 +1,7 @@
-"""The folder of a run (``--save``): who may write to it, and what happens to an earlier run.
+"""The folder of a run: where it is, who may write to it, and what happens to an earlier run.
+
+Without ``--save`` it is ``runs/<task>-<model>-<date>``. A run that the launcher restarts finds the
+folder that its first attempt claimed; a resumed run continues in its old folder.
 
 A run lists what it writes in ``.run.json``. Only that is ever moved or deleted. A run that is
 replaced is moved aside first, and deleted once the new run has its first checkpoint; if the new run
@@ -8,29 +11,38 @@ ends or is killed before that, the old one is moved back.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import (
-    ABANDONED,
-    METRICS_FILE,
-    PREVIOUS,
-    REPLACED,
-    RUN_FILE,
-    TRACKER,
-    abandon,
-    find_checkpoints,
-)
+from rapidformer.checkpoint.abandoned import ABANDONED, abandon
+from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
+from rapidformer.checkpoint.first_rank import run_on_first
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
-from rapidformer.checkpoint.restart import OWNER_FILE, claim_folder
-from rapidformer.checkpoint.writing import run_on_first
+from rapidformer.checkpoint.restart import (
+    OWNER_FILE,
+    claim_folder,
+    continue_after_restart,
+    find_claimed_folder,
+)
+from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
+from rapidformer.checkpoint.writing import writing
+from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
+# Where runs without --save are kept (default: a folder named runs in the current folder).
+RUNS_VARIABLE = "RAPIDFORMER_RUNS"
+_SOURCE = "derived: every run has a folder"
 
 _NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", ABANDONED)
 # A run only adds files to a folder for TensorBoard; it would overwrite these.
@@ -38,6 +50,76 @@ _OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST)
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""
 _DELETED = ".replaced-deleted"
+
+
+def choose_folder(args: Settings) -> Settings:
+    """The settings with a folder in ``save``; only for rank 0, since it creates one."""
+    source = Path(args.load or "").expanduser()
+    resumes = args.load is not None and not args.finetune and source.is_dir()
+    resumed = find_checkpoint(source) if resumes else None
+    if resumed is not None:
+        return args.replace(_SOURCE, save=str(resumed.parent))  # its run's folder is kept
+    root = Path(os.environ.get(RUNS_VARIABLE) or "runs").expanduser()
+    claimed = find_claimed_folder(root)
+    if claimed is not None:
+        return continue_after_restart(args.replace(_SOURCE, save=str(claimed)))
+    is_black_box = args.task is not None and args.user_script is None
+    task = args.task if is_black_box else Path(args.user_script or sys.argv[0]).stem
+    words = [word for word in (task, _get_model_name(args)) if word]
+    parts = [re.sub(r"[^\w.-]+", "-", word).strip("-.") or "run" for word in words]
+    folder = _make_folder(root, "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")]))
+    with writing(folder):
+        claim_folder(folder)
+    return args.replace(_SOURCE, save=str(folder))
+
+
+@contextmanager
+def dropped_if_unused(folder: str | None) -> Iterator[None]:
+    """Remove the new folder of a run that failed before it wrote anything."""
+    path = Path(folder or "")
+    # A default folder exists by now, and its parent is ours; that of --save may be the user's.
+    is_parent_ours = path.exists() or not path.parent.exists()
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            with suppress(OSError):  # it is not empty, or was never created
+                for name in (OWNER_FILE, RUN_FILE):
+                    if {child.name for child in path.iterdir()} <= {OWNER_FILE, RUN_FILE}:
+                        (path / name).unlink(missing_ok=True)
+                path.rmdir()
+                if is_parent_ours:
+                    path.parent.rmdir()
+        raise
+
+
+def _make_folder(root: Path, name: str) -> Path:
+    for number in range(1, 1000):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as reason:
+            raise CheckpointError(
+                f"the run's folder {folder} cannot be created ({reason.strerror}): choose one "
+                "with --save FOLDER."
+            ) from None
+        return folder
+    raise CheckpointError(f"{root} already has 999 runs named {name}: choose a folder with --save.")
+
+
+def _get_model_name(args: Settings) -> str | None:
+    named = args.pretrained_model_name_or_path or args.load
+    if named is None:
+        return args.model_type
+    path = Path(named)
+    if path.name not in (BEST, LAST):  # which say nothing about the model
+        return path.name
+    try:
+        return str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def begin_run(folder: Path, *, source: Path | None, continues: bool, overwrite: bool) -> None:
@@ -139,8 +221,14 @@ def set_aside(folder: Path, *, is_main: bool) -> None:
     def move() -> None:
         foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]
         _refuse_foreign(folder, [*_find_foreign(folder), *_keep_filled(foreign)])
-        if _list_run(folder):
-            _move_to_previous(folder)
+        if not _list_run(folder):
+            return
+        for link in folder.glob("checkpoint-*"):
+            if link.is_symlink():
+                link.unlink()
+        shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+        _move_run(folder, folder / PREVIOUS)
+        get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")
 
     run_on_first(move, folder, is_main=is_main)
 
@@ -182,11 +270,7 @@ def _find_foreign(folder: Path) -> list[Path]:
 
 def _keep_filled(paths: list[Path]) -> list[Path]:
     """The paths at which something is that could be lost; an empty folder is nothing."""
-    return [path for path in paths if path.exists() and not (path.is_dir() and _is_empty(path))]
-
-
-def _is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
+    return [p for p in paths if p.exists() and (not p.is_dir() or any(p.iterdir()))]
 
 
 def _refuse_foreign(folder: Path, foreign: list[Path]) -> None:
@@ -198,16 +282,19 @@ def _refuse_foreign(folder: Path, foreign: list[Path]) -> None:
 
 
 def _is_within(source: Path | None, folder: Path) -> bool:
-    if source is None:
-        return False
-    return folder.resolve() in (source.resolve(), source.resolve().parent)
+    path = source.resolve() if source is not None else None
+    return path is not None and folder.resolve() in (path, path.parent)
+
+
+def _move_run(folder: Path, target: Path) -> None:
+    paths = _list_run(folder)
+    target.mkdir()
+    for path in paths:
+        path.rename(target / path.name)
 
 
 def _move_aside(folder: Path) -> None:
-    paths = _list_run(folder)
-    (folder / _MOVING).mkdir()
-    for path in paths:
-        path.rename(folder / _MOVING / path.name)
+    _move_run(folder, folder / _MOVING)
     (folder / _MOVING).rename(folder / REPLACED)
     if (folder / REPLACED / BEST).is_dir() and not find_checkpoints(folder / REPLACED):
         get_logger().warning(
@@ -228,15 +315,3 @@ def _move_back(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True) if not path.is_dir() else shutil.rmtree(path)
-
-
-def _move_to_previous(folder: Path) -> None:
-    paths = _list_run(folder)
-    for link in folder.glob("checkpoint-*"):
-        if link.is_symlink():
-            link.unlink()
-    shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
-    (folder / PREVIOUS).mkdir()
-    for path in paths:
-        path.rename(folder / PREVIOUS / path.name)
-    get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")

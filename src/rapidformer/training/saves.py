@@ -14,7 +14,7 @@ from typing import Any
 
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
-from rapidformer.training.progress import Progress
+from rapidformer.training.evaluation import Progress
 from rapidformer.training.report import Reporter
 
 
@@ -25,10 +25,9 @@ class Saves:
         self, engine: RapidformerEngine, reporter: Reporter, announce: Callable[[Path], None]
     ) -> None:
         """``announce`` gets the folder of every complete save."""
-        self._engine = engine
-        self._reporter = reporter
-        self._announce = announce
-        self._step: int | None = None
+        self._engine, self._reporter, self._announce = engine, reporter, announce
+        self.step: int | None = None
+        """The step that has a checkpoint, whatever its progress was."""
         self._progress: Progress | None = None
         self._stall: float | None = None
         """Seconds that training waited for the save that has not been reported yet, if any."""
@@ -40,17 +39,13 @@ class Saves:
             self._is_prepared = True
             self._engine.checkpoints.prepare_saves()
 
-    def has_step(self, step: int) -> bool:
-        """Whether this step has a checkpoint, whatever its progress was."""
-        return self._step == step
-
     def has_state(self, step: int, progress: Progress) -> bool:
         """Whether there is a checkpoint of this step with this progress."""
-        return self._step == step and self._progress == progress
+        return self.step == step and self._progress == progress
 
     def remember(self, step: int, progress: Progress) -> None:
         """Note a state that a checkpoint has: one that was restored or is being written."""
-        self._step, self._progress = step, Progress(**dataclasses.asdict(progress))
+        self.step, self._progress = step, Progress(**dataclasses.asdict(progress))
 
     def start(
         self,
@@ -62,10 +57,7 @@ class Saves:
         processor: Any,
         wait: bool,
     ) -> None:
-        """Save this state, after the last save is complete.
-
-        Without ``wait``, it may be written in the background.
-        """
+        """Save this state after the last save; without ``wait``, maybe in the background."""
         started = time.monotonic()
         self.finish()
         self.remember(step, progress)
@@ -87,7 +79,7 @@ class Saves:
         self._engine.checkpoints.wait_for_save()
         save = self._engine.checkpoints.take_save()
         if save is None:
-            self._step = None
+            self.step = None
             return
         if save.is_behind or stall > 1:
             self._reporter.log_save(save.step, stall, save.write_seconds)
@@ -95,9 +87,8 @@ class Saves:
 
     def report_if_written(self) -> None:
         """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
-        if self._engine.checkpoints.is_saving and broadcast_object(
-            self._engine.checkpoints.is_save_written
-        ):
+        checkpoints = self._engine.checkpoints
+        if checkpoints.is_saving and broadcast_object(checkpoints.is_save_written):
             self.finish()
 
     def give_up(self, error: BaseException) -> None:

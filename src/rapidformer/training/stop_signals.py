@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -25,20 +25,14 @@ class StopSignals:
     """Catches the first signal and stores it in ``caught``."""
 
     def __init__(
-        self,
-        say: Callable[[str], None],
-        *,
-        saves: bool,
-        is_alone: bool,
-        device: torch.device | None = None,
+        self, say: Callable[[str], None], device: torch.device, *, saves: bool, is_alone: bool
     ) -> None:
         self.caught: signal.Signals | None = None
         self.is_agreed = False
         """Whether all ranks stop after the current step."""
-        self._say = say
-        self._saves = saves
+        self._say, self._saves = say, saves
         self._numbers = tuple(_NAMES) if is_alone else _OF_SEVERAL_RANKS
-        self._vote = StopVote(device or torch.device("cpu"))
+        self._vote = StopVote(device)
         # Python lets only the main thread set handlers.
         self._is_active = threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, Any] = {}
@@ -49,12 +43,7 @@ class StopSignals:
             announce_saving(is_ready=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         announce_saving(is_ready=False)
         self._put_back()
 

@@ -1,30 +1,30 @@
-"""The lines before step 1: every number that determines how the run goes."""
+"""The first lines of a run, every number that determines it, and the last: what was saved."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import describe_trained
+from rapidformer.models.location import is_model_folder
 from rapidformer.models.plan import MARKED
+from rapidformer.training.run_folder import BEST, LAST
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
 
 
 def describe_run(
-    engine: RapidformerEngine,
-    *,
-    train_iters: int,
-    loader: DistributedLoader,
-    eval_data: Any = None,
-    resumed_from: Path | None = None,
+    engine: RapidformerEngine, train_iters: int, loader: DistributedLoader, eval_data: Any
 ) -> list[str]:
     """One line per subject."""
     args, parallelized = engine.args, engine.model.parallelized
@@ -36,8 +36,8 @@ def describe_run(
     if parallelized.pipeline is not None:  # which has released most of them
         total = parallelized.pipeline.num_parameters
         trained = parallelized.pipeline.num_trained
-    adapter = engine.model.adapter
-    plan = parallelized.plan
+    adapter, plan = engine.model.adapter, parallelized.plan
+    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
     lines = [
         f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
@@ -48,7 +48,7 @@ def describe_run(
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {_describe_batch(engine, loader)}",
         f"length    {train_iters} step{'s' * (train_iters != 1)}"
-        + (f" = {_count_epochs(args.epochs)}" if args.epochs and not args.train_iters else "")
+        + (f" = {epochs}" if args.epochs and not args.train_iters else "")
         + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
         + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
@@ -57,7 +57,7 @@ def describe_run(
         lines.insert(2, f"adapter   {adapter.describe()}; {describe_trained(trained, total)}")
     if args.save:
         lines.append(f"folder    {args.save}")
-    if resumed_from:
+    if resumed_from := engine.checkpoints.resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.updates.clock.updates}")
     return lines
 
@@ -115,10 +115,6 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
-def _count_epochs(number: float) -> str:
-    return "1 epoch" if number == 1 else f"{number:g} epochs"
-
-
 def _size(data: Any) -> str:
     if data is None:
         return "no"
@@ -126,3 +122,51 @@ def _size(data: Any) -> str:
         return f"{data.num_samples:,}"
     dataset = getattr(data, "dataset", data)
     return f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream of"
+
+
+def describe_results(
+    args: Settings, *, step: int, total: int, best: tuple[str, float, int] | None
+) -> Iterator[str]:
+    """One line per subject; ``best`` is the metric, its value and its step."""
+    if args.save is None:
+        yield "saved     nothing (--save none)"
+        return
+    if args.save_strategy == "no":
+        kept = "only metrics" if best is None else f"only metrics and the {BEST} model"
+        yield f"saved     {kept}, in {args.save} (--save-strategy no)"
+        return
+    folder = Path(args.save)
+    if best is not None:
+        name, value, at = best
+        yield f"best      {name} {value:.4f} at step {at}: {folder / BEST}"
+    elif args.task is not None:
+        yield "best      none: nothing was evaluated"
+    yield f"last      step {step} of {total}: {folder / LAST}"
+    if step < total:
+        yield f"resume    run the same command with --load {shlex.quote(str(folder))}"
+    yield from _suggest(args, folder, folder / (BEST if best is not None else LAST))
+
+
+def describe_finished(args: Settings, *, step: int, total: int) -> Iterator[str]:
+    """The message of a resumed run that is already at its end."""
+    folder = Path(args.save or args.load or "")
+    yield (
+        f"nothing left to do: {folder} is at step {step}, and this run ends at step {total}. "
+        "To train longer, increase --epochs or --train-iters."
+    )
+    has_best = (folder / BEST).is_dir()
+    yield from _suggest(args, folder, folder / (BEST if has_best else LAST))
+
+
+def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
+    run, is_black_box = shlex.quote(str(folder)), args.task and args.user_script is None
+    if is_black_box:
+        yield f"next      rapidformer evaluate --load {run}"
+        if args.task != "pretraining":
+            yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
+    elif is_model_folder(model):
+        yield f'next      load the model with from_pretrained("{model}")'
+    else:  # a custom model, which has no configuration
+        weights = model / "model.safetensors"
+        yield f'next      model.load_state_dict(safetensors.torch.load_file("{weights}"))'
+    yield f"          rapidformer plot {run}"

@@ -23,29 +23,27 @@ from rapidformer.data.fetching import Collate
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
 from rapidformer.log import get_logger
-from rapidformer.models.location import is_model_folder
+from rapidformer.models.location import check_has_tokenizer, is_model_folder, quiet_transformers
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.objectives.loss_function import LossFunction
 from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from rapidformer.training.closing import describe_finished
-from rapidformer.training.default_folder import choose_folder, dropped_if_unused
-from rapidformer.training.evaluation import Evaluation, Metrics
+from rapidformer.training.evaluation import Evaluation, Metrics, Progress
 from rapidformer.training.loop import TrainingLoop
-from rapidformer.training.processor import find_processor
-from rapidformer.training.progress import Progress
 from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import (
     LAST,
     begin_run,
+    choose_folder,
     drop_replaced,
+    dropped_if_unused,
     recover,
     restore_replaced,
 )
-from rapidformer.training.summary import describe_run
+from rapidformer.training.summary import describe_finished, describe_run
 from rapidformer.training.trackers import Tracker
 
 
@@ -81,11 +79,7 @@ class Template(ABC):
         raise _missing_hook(self, "run_forward_step")
 
     def build_data_loader(
-        self,
-        dataset: Any,
-        collate_fn: Collate | None = None,
-        *,
-        shuffle: bool | None = None,
+        self, dataset: Any, collate_fn: Collate | None = None, *, shuffle: bool | None = None
     ) -> DistributedLoader:
         """A loader for this rank's part of the data, with batches on the device."""
         return self.engine.data.build_loader(dataset, collate_fn, shuffle=shuffle)
@@ -93,8 +87,6 @@ class Template(ABC):
     def gather(self, tensor: Any, pad_value: float | None = None) -> Any:
         """The rows of all ranks, each example once."""
         return self.engine.gather(tensor, pad_value)
-
-    # ---- where the two templates differ ----------------------------------------------------------
 
     @property
     @abstractmethod
@@ -110,17 +102,12 @@ class Template(ABC):
         """A loader over the validation data; None if there is none."""
 
     @abstractmethod
-    def make_evaluation(
-        self, model: Any, eval_loader: DistributedLoader | None
-    ) -> Evaluation | None:
+    def make_evaluation(self, model: Any, loader: DistributedLoader | None) -> Evaluation | None:
         """How and when the model is evaluated; None if it is not."""
-
-    # ---- from hooks to the loop ----------------------------------------------------------------
 
     def train(self) -> dict[str, float]:
         """Train to the end; returns the numbers of the last evaluation."""
-        made = self._choose_folder()
-        with dropped_if_unused(made), self.holding_folder():
+        with dropped_if_unused(self._choose_folder()), self.holding_folder():
             return self._train()
 
     @contextmanager
@@ -155,15 +142,10 @@ class Template(ABC):
         if self.processor is None and self.engine.is_main:  # only rank 0 exports
             self.processor = find_processor(self, collate, model)
         evaluation = self.make_evaluation(model, eval_loader)
-        progress = self.run_loop(
-            loader,
-            model,
-            evaluation=evaluation,
-            eval_data=eval_loader,
-            test=self.make_test(model, test_data, collate),
-            resume=resume,
-        )
-        return progress.evaluations
+        test = self.make_test(model, test_data, collate)
+        return self.run_loop(
+            loader, model, evaluation=evaluation, eval_data=eval_loader, test=test, resume=resume
+        ).evaluations
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """How the finished model is evaluated on test data; None if it is not."""
@@ -185,16 +167,14 @@ class Template(ABC):
                 args = choose_folder(args)
             except CheckpointError as error:
                 problem = str(error)
-        save, load, overwrite, problem = broadcast_object(
-            (args.save, args.load, args.overwrite, problem)
+        changed, problem = broadcast_object(
+            ({name: getattr(args, name) for name in ("save", "load", "overwrite")}, problem)
         )
         if problem is not None:
             raise CheckpointError(problem)
-        self.engine.args = self.args.replace(
-            "derived: every run has a folder", save=save, load=load, overwrite=overwrite
-        )
+        self.engine.args = self.args.replace("derived: every run has a folder", **changed)
         replace_args(self.engine.args)
-        return save if self.engine.is_main else None
+        return self.args.save if self.engine.is_main else None
 
     def find_resume_folder(self) -> Path | None:
         """The checkpoint that ``--load`` names, if any; also checks ``--save``."""
@@ -215,26 +195,21 @@ class Template(ABC):
                     "(config.json) or an adapter (adapter_config.json)."
                 )
         if args.save is not None:
-            self._begin_run(Path(args.save), continues=resume is not None and not args.finetune)
+            begin = functools.partial(
+                begin_run,
+                Path(args.save),
+                source=None if args.load is None else Path(args.load).expanduser(),
+                continues=resume is not None and not args.finetune,
+                overwrite=args.overwrite,
+            )
+            # Rank 0 looks; what it finds wrong stops all ranks.
+            run_on_first(begin, Path(args.save), is_main=self.engine.is_main)
         return resume
-
-    def _begin_run(self, folder: Path, *, continues: bool) -> None:
-        """Rank 0 looks; what it finds wrong stops all ranks."""
-        load = self.args.load
-        begin = functools.partial(
-            begin_run,
-            folder,
-            source=None if load is None else Path(load).expanduser(),
-            continues=continues,
-            overwrite=self.args.overwrite,
-        )
-        run_on_first(begin, folder, is_main=self.engine.is_main)
 
     def compose(self) -> Any:
         """Get model, optimizer and schedule from the hook and apply all switches."""
         hook: Any = self.model_optimizer_lr_scheduler_provider
-        # Elsewhere, the caller says which end of a pipeline to build; here the whole model is cut
-        # later.
+        # Elsewhere, the caller says which end of a pipeline to build; here all of it is cut later.
         provided = hook() if accepts_arguments(hook, 0) else hook(True, True)
         if not isinstance(provided, tuple) or len(provided) != 3:
             raise RapidformerError(
@@ -294,60 +269,45 @@ class Template(ABC):
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
-        train_iters = (
-            self.engine.data.get_train_iters() or train_iters
-        )  # another batch size changes it
+        # Another batch size changes it.
+        train_iters = self.engine.data.get_train_iters() or train_iters
         if self.args.save is not None:
             self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
-        step = self.engine.updates.clock.updates
         reporter = Reporter(
             self.args,
             total_steps=train_iters,
-            resume_step=step,
+            resume_step=self.engine.updates.clock.updates,
             speaks=self.engine.is_main,
             trackers=self.trackers,
         )
         if self.engine.is_main:
-            for line in describe_run(
-                self.engine,
-                train_iters=train_iters,
-                loader=loader,
-                eval_data=eval_data,
-                resumed_from=self.engine.checkpoints.resumed_from,
-            ):
+            for line in describe_run(self.engine, train_iters, loader, eval_data):
                 get_logger().info(line)
         loop = TrainingLoop(
-            self.engine,
-            loader,
-            self.make_forward(model),
-            train_iters=train_iters,
-            reporter=reporter,
-            evaluation=evaluation,
-            processor=self.processor,
-            saves_each_epoch=self.saves_each_epoch,
-            test=test,
+            self.engine, loader, self.make_forward(model),
+            train_iters=train_iters, reporter=reporter, evaluation=evaluation, test=test,
+            processor=self.processor, saves_each_epoch=self.saves_each_epoch,
             callbacks=[_FirstCheckpoint(), *self.callbacks],
-        )
+        )  # fmt: skip
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
-            if loop.is_finished and loop.is_exported:
-                return self._report_finished(loop)
+            if loop.is_finished:
+                for line in describe_finished(self.args, step=loop.step, total=train_iters):
+                    reporter.say(line)
+                reporter.close()
+                return loop.progress
         with regularize(model, self.args):
             return loop.run()
 
-    def _report_finished(self, loop: TrainingLoop) -> Progress:
-        for line in describe_finished(self.args, step=loop.step, total=loop.train_iters):
-            loop.reporter.say(line)
-        loop.reporter.close()
-        return loop.progress
-
-    def choose_best_metric(self) -> tuple[str | None, bool]:
-        """The metric that decides the best model, and whether more of it is better."""
-        name = self.args.metric_for_best_model
-        if name is None:
-            return self.best_metric, self.greater_is_better
-        name = name.removeprefix("eval_")
-        return name, is_greater_better(name)
+    def plan_evaluation(
+        self, run: Callable[[], Metrics], interval: int | None = None
+    ) -> Evaluation:
+        """An evaluation by the metric that decides the best model."""
+        name, greater = self.best_metric, self.greater_is_better
+        if self.args.metric_for_best_model is not None:
+            name = self.args.metric_for_best_model.removeprefix("eval_")
+            greater = is_greater_better(name)
+        return Evaluation(run=run, interval=interval, best_metric=name, greater_is_better=greater)
 
 
 class _FirstCheckpoint(Callback):
@@ -356,6 +316,41 @@ class _FirstCheckpoint(Callback):
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         if loop.engine.is_main:
             drop_replaced(folder.parent)
+
+
+def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
+    """The tokenizer or image processor of a script's model; None if there is none.
+
+    A model saved without it cannot be used for prediction. Scripts have no hook for it, so we look
+    in the template, in the collate function, and where the model was loaded from.
+    """
+    for owner in (template, collate, getattr(collate, "__self__", None)):
+        for name in ("processor", "processing_class", "tokenizer", "image_processor"):
+            processor = getattr(owner, name, None)
+            if hasattr(processor, "save_pretrained"):
+                return processor
+    location = str(getattr(model, "name_or_path", "") or "")
+    if not location:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        if Path(location).is_dir():
+            check_has_tokenizer(location)
+        with quiet_transformers(location):
+            return AutoTokenizer.from_pretrained(location, local_files_only=True)
+    except (ModelError, OSError, ValueError, KeyError, ImportError):
+        return None  # the model has none and needs none
+
+
+def unpack_datasets(provided: Any, wanted: str) -> tuple[Any, Any, Any, Any]:
+    """Training, validation and test data and the collate function, as a hook returned them."""
+    if not isinstance(provided, tuple) or len(provided) not in (3, 4):
+        raise RapidformerError(f"train_valid_test_datasets_provider must return {wanted}.")
+    train_data, valid_data, test_data, collate = (*provided, None)[:4]
+    if train_data is None:
+        raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
+    return train_data, valid_data, test_data, collate
 
 
 def accepts_arguments(function: Callable[..., Any], count: int) -> bool:

@@ -1,8 +1,4 @@
-"""When a run logs, evaluates and saves: strategies and intervals, in updates of this run.
-
-An interval may be a fraction of the run (``--eval-interval 0.25``), which becomes a number of
-updates once the length of the run is known.
-"""
+"""When a run logs, evaluates and saves; an interval may be a fraction of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ class Timetable:
         saves_each_epoch: bool = True,
     ) -> None:
         """``eval_interval`` is the template's default, if the user sets none."""
-        self._logs_each_epoch = args.log_strategy == "epoch"
+        self.logs_each_epoch = args.log_strategy == "epoch"
         self._logs_first = args.log_first_step and args.log_strategy != "no"
         self.log_interval = count_updates(args.log_interval, train_iters)
         self._logs_steps = args.log_strategy == "steps"
@@ -46,11 +42,10 @@ class Timetable:
         self.saves_best = self.saves and saves == "best"
         self._save_interval = None
         if self.saves and saves == "steps":
-            self._save_interval = count_updates(
-                args.save_interval or args.log_interval, train_iters
-            )
+            interval = args.save_interval or args.log_interval
+            self._save_interval = count_updates(interval, train_iters)
         asked = args.save_strategy == "epoch"
-        self._saves_each_epoch = self.saves and saves == "epoch" and (asked or saves_each_epoch)
+        self.saves_each_epoch = self.saves and saves == "epoch" and (asked or saves_each_epoch)
 
     def is_log_due(self, attempts: int, step: int) -> bool:
         """Attempts, not updates: the updates that fp16 skips are logged too."""
@@ -59,20 +54,11 @@ class Timetable:
         return self._logs_steps and attempts % self.log_interval == 0
 
     def is_evaluation_due(self, step: int) -> bool:
-        return (
-            self._eval_interval is not None
-            and step % self._eval_interval == 0
-            and step >= self._eval_delay
-        )
+        interval = self._eval_interval
+        return interval is not None and step % interval == 0 and step >= self._eval_delay
 
     def is_save_due(self, step: int) -> bool:
         return self._save_interval is not None and step % self._save_interval == 0
 
-    def is_log_due_after_epoch(self) -> bool:
-        return self._logs_each_epoch
-
     def is_evaluation_due_after_epoch(self, epoch: float) -> bool:
         return self._evaluates_each_epoch and epoch >= self._eval_delay
-
-    def is_save_due_after_epoch(self) -> bool:
-        return self._saves_each_epoch

@@ -1,31 +1,68 @@
-"""What makes an update wrong although its gradients are right: rate, decay, clipping, dropout.
+"""Differences, and what makes an update wrong although its gradients are right.
 
-Unlike gradients and weights, these show what is wrong by themselves, so each difference comes with
-a sentence. They also show faults that are too small to see in the weights of a few updates.
+Unlike gradients and weights, rate, decay, clipping and dropout show what is wrong by themselves, so
+each difference comes with a sentence; also faults too small to see in the weights of a few updates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 
-from rapidformer.verification.difference import LIMIT, Difference, divide
 from rapidformer.verification.trace import Step, Trace
+
+LIMIT = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far one number or tensor of a run is from the reference's."""
+
+    value: float
+    limit: float = LIMIT
+    update: int | None = None
+    name: str = ""
+    process: int = 0
+    cause: str = ""
+    """A sentence that says what is wrong, where the quantity itself shows it."""
+    summary: str = ""
+    """The same in a few words, for the table."""
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of the limit; NaN counts as the worst."""
+        return math.inf if math.isnan(self.value) else self.value / self.limit
+
+    @property
+    def is_equal(self) -> bool:
+        return self.excess <= 1.0
+
+    def locate(self) -> str:
+        parts = [self.name] if self.name else []
+        parts += [f"step {self.update + 1}"] if self.update is not None else []
+        place = ", ".join([*parts, f"rank {self.process}"])
+        return place if self.is_equal or not self.summary else f"{place}: {self.summary}"
+
+
+def divide(difference: float, size: float) -> float:
+    """The difference relative to a size; infinite where something differs from nothing."""
+    if not difference:
+        return 0.0
+    return difference / size if size else math.inf
 
 
 def find_causes(reference: Trace, traces: list[Trace]) -> dict[str, list[Difference]]:
     """Every such quantity that both runs have recorded."""
-    found = {
+    differences = {
         "micro-batch weights": [*_compare_weights(traces), *_compare_totals(traces)],
         "clipping": list(_compare_clipping(reference, traces)),
         "learning rate": list(_compare_rates(reference, traces)),
         "weight decay": list(_compare_decays(reference, traces)),
         "dropout masks": list(_compare_draws(traces)),
     }
-    return {name: differences for name, differences in found.items() if differences}
-
-
-# ---- learning rate -------------------------------------------------------------------------------
+    return {name: measured for name, measured in differences.items() if measured}
 
 
 def _compare_rates(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
@@ -57,9 +94,6 @@ def _compare_rate(name: str, mine: Step, expected: Step, update: int, process: i
     )
 
 
-# ---- weight decay --------------------------------------------------------------------------------
-
-
 def _compare_decays(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
     for process, trace in enumerate(traces):
         shared = [name for name in trace.decays if name in reference.decays]
@@ -77,9 +111,6 @@ def _compare_decays(reference: Trace, traces: list[Trace]) -> Iterator[Differenc
             )
 
 
-# ---- clipping ------------------------------------------------------------------------------------
-
-
 def _compare_clipping(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
     for process, trace in enumerate(traces):
         steps = zip(trace.steps, reference.steps, trace.norms, reference.norms, strict=False)
@@ -88,41 +119,28 @@ def _compare_clipping(reference: Trace, traces: list[Trace]) -> Iterator[Differe
                 continue
             value = abs(mine.clip_factor - expected.clip_factor) / expected.clip_factor
             if mine.max_norm is not None and expected.max_norm is not None:
-                value = max(
-                    value, divide(abs(mine.max_norm - expected.max_norm), expected.max_norm)
-                )
+                change = abs(mine.max_norm - expected.max_norm)
+                value = max(value, divide(change, expected.max_norm))
             # Otherwise clipping by a wrong norm is a consequence, not a cause.
             is_cause = abs(norm - right) <= LIMIT * right
+            text = _describe_clipping(mine, expected, norm, update) if is_cause else ("", "")
             yield Difference(
-                value=value,
-                update=update,
-                process=process,
-                summary=_summarize_clipping(mine, expected) if is_cause else "",
-                cause=_describe_clipping(mine, expected, norm, update) if is_cause else "",
+                value=value, update=update, process=process, summary=text[0], cause=text[1]
             )
 
 
-def _summarize_clipping(mine: Step, expected: Step) -> str:
-    is_left_out = mine.clip_factor == 1.0 != expected.clip_factor
-    return "the gradient is not clipped" if is_left_out else "the gradient is clipped differently"
-
-
-def _describe_clipping(mine: Step, expected: Step, norm: float, update: int) -> str:
+def _describe_clipping(mine: Step, expected: Step, norm: float, update: int) -> tuple[str, str]:
     assert mine.clip_factor is not None and expected.clip_factor is not None
     cause = (
         f"the gradient of step {update + 1} has norm {norm:.3g} and reaches the optimizer with "
         f"{norm * mine.clip_factor:.3g}; one process clips it to {norm * expected.clip_factor:.3g}"
     )
     if mine.clip_factor == 1.0 != expected.clip_factor:
-        return f"{cause}. Clipping is left out."
+        return "the gradient is not clipped", f"{cause}. Clipping is left out."
+    why = "All ranks must clip by the norm of the whole gradient"
     if mine.max_norm != expected.max_norm:
-        return (
-            f"{cause}. The norm to clip to is {mine.max_norm:g} instead of {expected.max_norm:g}."
-        )
-    return f"{cause}. All ranks must clip by the norm of the whole gradient."
-
-
-# ---- weights of micro-batches --------------------------------------------------------------------
+        why = f"The norm to clip to is {mine.max_norm:g} instead of {expected.max_norm:g}"
+    return "the gradient is clipped differently", f"{cause}. {why}."
 
 
 def _compare_weights(traces: list[Trace]) -> Iterator[Difference]:
@@ -149,8 +167,7 @@ def _compare_totals(traces: list[Trace]) -> Iterator[Difference]:
         axes = ("tensor", "pipeline")
         members = [t for t in traces if all(t.place[axis] == trace.place[axis] for axis in axes)]
         for update, step in enumerate(trace.steps):
-            weights = [weight for t in members for weight, *_ in t.steps[update].micro_batches]
-            total = sum(weights)
+            total = sum(weight for t in members for weight, *_ in t.steps[update].micro_batches)
             if not total:
                 continue
             yield Difference(
@@ -169,9 +186,9 @@ def find_equal_weights(traces: list[Trace]) -> Difference | None:
 
     Only a wrong gradient makes that a fault: a script may give such weights, and be right.
     """
-    each = [entry for trace in traces for step in trace.steps for entry in step.micro_batches]
-    counts = {labels for _, labels, _ in each if labels}
-    if len(counts) < 2 or any(weight not in (0.0, 1.0) for weight, *_ in each):
+    entries = [entry for trace in traces for step in trace.steps for entry in step.micro_batches]
+    counts = {labels for _, labels, _ in entries if labels}
+    if len(counts) < 2 or any(weight not in (0.0, 1.0) for weight, *_ in entries):
         return None
     return Difference(
         value=1.0 - min(counts) / max(counts),
@@ -182,18 +199,14 @@ def find_equal_weights(traces: list[Trace]) -> Difference | None:
     )
 
 
-# ---- dropout -------------------------------------------------------------------------------------
-
-
 def _compare_draws(traces: list[Trace]) -> Iterator[Difference]:
     """Replicas must draw different masks; ranks that share a layer must draw the same ones."""
     for (first, one), (second, other) in combinations(enumerate(traces), 2):
         axes = {axis for axis in one.place if one.place[axis] != other.place[axis]}
         pairs = list(zip(one.draws, other.draws, strict=False))
         if axes == {"data"} and pairs:
-            is_wrong = any(mine == yours for mine, yours in pairs)
             yield Difference(
-                value=float(is_wrong),
+                value=float(any(mine == yours for mine, yours in pairs)),
                 process=second,
                 summary=f"the same masks as rank {first}",
                 cause=f"ranks {first} and {second} are data-parallel replicas, but draw the "

@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer.verification.blocks import find_first_block
-from rapidformer.verification.causes import find_causes
-from rapidformer.verification.difference import LIMIT, Difference, divide
+from rapidformer.verification.causes import LIMIT, Difference, divide, find_causes
 from rapidformer.verification.trace import Tensors, Trace, compute_losses, count_samples
 
 QUANTITIES = (
     "starting weights", "loss", "micro-batch weights", "gradient norm", "gradients", "clipping",
     "learning rate", "weight decay", "updated weights", "dropout masks",
 )  # fmt: skip
+_HEADINGS = ("quantity", "worst difference", "limit", "", "where")
 # A first gradient below this fraction of the norm is zero in theory, and is checked against the
 # second fraction instead.
 _FLOOR, _ROUND_OFF = 1e-6, 1e-2
@@ -36,25 +35,17 @@ _MORE_ROUND_OFF, _MOST_ROUND_OFF = 30.0, 1e-2
 # others' size. A weight whose gradient is zero in theory is moved by round-off alone, which Adam
 # turns into full steps.
 _SMALLEST_WEIGHT, _MOVED_BY_ROUND_OFF = 1e-2, 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """One line of the table."""
-
-    name: str
-    worst: Difference
-
-    @property
-    def is_equal(self) -> bool:
-        return self.worst.is_equal
+# Axes along which every rank may have a block's whole output; over all others it is summed. On
+# tensor- or context-parallel ranks it may also be split by tokens.
+_WHOLE_ALONG = ((), ("tensor",), ("context",), ("context", "tensor"))
 
 
 @dataclass(kw_only=True)
 class Comparison:
     """The result of comparing a run with its reference."""
 
-    quantities: dict[str, Quantity]
+    quantities: dict[str, Difference]
+    """The worst difference of each."""
     problems: list[str] = field(default_factory=list)
     """Problems that are not numbers: a parameter that no rank has, weights no longer tied."""
     first: Difference | None = None
@@ -68,31 +59,26 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        return not self.problems and all(q.is_equal for q in self.quantities.values())
+        return not self.problems and not self._failures
 
     @property
     def is_small(self) -> bool:
         """Whether all differences are small enough to be round-off."""
-        worst = [q.worst for q in self.quantities.values() if not q.is_equal]
-        return not self.problems and all(d.value <= _MOST_ROUND_OFF for d in worst)
-
-    def set_quantity(self, name: str, worst: Difference) -> None:
-        """Replace a line of the table, by what other runs have shown."""
-        self.quantities[name] = Quantity(name=name, worst=worst)
+        is_round_off = all(d.value <= _MOST_ROUND_OFF for d in self._failures.values())
+        return not self.problems and is_round_off
 
     @property
     def causes(self) -> list[str]:
         """A sentence for each quantity that differs and shows by itself what is wrong."""
-        worst = [q.worst for q in self.quantities.values() if not q.is_equal]
-        return [d.cause for d in worst if d.cause]
+        return [d.cause for d in self._failures.values() if d.cause]
+
+    @property
+    def _failures(self) -> dict[str, Difference]:
+        return {name: worst for name, worst in self.quantities.items() if not worst.is_equal}
 
     def describe_failures(self) -> str:
         """Every quantity that differs and where, for a test's message."""
-        lines = [
-            f"{q.name}: {q.worst.value:.1e} ({q.worst.locate()})"
-            for q in self.quantities.values()
-            if not q.is_equal
-        ]
+        lines = [f"{name}: {d.value:.1e} ({d.locate()})" for name, d in self._failures.items()]
         return "; ".join([*self.problems, *lines])
 
 
@@ -111,26 +97,18 @@ def compare(
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
         counts = ", ".join(str(n) for n in sorted(updates))
-        return Comparison(
-            quantities={},
-            problems=[f"one process did {len(reference.gradients)} steps, the run did {counts}"],
-        )
-    found = _find_differences(reference, traces)
+        problem = f"one process did {len(reference.gradients)} steps, the run did {counts}"
+        return Comparison(quantities={}, problems=[problem])
+    differences = _find_differences(reference, traces)
     floors = {} if noise is None else _find_differences(reference, [noise])
-    given = dict.fromkeys(QUANTITIES, LIMIT) | dict(limits or {})
-    for name, differences in found.items():
-        allowed = _get_allowance(floors.get(name, []))
-        found[name] = [
-            replace(d, limit=max(given[name], allowed.get((d.update, d.name), 0.0)))
-            for d in differences
+    for name, measured in differences.items():
+        limit, allowed = (limits or {}).get(name, LIMIT), _get_allowance(floors.get(name, []))
+        differences[name] = [
+            replace(d, limit=max(limit, allowed.get((d.update, d.name), 0.0))) for d in measured
         ]
-    worst = {
-        name: max(differences, key=lambda d: d.excess, default=Difference(value=0.0))
-        for name, differences in found.items()
-    }
-    gradients = [d for d in found["gradients"] if not d.is_equal]
-    weights = [d for d in found["updated weights"] if not d.is_equal]
-    is_forward_equal = all(d.is_equal for d in found["loss"] if d.update == 0)
+    gradients = [d for d in differences["gradients"] if not d.is_equal]
+    weights = [d for d in differences["updated weights"] if not d.is_equal]
+    is_forward_equal = all(d.is_equal for d in differences["loss"] if d.update == 0)
     block = None if alike is None else find_first_block(alike, traces)
     if is_forward_equal:
         # A wrong output may contribute too little to the loss to show there.
@@ -138,17 +116,16 @@ def compare(
         is_forward_equal = block is None
     suspects = _find_suspects(reference, traces, block)
     first = _find_first(gradients or weights, suspects, is_forward_equal)
-    same_update = [
-        d for d in gradients or weights if first is not None and d.update == first.update
-    ]
     return Comparison(
         quantities={
-            name: Quantity(name=name, worst=worst[name]) for name in QUANTITIES if name in worst
+            name: max(differences[name], key=lambda d: d.excess, default=Difference(value=0.0))
+            for name in QUANTITIES
+            if name in differences
         },
         problems=[*_find_missing(reference, traces), *_find_broken_ties(reference, traces)],
         first=first,
         block=block,
-        differing=len({d.name for d in same_update}),
+        differing=len({d.name for d in gradients or weights if first and d.update == first.update}),
         parameters=len(reference.start),
         has_same_samples=count_samples([reference]) == count_samples(traces),
     )
@@ -157,8 +134,8 @@ def compare(
 def _find_differences(reference: Trace, traces: list[Trace]) -> dict[str, list[Difference]]:
     return {
         "starting weights": list(_compare_weights(reference, traces, "start")),
-        "loss": list(_compare_losses(reference, traces)),
-        "gradient norm": list(_compare_norms(reference, traces)),
+        "loss": list(_compare_numbers(compute_losses([reference])[0], compute_losses(traces))),
+        "gradient norm": list(_compare_numbers(reference.norms, [t.norms for t in traces])),
         "gradients": list(_compare_gradients(reference, traces)),
         "updated weights": list(_compare_weights(reference, traces, "weights")),
         **find_causes(reference, traces),
@@ -175,10 +152,7 @@ def _get_allowance(floors: list[Difference]) -> dict[tuple[int | None, str], flo
 
 
 def _find_suspects(reference: Trace, traces: list[Trace], block: str | None) -> list[str]:
-    """The parameters where the forward pass went wrong; all of them if that is not known.
-
-    The split ones, if there are any: unsplit ones are computed as in one process.
-    """
+    """Where the forward pass went wrong: the split parameters there, if any; all if not known."""
     names = list(reference.start)
     if block is None:
         return names
@@ -208,18 +182,11 @@ def _find_first(
     return max(candidates, key=lambda d: (d.excess, places.get(d.name, -1)), default=None)
 
 
-def _compare_losses(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
-    expected = compute_losses([reference])[0]
-    for process, losses in enumerate(compute_losses(traces)):
-        for update, (mine, loss) in enumerate(zip(losses, expected, strict=True)):
-            value = abs(mine - loss) / max(abs(loss), 1e-12)
-            yield Difference(value=value, update=update, process=process)
-
-
-def _compare_norms(reference: Trace, traces: list[Trace]) -> Iterator[Difference]:
-    for process, trace in enumerate(traces):
-        for update, (mine, norm) in enumerate(zip(trace.norms, reference.norms, strict=True)):
-            value = abs(mine - norm) / max(abs(norm), 1e-12)
+def _compare_numbers(expected: list[float], processes: list[list[float]]) -> Iterator[Difference]:
+    """One number per update, as each process has it."""
+    for process, numbers in enumerate(processes):
+        for update, (mine, right) in enumerate(zip(numbers, expected, strict=True)):
+            value = abs(mine - right) / max(abs(right), 1e-12)
             yield Difference(value=value, update=update, process=process)
 
 
@@ -268,13 +235,9 @@ def _find_resting(reference: Trace) -> set[str]:
 
 
 def _get_whole_norm(trace: Trace, tensors: Tensors) -> float:
-    return math.sqrt(sum(_get_norm(t) ** 2 for t in _drop_ties(trace, tensors).values()))
-
-
-def _drop_ties(trace: Trace, tensors: Tensors) -> Tensors:
-    """Each parameter once."""
+    """The norm of all tensors together, each parameter once."""
     doubles = {name for group in trace.ties for name in group[1:]}
-    return {name: value for name, value in tensors.items() if name not in doubles}
+    return math.sqrt(sum(_get_norm(t) ** 2 for name, t in tensors.items() if name not in doubles))
 
 
 def _get_norm(tensor: np.ndarray[Any, Any]) -> float:
@@ -283,6 +246,30 @@ def _get_norm(tensor: np.ndarray[Any, Any]) -> float:
 
 def _get_difference(mine: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
     return _get_norm(mine - expected) if mine.shape == expected.shape else math.inf
+
+
+def find_first_block(alike: Trace, traces: list[Trace]) -> str | None:
+    """The first block whose output differs from one process's, given the same micro-batches.
+
+    Gradients do not show it: once the loss is wrong, all of them are. Micro-batches must be the
+    same, since padding counts. Empty: none differs, so the loss is computed wrongly from the last
+    block's output. None: the outputs are not known.
+    """
+    known = [name for name in alike.blocks if any(name in trace.blocks for trace in traces)]
+    for name in known:
+        holders = [trace for trace in traces if name in trace.blocks]
+        if not any(_has_output(alike.blocks[name], name, holders, axes) for axes in _WHOLE_ALONG):
+            return name
+    return "" if known else None
+
+
+def _has_output(expected: float, name: str, holders: list[Trace], axes: tuple[str, ...]) -> bool:
+    sums: dict[tuple[int, ...], float] = {}
+    for trace in holders:
+        place = tuple(trace.place[axis] for axis in axes)
+        sums[place] = sums.get(place, 0.0) + trace.blocks[name]
+    measure = max(abs(expected), 1e-12) * LIMIT
+    return all(abs(total - expected) <= measure for total in sums.values())
 
 
 def _find_missing(reference: Trace, traces: list[Trace]) -> Iterator[str]:
@@ -308,3 +295,44 @@ def _find_broken_ties(reference: Trace, traces: list[Trace]) -> Iterator[str]:
 
 def _list(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def format_table(comparison: Comparison) -> list[str]:
+    """One line per quantity: the worst relative difference, its limit, and where it occurred."""
+    rows = [_HEADINGS]
+    for name, worst in comparison.quantities.items():
+        value, where = (f"{worst.value:.1e}", worst.locate()) if worst.value else ("0", "")
+        verdict = "pass" if worst.is_equal else "FAIL"
+        rows.append((name, value, f"{worst.limit:.0e}", verdict, where))
+    rows += [("parameters", "", "", "FAIL", problem) for problem in comparison.problems]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS) - 1)]
+    padded = [[cell.ljust(w) for cell, w in zip(row, [*widths, 0], strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def describe_cause(comparison: Comparison) -> list[str]:
+    """What is wrong, in sentences; then the parameter that differs first, unless that explains it.
+
+    A wrong rate or decay makes every later gradient differ, so only a first one says more.
+    """
+    first = comparison.first
+    if comparison.causes and (first is None or first.update != 0):
+        return comparison.causes
+    return [*comparison.causes, describe_first(comparison)]
+
+
+def describe_first(comparison: Comparison) -> str:
+    """The parameter nearest to the cause, and by how much it differs."""
+    first = comparison.first
+    if first is None:
+        return ""
+    where = {None: "", "": "the outputs of all blocks are right, the loss is not; "}
+    begins = where.get(comparison.block, f"the forward pass differs from {comparison.block} on; ")
+    what = "weight" if first.update is None else "gradient"
+    others = comparison.differing - 1
+    more = f"; so do {others} of the other {comparison.parameters - 1}" if others else ", alone"
+    return (
+        f"{begins}first parameter that differs: {first.name}, its {what} by {first.value:.1e} "
+        f"({'' if first.update is None else f'step {first.update + 1}, '}"
+        f"rank {first.process}){more}"
+    )

@@ -1,27 +1,28 @@
 """Record a run on this rank: an observer that turns updates into a ``Trace``.
 
 It reads gradients when the engine has finished them, so any loop can be recorded unchanged. Joining
-a split tensor involves all ranks that hold a slice, so every rank records, in the same order.
+a split tensor involves all ranks that hold a slice, so every rank records, in the same order. The
+optimizer is watched, too: learning rates and clipping are recorded as they reach it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
-from rapidformer.dist.collectives import is_alone
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.whole import join_whole
+from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import RunObserver
 from rapidformer.overlay import list_layers
-from rapidformer.verification.steps import StepRecorder, collect_group_setting, peek_at_draws
-from rapidformer.verification.trace import AXES, Tensors, Trace
+from rapidformer.verification.trace import AXES, MicroBatchWeight, Step, Tensors, Trace
 
 
 class RecordingFinished(BaseException):
@@ -35,10 +36,12 @@ class Recorder(RunObserver):
         self.trace = Trace()
         self._updates = updates
         self._engine: Any = None
-        self._steps: StepRecorder | None = None
         self._has_dropout = False
         self._loss = self._weight = 0.0
         self._samples = (0, 0)
+        self._micro_batches: list[MicroBatchWeight] = []
+        self._size = 0.0
+        """The norm of this rank's slices of the gradient, before clipping."""
         self._hooks: list[Any] = []
 
     def before_compose(self, model: nn.Module) -> None:
@@ -47,25 +50,34 @@ class Recorder(RunObserver):
 
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
-        self._steps = StepRecorder(engine, self.trace.steps)
-        model, topology = self._model, engine.runtime.topology
-        self.trace.place = {axis: topology.get_rank(axis) for axis in AXES}
-        self.trace.start = collect_weights(model)
-        self.trace.ties = find_ties(model)
-        self.trace.decays = collect_group_setting(engine.updates.optimizer, model, "weight_decay")
-        self.trace.draws = [peek_at_draws(engine.device)]
-        self.trace.split = [name for name, p in _list_parameters(model).items() if _is_split(p)]
-        if not engine.args.compile:  # otherwise the hook would be compiled into the block
-            # Without padding, a block's output has another size than the one it is compared with.
-            is_unpadded = "unpad" in list_layers(model)
-            names = () if is_unpadded else engine.model.parallelized.plan.blocks
-            self._hooks = watch_blocks(model, names, self.trace.blocks)
-        self.trace.facts |= {
-            "switches": list(engine.model.parallelized.switches),
+        optimizer, parallelized = engine.updates.optimizer, engine.model.parallelized
+        if engine.updates.clock.keeper is None:
+            optimizer.register_step_pre_hook(self._see_optimizer)
+        model, topology, trace = self._model, engine.runtime.topology, self.trace
+        trace.place = {axis: topology.get_rank(axis) for axis in AXES}
+        trace.start = collect_weights(model)
+        trace.ties = find_ties(model)
+        trace.decays = _collect_group_setting(optimizer, model, "weight_decay")
+        trace.draws = [_peek_at_draws(engine.device)]
+        trace.split = [
+            name
+            for name, p in _list_parameters(model).items()
+            if isinstance(p, DTensor) and not all(place.is_replicate() for place in p.placements)
+        ]
+        # A hook would be compiled into the block. Without padding, a block's output has another
+        # size than the one it is compared with.
+        if not engine.args.compile and "unpad" not in list_layers(model):
+            self._hooks = [
+                module.register_forward_hook(_build_hook(name, trace.blocks))
+                for name, module in model.named_modules()
+                if name in parallelized.plan.blocks
+            ]
+        trace.facts |= {
+            "switches": list(parallelized.switches),
             "device": engine.device.type,
             "micro_batch_size": engine.args.micro_batch_size,
             "sizes": {name: getattr(engine.args, name) for name in ("num_layers", "hidden_size")},
-            "tied": [list(group) for group in engine.model.parallelized.plan.tied],
+            "tied": [list(group) for group in parallelized.plan.tied],
             "parameter_bytes": count_bytes(model),
         }
 
@@ -77,35 +89,46 @@ class Recorder(RunObserver):
     def see_loss(
         self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
     ) -> None:
-        number = float(weight)
-        assert self._steps is not None
-        self._steps.see_loss(number, info, is_given=is_given)
+        number, labels = float(weight), None
+        if info is not None:
+            labels = info.count_labels(shifts_labels=self._engine.updates.weights.shifts_labels)
+            self._samples = (self._samples[0] + info.rows, self._samples[1] + info.labels)
+        self._micro_batches.append(MicroBatchWeight(number, labels, is_given))
         if number:  # a mean over no labels is NaN, and contributes nothing
             self._loss += float(loss.detach()) * number
             self._weight += number
-        if info is not None:
-            self._samples = (self._samples[0] + info.rows, self._samples[1] + info.labels)
 
     def see_gradients(self) -> None:
-        trace, norm = self.trace, self._engine.updates.clock.grad_norm
+        trace, clock = self.trace, self._engine.updates.clock
         trace.losses.append((self._loss, self._weight))
         trace.samples.append(self._samples)
-        trace.norms.append(float(norm) if norm is not None else 0.0)
+        trace.norms.append(float(clock.grad_norm) if clock.grad_norm is not None else 0.0)
         trace.gradients.append(collect_gradients(self._model))
-        assert self._steps is not None
-        self._steps.see_gradients()
+        total = float(clock.total_weight)
+        trace.steps.append(Step(micro_batches=self._micro_batches, total_weight=total))
+        self._size = _measure_gradients(self._model)
         if self._has_dropout and len(trace.draws) == 1:
             # A script or a loop may have reseeded since. Harmless where nothing drops out.
-            trace.draws.append(peek_at_draws(self._engine.device))
+            trace.draws.append(_peek_at_draws(self._engine.device))
         self._loss = self._weight = 0.0
-        self._samples = (0, 0)
+        self._samples, self._micro_batches = (0, 0), []
         for hook in self._hooks:
             hook.remove()
 
     def choose_clip(self, max_norm: float, norm: torch.Tensor) -> float:
-        assert self._steps is not None
-        self._steps.see_clip(max_norm)
+        if self.trace.steps:
+            self.trace.steps[-1].max_norm = max_norm
         return max_norm
+
+    def _see_optimizer(self, optimizer: Any, *_: Any) -> None:
+        if self._engine.updates.clock.is_bypassed or not self.trace.steps:
+            return
+        step = self.trace.steps[-1]
+        step.rates = _collect_group_setting(optimizer, self._model, "lr")
+        step.position = getattr(self._engine.updates.lr_scheduler, "last_epoch", None)
+        if self._size:
+            # Each rank's slices alone: clipping multiplies all of them by the same number.
+            step.clip_factor = _measure_gradients(self._model) / self._size
 
     def see_update(self) -> None:
         if self._updates is not None and len(self.trace.gradients) >= self._updates:
@@ -128,7 +151,8 @@ def collect_weights(model: nn.Module) -> Tensors:
 def collect_gradients(model: nn.Module) -> Tensors:
     """Every gradient of the model, whole, under each of its parameter's names."""
     parameters = _list_parameters(model)
-    present = _find_anywhere({name for name, p in parameters.items() if p.grad is not None})
+    here = {name for name, p in parameters.items() if p.grad is not None}
+    present = set().union(*gather_from_all(here))
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
@@ -149,60 +173,55 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 
 def count_bytes(model: nn.Module) -> int:
     """This rank's part of the parameters."""
-    return sum(
-        (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size()
-        for p in model.parameters()
-    )
-
-
-def watch_blocks(model: nn.Module, names: tuple[str, ...], sizes: dict[str, float]) -> list[Any]:
-    """Sum the squares of each block's outputs; returns a handle that stops it when removed."""
-    return [
-        module.register_forward_hook(_build_hook(name, sizes))
-        for name, module in model.named_modules()
-        if name in names
-    ]
+    return sum(get_local(p).numel() * p.element_size() for p in model.parameters())
 
 
 def _build_hook(name: str, sizes: dict[str, float]) -> Any:
-    def add(module: nn.Module, given: Any, output: Any) -> None:
+    """Sums the squares of a block's outputs."""
+
+    def add(module: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         # In a backward pass, a block is only recomputed.
         if isinstance(hidden, torch.Tensor) and not is_in_backward():
-            local = hidden.detach()
-            local = local.to_local() if isinstance(local, DTensor) else local
-            sizes[name] = sizes.get(name, 0.0) + float(local.double().square().sum())
+            square = get_local(hidden.detach()).double().square().sum()
+            sizes[name] = sizes.get(name, 0.0) + float(square)
 
     return add
+
+
+def _collect_group_setting(optimizer: Any, model: nn.Module, setting: str) -> dict[str, float]:
+    """A setting of the optimizer's groups, under every name of each parameter."""
+    values = {
+        id(parameter): float(group[setting])
+        for group in optimizer.param_groups
+        if setting in group
+        for parameter in group["params"]
+    }
+    return {name: values[id(p)] for name, p in _list_parameters(model).items() if id(p) in values}
+
+
+def _peek_at_draws(device: torch.device) -> list[float]:
+    """The next random numbers that dropout would use; they stay the next ones."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        drawn: list[float] = torch.rand(4, device=device).tolist()
+    return drawn
+
+
+def _measure_gradients(model: nn.Module) -> float:
+    """The norm of this rank's slices."""
+    slices = [get_local(p.grad) for p in model.parameters() if p.grad is not None]
+    norms = [float(torch.linalg.vector_norm(s, dtype=torch.float64)) for s in slices]
+    return math.sqrt(sum(norm**2 for norm in norms))
 
 
 def _list_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _is_split(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and not all(
-        p.is_replicate() for p in parameter.placements
-    )
-
-
-def _find_anywhere(names: set[str]) -> set[str]:
-    """The names that any rank of the run has."""
-    if is_alone():
-        return names
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, names)
-    return set().union(*everyone)
-
-
 def _collect(tensors: dict[str, torch.Tensor]) -> Tensors:
-    found: dict[int, np.ndarray[Any, Any]] = {}
+    arrays: dict[int, np.ndarray[Any, Any]] = {}
     for tensor in tensors.values():
-        if id(tensor) not in found:
-            found[id(tensor)] = _get_whole(tensor)
-    return {name: found[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _get_whole(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    # A copy: a tensor that is whole on every rank shares the parameter's memory.
-    return join_whole(tensor).float().cpu().numpy().copy()
+        if id(tensor) not in arrays:
+            # A copy: a tensor that is whole on every rank shares the parameter's memory.
+            arrays[id(tensor)] = join_whole(tensor).float().cpu().numpy().copy()
+    return {name: arrays[id(tensor)] for name, tensor in tensors.items()}

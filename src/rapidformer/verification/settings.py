@@ -22,11 +22,7 @@ SOURCE = "rapidformer verify"
 Kind = Literal["switched", "whole", "pieces", "disturbed", "shaken"]
 # With a smaller epsilon, Adam turns round-off in gradients near zero into full steps.
 SMALLEST_EPSILON = 1e-6
-_MICRO_BATCH = 4
-_SEQUENCE = 128
-_STRIDE = 32
-_HEAD = 8
-_ROWS = 256
+_MICRO_BATCH, _SEQUENCE, _STRIDE, _HEAD, _ROWS = 4, 128, 32, 8, 256
 _LEFT_OUT = [switch for switch in SWITCHES if switch.verification == "left out"]
 
 
@@ -56,6 +52,9 @@ class Job:
     def from_text(cls, text: str) -> Job:
         return cls(**json.loads(text))
 
+    def get_path(self, rank: int) -> Path:
+        return Path(self.folder) / f"{self.kind}_{rank}.npz"
+
 
 def count_processes(args: Settings) -> int:
     """The number asked for on one node; otherwise the fewest that the switches need."""
@@ -70,10 +69,8 @@ def count_processes(args: Settings) -> int:
     if args.zero_stage or args.cpu_offload or args.deepspeed is not None:
         copies = 2 * (args.hybrid_sharding_size or 0)
         replicas = lcm(replicas, copies) if copies > 0 else max(replicas, 2)
-    ranks_per_model = max(args.tensor_model_parallel_size, 1) * max(
-        args.pipeline_model_parallel_size, 1
-    )
-    return replicas * ranks_per_model
+    tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    return replicas * max(tensor, 1) * max(stages, 1)
 
 
 def has_own_count(args: Settings) -> bool:
@@ -83,20 +80,17 @@ def has_own_count(args: Settings) -> bool:
 
 def list_switches(args: Settings, processes: int) -> list[str]:
     """The settings that only the switched run has; empty: there is nothing to verify."""
-    found = [
+    switches = [
         _describe(args, name)
         for switch in SWITCHES
         if switch.verification == "off" and switch.turned_on_by and switch.is_on(args)
         for name in switch.list_given(args)
     ]
     if _count_accumulation(args, processes) > 1:
-        found.append("gradient accumulation")
-    ranks_per_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if processes // (ranks_per_model * args.context_parallel_size) > 1:
-        found.append(
-            f"data parallelism over {processes // (ranks_per_model * args.context_parallel_size)}"
-        )
-    return found
+        switches.append("gradient accumulation")
+    if (replicas := _count_replicas(args, processes)) > 1:
+        switches.append(f"data parallelism over {replicas}")
+    return switches
 
 
 def list_left_out(args: Settings) -> list[str]:
@@ -139,31 +133,24 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip
-    if args.load is not None and not _is_model_folder(args.load):
-        args = args.replace(SOURCE, load=None, finetune=False)
+    if args.load is not None:
+        folder = Path(args.load).expanduser()
+        if folder.is_dir() and not is_model_folder(folder):
+            args = args.replace(SOURCE, load=None, finetune=False)
     if args.user_script is None:
         return args.replace(
             SOURCE,
             train_iters=job.updates, epochs=None, train_samples=None, train_tokens=None,
-            eval_iters=0, max_train_samples=_choose_rows(args), max_eval_samples=_ROWS,
+            eval_iters=0, max_eval_samples=_ROWS,
+            # The user's own first rows: enough for a few updates, and for every class to occur.
+            max_train_samples=min(args.max_train_samples or _ROWS, _ROWS),
         )  # fmt: skip
     if args.train_iters or args.train_samples or args.train_tokens:
         # So that a script does not prepare data for the whole run.
-        args = args.replace(
-            SOURCE, train_iters=job.updates, train_samples=None, train_tokens=None,
-            eval_iters=0,
-        )  # fmt: skip
+        return args.replace(
+            SOURCE, train_iters=job.updates, train_samples=None, train_tokens=None, eval_iters=0
+        )
     return args
-
-
-def _is_model_folder(load: str) -> bool:
-    folder = Path(load).expanduser()
-    return not folder.is_dir() or is_model_folder(folder)
-
-
-def _choose_rows(args: Settings) -> int:
-    """The user's own first rows: enough for a few updates, and for every class to occur."""
-    return min(args.max_train_samples or _ROWS, _ROWS)
 
 
 def _reduce(args: Settings, job: Job) -> Settings:
@@ -171,10 +158,8 @@ def _reduce(args: Settings, job: Job) -> Settings:
         reads_sizes = args.num_layers is not None and args.hidden_size is not None
         if not reads_sizes or args.pretrained_model_name_or_path is not None or args.load:
             return args  # the script's own model, which cannot be made smaller
-        return _reduce_batches(_reduce_flags(args), job)
-    if args.model_type in ("gpt", "rapidformer_gpt"):
-        return _reduce_batches(_reduce_flags(args), job)
-    return _reduce_batches(_reduce_model(args), job)
+    has_flags = args.user_script is not None or args.model_type in ("gpt", "rapidformer_gpt")
+    return _reduce_batches(_reduce_flags(args) if has_flags else _reduce_model(args), job)
 
 
 def _reduce_flags(args: Settings) -> Settings:
@@ -201,9 +186,8 @@ def _reduce_model(args: Settings) -> Settings:
     if args.seq_length is None:
         limit = get_position_limit(config) or _SEQUENCE
         args = args.replace(SOURCE, seq_length=min(limit, _SEQUENCE))
-    layers, hidden, heads = (
-        get_size(config, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
-    )
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    layers, hidden, heads = (get_size(config, name) for name in names)
     if not (isinstance(layers, int) and isinstance(hidden, int) and isinstance(heads, int)):
         return args
     fewer, narrow = min(layers, _count_layers(args)), min(hidden, _HEAD * heads)
@@ -248,9 +232,8 @@ def _count_accumulation(args: Settings, processes: int) -> int:
         return args.gradient_accumulation_steps
     if args.global_batch_size is None or args.micro_batch_size is None:
         return 1
-    return max(
-        args.global_batch_size // (args.micro_batch_size * _count_replicas(args, processes)), 1
-    )
+    unit = args.micro_batch_size * _count_replicas(args, processes)
+    return max(args.global_batch_size // unit, 1)
 
 
 def _take_switches_away(args: Settings, job: Job) -> Settings:

@@ -9,7 +9,8 @@ it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 Tensors = dict[str, "np.ndarray[Any, Any]"]
 AXES = ("pipeline", "data", "context", "tensor")
+_IN_ARRAYS = ("start", "gradients", "weights")
 
 
 class MicroBatchWeight(NamedTuple):
@@ -47,7 +49,7 @@ class Step:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Step:
-        weights = [MicroBatchWeight(*each) for each in values.pop("micro_batches")]
+        weights = [MicroBatchWeight(*entry) for entry in values.pop("micro_batches")]
         return cls(micro_batches=weights, **values)
 
 
@@ -89,20 +91,8 @@ class Trace:
         arrays |= {f"weights/{name}": value for name, value in self.weights.items()}
         for update, gradients in enumerate(self.gradients):
             arrays |= {f"gradients/{update}/{name}": g for name, g in gradients.items()}
-        head = {
-            "place": self.place,
-            "losses": self.losses,
-            "samples": self.samples,
-            "norms": self.norms,
-            "updates": len(self.gradients),
-            "ties": self.ties,
-            "split": self.split,
-            "blocks": self.blocks,
-            "steps": [asdict(step) for step in self.steps],
-            "decays": self.decays,
-            "draws": self.draws,
-            "facts": self.facts,
-        }
+        head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _IN_ARRAYS}
+        head |= {"gradients": len(self.gradients), "steps": [asdict(step) for step in self.steps]}
         text = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
         with path.open("wb") as file:
             np.savez(file, head=text, **arrays)  # type: ignore[arg-type]
@@ -112,29 +102,18 @@ class Trace:
         """Read what ``save`` wrote; tensors keep the order they had in the model."""
         with np.load(path, allow_pickle=False) as arrays:
             head = json.loads(arrays["head"].tobytes())
-            trace = cls(
-                place=head["place"],
-                losses=[(total, weight) for total, weight in head["losses"]],
-                samples=[(rows, labels) for rows, labels in head["samples"]],
-                norms=head["norms"],
-                gradients=[{} for _ in range(head["updates"])],
-                ties=head["ties"],
-                split=head["split"],
-                blocks=head["blocks"],
-                steps=[Step.from_json(values) for values in head["steps"]],
-                decays=head["decays"],
-                draws=head["draws"],
-                facts=head["facts"],
-            )
+            for name in ("losses", "samples"):
+                head[name] = [tuple(pair) for pair in head[name]]
+            head["gradients"] = [{} for _ in range(head["gradients"])]
+            head["steps"] = [Step.from_json(values) for values in head["steps"]]
+            trace = cls(**head)
             for key in arrays.files:
                 kind, _, name = key.partition("/")
-                if kind == "start":
-                    trace.start[name] = arrays[key]
-                elif kind == "weights":
-                    trace.weights[name] = arrays[key]
-                elif kind == "gradients":
+                if kind == "gradients":
                     update, _, name = name.partition("/")
                     trace.gradients[int(update)][name] = arrays[key]
+                elif kind in _IN_ARRAYS:
+                    getattr(trace, kind)[name] = arrays[key]
         return trace
 
 
@@ -144,7 +123,8 @@ def compute_losses(traces: list[Trace]) -> list[list[float]]:
     for rank in sorted({trace.place["tensor"] for trace in traces}):
         members = [trace for trace in traces if trace.place["tensor"] == rank]
         updates = zip(*(trace.losses for trace in members), strict=True)
-        views.append([_divide(*map(sum, zip(*parts, strict=True))) for parts in updates])
+        sums = [tuple(map(sum, zip(*parts, strict=True))) for parts in updates]
+        views.append([total / weight if weight else math.nan for total, weight in sums])
     return views
 
 
@@ -163,7 +143,3 @@ def count_parameters(traces: list[Trace]) -> int:
     doubles = {name for group in tied for name in group[1:]}
     sizes = {name: value.size for trace in traces for name, value in trace.start.items()}
     return sum(size for name, size in sizes.items() if name not in doubles)
-
-
-def _divide(total: float, weight: float) -> float:
-    return total / weight if weight else float("nan")

@@ -1,15 +1,10 @@
-"""One run of a verification, on one rank: recorded, in fp32 and without dropout.
-
-The run itself is the user's: a task, a template or a loop in a script. It is stopped from inside
-after enough updates.
-"""
+"""One run of a verification on one rank: the user's own, in fp32 and without dropout."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,9 +54,10 @@ class VerifiedRun(Recorder):
         apply_visible_decay(engine.updates.optimizer)
         if self._job.kind == "disturbed":
             # A forward pass without randomness is not affected.
-            torch.manual_seed(engine.args.seed + 54321)
-            np.random.seed((engine.args.seed + 54321) % 2**32)
-            random.seed(engine.args.seed + 54321)
+            seed = engine.args.seed + 54321
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
         if self._job.kind == "shaken":
             apply_round_off(self._model)
 
@@ -96,10 +92,6 @@ def record_run(job: Job, train: Callable[[], None]) -> Trace:
     return run.trace
 
 
-def get_trace_path(job: Job, rank: int) -> Path:
-    return Path(job.folder) / f"{job.kind}_{rank}.npz"
-
-
 def apply_round_off(model: nn.Module) -> None:
     """Change every weight in its last bits, to measure what round-off alone does."""
     generator = torch.Generator().manual_seed(1)
@@ -117,23 +109,17 @@ def apply_visible_decay(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         rate, decay = float(group.get("initial_lr", group["lr"])), group.get("weight_decay", 0.0)
-        if rate > 0 and decay > 0 and (_is_decoupled(group) or isinstance(optimizer, SGD)):
+        is_apart = group.get("decoupled_weight_decay") is True or isinstance(optimizer, SGD)
+        if rate > 0 and decay > 0 and is_apart:
             group["weight_decay"] = max(decay, _VISIBLE_DECAY / rate)
-
-
-def _is_decoupled(group: dict[str, Any]) -> bool:
-    return group.get("decoupled_weight_decay") is True
 
 
 def apply_no_dropout(model: nn.Module) -> None:
     """Set every dropout rate to zero: in layers, and in attributes passed to functions."""
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
         if isinstance(module, DROPOUTS):
             module.p = 0.0
-        config = getattr(module, "config", None)
-        for name, value in list(vars(config).items()) if hasattr(config, "__dict__") else ():
-            if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)

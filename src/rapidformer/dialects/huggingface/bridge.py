@@ -22,9 +22,8 @@ from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from rapidformer.training.evaluation import Evaluation
+from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.progress import Progress
 from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.timetable import count_updates
@@ -199,15 +198,10 @@ class TrainerTemplate(Template):
     def build_eval_loader(self, dataset: Any, collate: Any) -> DistributedLoader | None:
         return None  # made for each evaluation, as the trainer's hook says
 
-    def make_evaluation(self, model: Any, eval_loader: Any) -> Evaluation | None:
+    def make_evaluation(self, model: Any, loader: Any) -> Evaluation | None:
         if self.trainer.eval_dataset is None:
             return None
-        name, greater = self.choose_best_metric()
-        return Evaluation(
-            run=self._evaluate,
-            best_metric=name,
-            greater_is_better=greater,
-        )
+        return self.plan_evaluation(self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         forget_requests(self.trainer.control)

@@ -58,7 +58,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
-from rapidformer.training.progress import Progress
+from rapidformer.training.evaluation import Progress
 
 Inputs = dict[str, Any]
 Metrics = dict[str, Any]

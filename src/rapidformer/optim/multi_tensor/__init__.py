@@ -11,11 +11,9 @@
 - ``prepare`` writes learning rates and other settings to the device if they changed, follows
   weights and moments that moved, and counts the change of every weight for autograd. It returns
   False if the launch no longer fits the optimizer: drop the graph, and find another launch.
-- ``run`` reads the gradients in ``.grad`` (or those given, in the order of ``launch.parameters``),
-  launches kernels and does nothing else: it reads nothing back, and step counts are advanced on the
-  device. Gradients must stay where they were when the graph was recorded. ``divisor`` divides all
-  gradients on the way (clipping), and ``flag`` is 1.0 if nothing may change; both are fp32 tensors
-  on the device. ``run`` the same combination of the two once before recording, so that nothing is
-  compiled then.
+- ``run`` launches kernels over the gradients in ``.grad`` (or those given, in the order of
+  ``launch.parameters``), which must stay where they are, and reads nothing back. ``divisor``
+  divides all gradients (clipping), and ``flag`` is 1.0 if nothing may change; both are fp32 tensors
+  on the device. Run the same combination of the two once before recording: it is compiled then.
 - ``norm.sum_squares(gradients)`` can be recorded too, after it ran once with such gradients.
 """

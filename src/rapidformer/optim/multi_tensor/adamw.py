@@ -1,8 +1,4 @@
-"""torch's AdamW whose step on a GPU is two kernel launches, whatever the number of parameters.
-
-Everything else is torch's: groups, state, checkpoints, schedules and hooks. torch also updates what
-the kernel does not support.
-"""
+"""torch's AdamW with a step of two launches on a GPU; torch does what the kernel cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.compat.triton import has_triton, on_device, works_later
 from rapidformer.optim.multi_tensor import norm
 from rapidformer.optim.multi_tensor.addresses import record_addresses
-from rapidformer.optim.multi_tensor.launch import Dtype, Group, Kinds, Launch, get_local
+from rapidformer.optim.multi_tensor.launch import Dtype, Kinds, Launch, get_local
 from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,7 +73,7 @@ class MultiTensorAdamW(AdamW):
                 return False
             if launch.prepare():
                 divisor, flag = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                launch.run(divisor, flag, [each for each in gradients if each is not None])
+                launch.run(divisor, flag, [g for g in gradients if g is not None])
                 return True
             self._launch = None  # the optimizer has other state now
         return False
@@ -91,28 +87,28 @@ class MultiTensorAdamW(AdamW):
 
     @torch.no_grad()
     def _find_launch(self, gradients: Sequence[Tensor | None]) -> Launch | None:
-        if not all(map(_is_supported, self.param_groups)):
-            return None
+        for group in self.param_groups:
+            if any(map(group.get, _UNSUPPORTED)) or isinstance(group["lr"], Tensor):
+                return None
         parameters = [p for group in self.param_groups for p in group["params"]]
         kinds = [None if gradient is None else gradient.dtype for gradient in gradients]
         if self._launch is None or not self._launch.fits(parameters, kinds):
             self._launch = self._build_launch(parameters, kinds)
-        launch = self._launch
-        found = [gradient for gradient in gradients if gradient is not None]
-        if launch is None or not _are_laid_out_like(launch.parameters, found, launch.is_sharded):
+        launch, present = self._launch, [g for g in gradients if g is not None]
+        if launch is None or not _are_laid_out_like(launch.parameters, present, launch.is_sharded):
             return None
         return launch
 
     def _build_launch(
         self, parameters: Sequence[nn.Parameter], gradient_kinds: Sequence[Dtype | None]
     ) -> Launch | None:
-        every = zip(parameters, gradient_kinds, strict=True)
-        found = [(p, kind) for p, kind in every if kind is not None]
-        device = found[0][0].device if found else torch.device("cpu")
+        pairs = zip(parameters, gradient_kinds, strict=True)
+        trained = [(p, kind) for p, kind in pairs if kind is not None]
+        device = trained[0][0].device if trained else torch.device("cpu")
         if not has_triton(device):
             return None
         kinds = set()
-        for parameter, gradient_kind in found:
+        for parameter, gradient_kind in trained:
             state = self.get_state(parameter)
             # In checkpoints of optimizers that are not fused, it is on the host.
             state["step"] = state["step"].to(device, torch.float32)
@@ -124,7 +120,7 @@ class MultiTensorAdamW(AdamW):
             if len({moment.dtype for moment in moments}) > 1:
                 return None
             kinds.add(Kinds(parameter.dtype, gradient_kind, moments[0].dtype))
-        if not all(_works(device, each, self.rounds_randomly) for each in kinds):
+        if not all(_works(device, some, self.rounds_randomly) for some in kinds):
             return None
         return Launch(self, parameters, gradient_kinds)
 
@@ -138,10 +134,6 @@ class MultiTensorAdamW(AdamW):
                     parameter, dtype=self.moment_dtype, memory_format=torch.preserve_format
                 )
         return state
-
-
-def _is_supported(group: Group) -> bool:
-    return not any(group.get(name) for name in _UNSUPPORTED) and not isinstance(group["lr"], Tensor)
 
 
 def _are_laid_out_like(

@@ -16,11 +16,7 @@ from triton import language as tl
 
 from rapidformer.optim.multi_tensor import tables
 
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _SETTINGS = tl.constexpr(tables.SETTINGS)
 _NUMBERS = tl.constexpr(tables.NUMBERS)
 _CUT = tl.constexpr(0xFFFF)
@@ -29,13 +25,7 @@ _GOLDEN = tl.constexpr(0x9E3779B9)
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def advance(  # type: ignore[no-untyped-def]
-    steps,
-    groups,
-    settings,
-    numbers,
-    flag,
-    count,
-    block: tl.constexpr,
+    steps, groups, settings, numbers, flag, count, block: tl.constexpr
 ):
     """Count the step of every tensor, and compute the numbers of its update."""
     tensor = tl.program_id(0) * block + tl.arange(0, block)
@@ -69,23 +59,11 @@ def advance(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update(  # type: ignore[no-untyped-def]
-    chunks,
-    rows,
-    gradients,
-    numbers,
-    divisor,
-    flag,
-    weight_type: tl.constexpr,
-    gradient_type: tl.constexpr,
-    moment_type: tl.constexpr,
-    rounds_randomly: tl.constexpr,
-    chunk: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Update one chunk of a weight and its moments.
-
-    A tensor's row has the addresses of the weight and its two moments, and the number of elements.
-    """
+    chunks, rows, gradients, numbers, divisor, flag,
+    weight_type: tl.constexpr, gradient_type: tl.constexpr, moment_type: tl.constexpr,
+    rounds_randomly: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Update a chunk of a weight and its moments, from a row: three addresses and the size."""
     if tl.load(flag) == 1.0:
         return
     place = chunks + tl.program_id(0) * 2
@@ -118,15 +96,9 @@ def update(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_chunk(  # type: ignore[no-untyped-def]
-    pointers,
-    start,
-    end,
-    values,
-    rounds_randomly: tl.constexpr,
-    chunk: tl.constexpr,
-    block: tl.constexpr,
-    is_aligned: tl.constexpr,
-):
+    pointers, start, end, values, rounds_randomly: tl.constexpr,
+    chunk: tl.constexpr, block: tl.constexpr, is_aligned: tl.constexpr,
+):  # fmt: skip
     weight, gradient, mean, square = pointers
     if is_aligned:
         end = _align(end)
@@ -141,13 +113,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_block(  # type: ignore[no-untyped-def]
-    weights,
-    gradients,
-    means,
-    squares,
-    mask,
-    values,
-    rounds_randomly: tl.constexpr,
+    weights, gradients, means, squares, mask, values, rounds_randomly: tl.constexpr
 ):
     divisor, rate, beta1, new1, beta2, new2, correction, epsilon, decay, penalty, step = values
     w = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
@@ -204,13 +170,7 @@ def _round_randomly(value, salt):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def square_chunk(  # type: ignore[no-untyped-def]
-    chunks,
-    addresses,
-    sizes,
-    partial,
-    kind: tl.constexpr,
-    chunk: tl.constexpr,
-    block: tl.constexpr,
+    chunks, addresses, sizes, partial, kind: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr
 ):
     """The sum of squares of one chunk, in fp32."""
     place = chunks + tl.program_id(0) * 2
@@ -229,12 +189,7 @@ def square_chunk(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _square_chunk(  # type: ignore[no-untyped-def]
-    pointer,
-    start,
-    end,
-    chunk: tl.constexpr,
-    block: tl.constexpr,
-    is_aligned: tl.constexpr,
+    pointer, start, end, chunk: tl.constexpr, block: tl.constexpr, is_aligned: tl.constexpr
 ):
     if is_aligned:
         end = _align(end)

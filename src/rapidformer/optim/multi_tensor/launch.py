@@ -64,16 +64,9 @@ def describe_group(group: Group) -> list[float]:
     beta1, beta2 = (ctypes.c_float(beta).value for beta in group["betas"])  # rounded, as torch does
     decay = group["weight_decay"]
     is_decoupled = group.get("decoupled_weight_decay", True)
-    return [
-        float(group["lr"]),
-        beta1,
-        beta2,
-        math.log(beta1) if beta1 > 0 else -math.inf,
-        math.log(beta2) if beta2 > 0 else -math.inf,
-        group["eps"],
-        decay if is_decoupled else 0.0,
-        0.0 if is_decoupled else decay,
-    ]
+    logarithms = [math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2)]
+    decays = [decay, 0.0] if is_decoupled else [0.0, decay]
+    return [float(group["lr"]), beta1, beta2, *logarithms, group["eps"], *decays]
 
 
 @dataclass
@@ -113,8 +106,9 @@ class Launch:
         self._all_states = list(source.state.values())
         self._held = list(_list_tensors(self._states))
         self._sizes = [get_local(p).numel() for p in self.parameters]
+        numbers = [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
         self._families = self._build_families(
-            list(itertools.compress(_number_groups(source), has_gradient)),
+            list(itertools.compress(numbers, has_gradient)),
             list(itertools.compress(kinds, has_gradient)),
         )
         self._addresses: list[int] = []
@@ -125,11 +119,11 @@ class Launch:
     def _build_families(self, groups: list[int], kinds: list[Any]) -> list[_Family]:
         members: dict[Kinds, list[int]] = defaultdict(list)
         for number, state in enumerate(self._states):
-            dtypes = self.parameters[number].dtype, kinds[number], state["exp_avg"].dtype
-            members[Kinds(*dtypes)].append(number)
+            weight, moment = self.parameters[number].dtype, state["exp_avg"].dtype
+            members[Kinds(weight, kinds[number], moment)].append(number)
         return [
             _Family(
-                own,
+                dtypes,
                 numbers,
                 chunks=send(build_chunks([self._sizes[i] for i in numbers], CHUNK), self.device),
                 groups=send(torch.tensor([groups[i] for i in numbers], device=HOST), self.device),
@@ -138,7 +132,7 @@ class Launch:
                 steps=Mirror(torch.int64, self.device),
                 gradients=Addresses(self.device),
             )
-            for own, numbers in members.items()
+            for dtypes, numbers in members.items()
         ]
 
     def fits(self, parameters: Sequence[nn.Parameter], kinds: Sequence[Dtype | None]) -> bool:
@@ -183,14 +177,14 @@ class Launch:
 
     def _still_fits(self, weights: list[Tensor], held: list[Tensor]) -> bool:
         """Whether tensors that moved are still where and what they must be."""
-        every = zip(weights, held[::3], held[1::3], held[2::3], self._sizes, strict=True)
+        rows = zip(weights, held[::3], held[1::3], held[2::3], self._sizes, strict=True)
         kinds = {i: family.kinds for family in self._families for i in family.numbers}
         return all(
             _is_whole(weight, self.device, kinds[i].weight, size)
             and _is_whole(step, self.device, torch.float32, 1)
             and _is_whole(mean, self.device, kinds[i].moment, size)
             and _is_whole(square, self.device, kinds[i].moment, size)
-            for i, (weight, step, mean, square, size) in enumerate(every)
+            for i, (weight, step, mean, square, size) in enumerate(rows)
         )
 
     def _write_addresses(self, addresses: list[int]) -> None:
@@ -220,8 +214,8 @@ class Launch:
         flag = self._no_flag if flag is None else flag
         with on_device(self.device):
             for family in self._families:
-                own = [addresses[i] for i in family.numbers]
-                self._run_family(family, family.gradients.write(own), divisor, flag)
+                table = family.gradients.write([addresses[i] for i in family.numbers])
+                self._run_family(family, table, divisor, flag)
 
     def _run_family(
         self, family: _Family, gradients: Tensor, divisor: Tensor, flag: Tensor
@@ -246,11 +240,6 @@ class Launch:
 def _list_tensors(states: Sequence[dict[str, Tensor]]) -> Iterable[Tensor]:
     """The step and the two moments of each parameter."""
     return itertools.chain.from_iterable(map(_READ, states))
-
-
-def _number_groups(source: Source) -> list[int]:
-    """The number of each parameter's group."""
-    return [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
 
 
 def _count_parameters(source: Source) -> list[int]:

@@ -46,10 +46,7 @@ _recorded: dict[Key, list[_Part]] = {}
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The sum of the squares of all elements, in fp64; None if the kernels cannot compute it.
-
-    Squares are added up in fp32 by chunks, and the chunks in fp64, always in the same order.
-    """
+    """The sum of all squares in fp64, in a fixed order; None if the kernels cannot compute it."""
     device = tensors[0].device
     if not has_triton(device) or not are_plain(tensors):
         return None
@@ -100,19 +97,12 @@ def _build_parts(
 ) -> list[_Part]:
     parts = []
     for dtype in dict.fromkeys(dtypes):
-        numbers = [i for i, own in enumerate(dtypes) if own == dtype and sizes[i]]
-        if not numbers:
-            continue
-        own = [sizes[i] for i in numbers]
-        parts.append(
-            _Part(
-                dtype,
-                numbers,
-                send(build_chunks(own, _CHUNK), device),
-                send(torch.tensor(own, device=HOST), device),
-                Addresses(device),
-            )
-        )
+        numbers = [i for i, other in enumerate(dtypes) if other == dtype and sizes[i]]
+        if numbers:
+            lengths = [sizes[i] for i in numbers]
+            chunks = send(build_chunks(lengths, _CHUNK), device)
+            on_device = send(torch.tensor(lengths, device=HOST), device)
+            parts.append(_Part(dtype, numbers, chunks, on_device, Addresses(device)))
     return parts
 
 

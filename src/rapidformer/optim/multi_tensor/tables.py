@@ -60,9 +60,9 @@ class Mirror:
         if values == self._values:
             return
         is_pinned = self._device.type == "cuda"  # so that the host does not wait
-        given = torch.tensor(values, dtype=self._dtype, device=HOST, pin_memory=is_pinned)
+        on_host = torch.tensor(values, dtype=self._dtype, device=HOST, pin_memory=is_pinned)
         if len(values) != len(self._values):
-            self.tensor = torch.empty_like(given, device=self._device)
+            self.tensor = torch.empty_like(on_host, device=self._device)
         # In place, since a recorded graph reads from here.
-        self.tensor.copy_(given, non_blocking=True)
+        self.tensor.copy_(on_host, non_blocking=True)
         self._values = values
