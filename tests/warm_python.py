@@ -50,7 +50,7 @@ CLONE_NEWNET = 0x40000000
 """The kind of namespace that ``setns`` enters: a network's."""
 
 SLOW = (
-    "datasets", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+    "datasets", "deepspeed", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
     "torch.distributed.tensor.experimental", "torch.utils.tensorboard", "torchmetrics",
     "transformers.models.auto.modeling_auto",
@@ -194,6 +194,7 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
 
 
 def _import_what_is_slow() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed does not search, and says nothing
     for name in SLOW:
         importlib.import_module(name)
     rapidformer = sys.modules["rapidformer"]
