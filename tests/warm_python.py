@@ -50,7 +50,8 @@ CLONE_NEWNET = 0x40000000
 """The kind of namespace that ``setns`` enters: a network's."""
 
 SLOW = (
-    "datasets", "deepspeed", "rapidformer", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
+    "datasets", "deepspeed", "rapidformer", "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
     "torch.distributed.tensor.experimental", "torch.utils.tensorboard", "torchmetrics",
     "transformers.models.auto.modeling_auto",

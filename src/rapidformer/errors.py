@@ -70,7 +70,8 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _join(problems: list[str]) -> str:
+def join_problems(problems: list[str]) -> str:
+    """One sentence, or a list of them."""
     if len(problems) == 1:
         return problems[0]
     lines = "\n".join(f"  - {problem}" for problem in problems)

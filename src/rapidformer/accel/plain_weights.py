@@ -135,13 +135,13 @@ class PlainWeights:
             table.clear()
             table.update(ordered)
         self._restore_buffers()
-        for optimizer, groups, state in optimizers:
-            del optimizer.param_groups[len(groups) :]
-            for group, keys in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = [replaced[key] for key in keys]
+        for optimizer, groups, states in optimizers:
+            for group, members in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [replaced[m] if isinstance(m, int) else m for m in members]
             optimizer.state.clear()
-            for key, values in state.items():
-                optimizer.state[replaced[key]] = {
+            for member, values in states:
+                parameter = replaced[member] if isinstance(member, int) else member
+                optimizer.state[parameter] = {
                     name: join_whole(value) if isinstance(value, DTensor) else value
                     for name, value in values.items()
                 }
@@ -202,13 +202,16 @@ class PlainWeights:
                     source = _Source(away.index(False), buffer.dtype, False, buffer.shape)
                     _broadcast(buffer, source, self._topology)
 
-    def _collect_states(self) -> Iterator[tuple[Optimizer, list[list[int]], dict[int, Any]]]:
-        """Each optimizer with its groups, and its state by the weight that it is of."""
+    def _collect_states(self) -> Iterator[_Held]:
+        """What each optimizer holds, by weight; groups added after compose may hold others, too."""
         current = {id(w.find_current()): key for key, w in self._weights.items()}
         for reference, groups in self._optimizers:
             if (optimizer := reference()) is not None:
-                entries = [(id(p), values) for p, values in optimizer.state.items()]
-                yield optimizer, groups, {current[i]: v for i, v in entries if i in current}
+                added = [group["params"] for group in optimizer.param_groups[len(groups) :]]
+                members = [*groups, *([current.get(id(p), p) for p in ps] for ps in added)]
+                known = {*current, *(id(p) for ps in added for p in ps)}
+                states: Any = [item for item in optimizer.state.items() if id(item[0]) in known]
+                yield _Held(optimizer, members, [(current.get(id(p), p), v) for p, v in states])
 
 
 class _Held(NamedTuple):

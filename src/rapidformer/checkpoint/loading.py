@@ -28,7 +28,7 @@ from rapidformer.checkpoint.state import (
     set_random_states,
 )
 from rapidformer.checkpoint.tensors import get_index_name, load_named, read_saved_shapes
-from rapidformer.compat.torch_schedulers import get_saved_rates, set_position
+from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, write_index
 from rapidformer.checkpoint.publish import Digest, HashedFile
 from rapidformer.checkpoint.torch_index import write_torch_index
-from rapidformer.compat.torch_mesh import find_offset
+from rapidformer.compat.torch_distributed import find_offset
 from rapidformer.compat.torch_tensors import build_shell
 from rapidformer.dist.collectives import gather_on_first, scatter_from_first
 from rapidformer.dist.whole import find_strided_axis

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 from rapidformer.checkpoint.index import Entry, Index, Sizes, build_part, to_dtype, to_sizes
-from rapidformer.compat.torch_checkpoint import PLACE, build_place
+from rapidformer.compat.torch_distributed import PLACE, build_place
 from rapidformer.errors import CheckpointError
 
 TORCH_INDEX = ".metadata"

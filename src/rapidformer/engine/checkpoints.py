@@ -13,9 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
-from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.checkpoint.finite import check_finite
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.finding import abandon_later, drop_abandoned, find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.pieces import Piece

@@ -115,7 +115,7 @@ def take_over(
     on_close = parallelized.applied.on_close
     on_close(takeover.give_back, weakref.ref(optimizer), vars(optimizer).get("step"))
     on_close(takeover.give_back, weakref.ref(scheduler))
-    takeover.take_over_optimizer(
+    clips = takeover.take_over_optimizer(
         optimizer,
         clock,
         clip_grad=args.clip_grad,
@@ -123,6 +123,12 @@ def take_over(
         clips_in_step=parallelized.wants("clipping in the step"),
     )
     takeover.take_over_scheduler(scheduler, clock)
+    parts = {
+        "update clock": True,
+        "loss scaling": scaler is not None,
+        "clipping in the step": clips,
+    }
+    parallelized.applied.parts |= {name for name, is_on in parts.items() if is_on}
 
 
 def build_guard(

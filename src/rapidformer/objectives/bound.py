@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.data.batch import count_rows
-from rapidformer.data.prefetch import move_micro_batch
-from rapidformer.data.update import Update
+from rapidformer.data.update import Update, move_micro_batch
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError

@@ -74,6 +74,12 @@ def _build_adamw(
     return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 
+def uses_kernel(optimizer: Optimizer) -> bool:
+    """Whether it updates parameters in our own kernel."""
+    parts = optimizer._parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return any(isinstance(part, MultiTensorAdamW) for part in parts)
+
+
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
     groups = group_parameters(model, settings.weight_decay)
     plan = find_plan(model)

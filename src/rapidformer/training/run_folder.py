@@ -21,9 +21,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.abandoned import ABANDONED, abandon
-from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
-from rapidformer.checkpoint.first_rank import run_on_first
+from rapidformer.checkpoint.finding import (
+    ABANDONED,
+    METRICS_FILE,
+    PREVIOUS,
+    REPLACED,
+    RUN_FILE,
+    TRACKER,
+    abandon,
+    find_checkpoint,
+    find_checkpoints,
+)
 from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.restart import (
     OWNER_FILE,
@@ -31,8 +39,7 @@ from rapidformer.checkpoint.restart import (
     continue_after_restart,
     find_claimed_folder,
 )
-from rapidformer.checkpoint.run_names import METRICS_FILE, PREVIOUS, REPLACED, RUN_FILE
-from rapidformer.checkpoint.writing import writing
+from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.publish import replace_text
-from rapidformer.checkpoint.run_names import METRICS_FILE
 from rapidformer.checkpoint.writing import writing
 from rapidformer.errors import WriteError
 from rapidformer.log import get_logger, warn_once

@@ -39,8 +39,7 @@ def apply(assembly: Assembly) -> str:
     """Split the experts; their gradients are summed over different ranks than the rest."""
     model, mesh = assembly.model, assembly.topology.get_expert_mesh("expert")
     assert mesh is not None
-    # torch warns about every weight that an export joins in two steps, which is intended.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    assembly.applied.enter(QUIET_JOINING)
     styles = dict(_find_experts(model, assembly.plan))
     if problems := list(_find_problems(model, styles, mesh.size())):
         raise ConfigurationError(problems)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rapidformer.accel.fp8 import operator
 from rapidformer.accel.fp8.product import BACKWARD, FORWARD, get_scale, lay_out, quantize, restore
-from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.torch_dispatch import multiply_scaled
 from rapidformer.compat.transformers_models import is_silu
 
 

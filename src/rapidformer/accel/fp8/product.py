@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.compat.torch_fp8 import multiply_scaled
+from rapidformer.compat.torch_dispatch import multiply_scaled
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 PART = 4096

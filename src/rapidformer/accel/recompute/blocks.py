@@ -23,8 +23,7 @@ from torch.utils.checkpoint import (
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.arguments import is_cache
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
-from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS
-from rapidformer.compat.torch_fp8 import SCALED_PRODUCT
+from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS, SCALED_PRODUCT
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan

@@ -10,7 +10,6 @@ owns a tied weight stays in the root's group, since two groups cannot own one pa
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
 from rapidformer.compat.torch_dispatch import is_in_backward
+from rapidformer.compat.torch_distributed import QUIET_VIEWS
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
@@ -45,6 +45,7 @@ def apply(assembly: Assembly) -> str | None:
         for module in assembly.experts:
             fully_shard(module, **options)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
+    assembly.applied.enter(QUIET_VIEWS)
     sharded = apply_sharding(model, assembly.plan, mesh, stage, offloads=args.cpu_offload)
     assembly.synchronizer = sharded
     assembly.applied.on_close(_take_off, model, sharded)
@@ -129,8 +130,6 @@ def apply_sharding(
 ) -> ShardedGradients:
     """Shard the training state over the mesh; with ``offloads`` it stays in host memory."""
     options = _get_options(mesh, stage, offloads=offloads)
-    # Any head with a bias returns one. It matters only to code that changes outputs in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         if not any(tied.startswith(f"{name}.") for tied in tied_names):

@@ -32,13 +32,18 @@ from rapidformer.accel.tensor.styles import (
     extend_class,
 )
 from rapidformer.accel.tensor.vocabulary_loss import WholeOutputs
-from rapidformer.compat.torch_mesh import StridedShard
+from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.adapter_styles import find_unsplittable, get_layer_name
-from rapidformer.models.tensor_plans import TensorPlan, describe_model, find_tensor_plan
+from rapidformer.models.tensor_plans import (
+    TensorPlan,
+    describe_model,
+    find_tensor_plan,
+    find_unsplittable,
+    get_layer_name,
+)
 from rapidformer.overlay import find_fact, get_fact
 
 _FLAG = "--tensor-model-parallel-size"
@@ -73,8 +78,7 @@ def apply(assembly: Assembly) -> str | None:
         return None
     model, mesh = assembly.model, assembly.topology.get_submesh("tensor")
     assert mesh is not None
-    # torch warns about every weight that an export joins in two steps, which is intended.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    assembly.applied.enter(QUIET_JOINING)
     plan = assembly.tensor_plan = find_tensor_plan(model, assembly.plan)
     styles = _resolve_styles(model, plan)
     if problems := list(_find_problems(model, plan, styles, mesh.size())):

@@ -28,7 +28,7 @@ from rapidformer.accel.tensor.styles import (
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import TensorPlan, describe_model
+from rapidformer.models.tensor_plans import TensorPlan, describe_model, get_layer_name
 from rapidformer.models.watched import find_reader, list_inner_modules
 from rapidformer.overlay import find_fact, get_fact
 

@@ -18,7 +18,6 @@ from rapidformer.models.build import build_pretrained, check_fits, load_tokenize
 from rapidformer.models.configuration import load_config
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.location import get_model_location, is_from_scratch
-from rapidformer.models.memory import check_fits
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
     HiddenTokens,
