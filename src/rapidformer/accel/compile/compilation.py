@@ -41,11 +41,7 @@ def apply(assembly: Assembly) -> str:
         assembly.applied.enter(QUIET_TRACING)
     norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
     apply_compile(
-        model,
-        plan,
-        backend=args.compile_backend,
-        rewrites=_choose_rewrites(assembly),
-        norms=norms,
+        model, plan, backend=args.compile_backend, rewrites=_choose_rewrites(assembly), norms=norms
     )
     count = len(plan.blocks)
     what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"

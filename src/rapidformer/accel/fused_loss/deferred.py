@@ -287,9 +287,7 @@ def _flatten(func: Any, logits: DeferredLogits, start_dim: int = 0, end_dim: int
     if end_dim % logits.dim() == logits.dim() - 1:
         return NotImplemented
     return _move(
-        logits,
-        func(logits.get_hidden(), start_dim, end_dim),
-        lambda x: func(x, start_dim, end_dim),
+        logits, func(logits.get_hidden(), start_dim, end_dim), lambda x: func(x, start_dim, end_dim)
     )
 
 

@@ -19,11 +19,7 @@ from torch.nn import functional
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
-from rapidformer.accel.fused_loss.chunked import (
-    Recipe,
-    get_compute_type,
-    sum_losses,
-)
+from rapidformer.accel.fused_loss.chunked import Recipe, get_compute_type, sum_losses
 from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING, defer
 from rapidformer.accel.fused_loss.head import Head
 from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows

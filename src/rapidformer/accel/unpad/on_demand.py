@@ -20,11 +20,7 @@ from rapidformer.accel.unpad.calls import Call, Mode, get_call, refuse_in_graph
 from rapidformer.accel.unpad.layout import Layout
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
-from rapidformer.compat.torch_dispatch import (
-    convert_function_arguments,
-    tree_leaves,
-    tree_map_only,
-)
+from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, count_changes
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.watched import is_from_user
