@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.attention.learned_bias.call import ALIGNMENT
-from rapidformer.accel.attention.learned_bias.operator import attend
+from rapidformer.accel.attention.learned_bias.operator import ALIGNMENT, attend
 from rapidformer.compat.triton import has_triton, works
 
 _DEVICE = "cuda"
@@ -49,8 +48,8 @@ def _try(device: torch.device) -> None:
     with torch.enable_grad():
         output = attend(*leaves, dropout=0.0, scale=1.0, is_causal=False)
         gradients = torch.autograd.grad(output.sum(), leaves)
-    for found, expected in zip((output.detach(), *gradients), (1, 0, 0, 1, 0), strict=True):
-        error = float((found - expected).abs().max())
+    for result, expected in zip((output.detach(), *gradients), (1, 0, 0, 1, 0), strict=True):
+        error = float((result - expected).abs().max())
         if not error < 0.01:
             raise RuntimeError(f"a result is off by {error:g}")
 
@@ -66,32 +65,24 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         attention_mask: Tensor | None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Any:
         bias, dropout = options.get("position_bias"), options.get("dropout", 0.0)
-        is_causal = attention_mask is None and _is_causal(module, options.get("is_causal"))
-        if (
-            bias is None
-            or dropout >= 1
-            or (is_causal and query.shape[2] != key.shape[2])
-            or not suits(query, key, value, bias)
-        ):
-            found: tuple[Tensor, Tensor | None] = plain(
-                module, query, key, value, attention_mask, **options
-            )
-            return found
+        # As transformers treats a call without a mask.
+        asked = options.get("is_causal")
+        asked = getattr(module, "is_causal", True) if asked is None else asked
+        is_causal = attention_mask is None and bool(asked)
+        is_cut = is_causal and query.shape[2] != key.shape[2]
+        if bias is None or dropout >= 1 or is_cut or not suits(query, key, value, bias):
+            return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         if attention_mask is not None and not _is_plain_mask(attention_mask, key.shape[2]):
             bias, attention_mask = _add_mask(bias, attention_mask, query.dtype), None
+        bias = bias.to(query.dtype).contiguous()
         output = attend(
-            query,
-            key,
-            value,
-            bias.to(query.dtype).contiguous(),
-            attention_mask,
-            dropout=dropout,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            is_causal=is_causal,
-        )
+            query, key, value, bias, attention_mask,
+            dropout=dropout, scale=scale, is_causal=is_causal,
+        )  # fmt: skip
         return output.transpose(1, 2).contiguous(), None
 
     return attend_with_bias
@@ -118,11 +109,6 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
         and (queries + keys) * heads * size < _LARGEST
         and all(part.shape[2] * part.stride(2) < _LARGEST for part in parts)
     )
-
-
-def _is_causal(module: nn.Module, asked: bool | None) -> bool:
-    """Whether transformers treats a call without a mask as causal."""
-    return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def _is_plain_mask(mask: Tensor, keys: int) -> bool:

@@ -6,13 +6,40 @@ in its backward pass. Dropout is drawn beforehand, one bit per weight, and read 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rapidformer.accel.attention.learned_bias.call import Call, allocate_like, allocate_output
 from rapidformer.compat.triton import on_device
+
+ALIGNMENT = 16
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? seen, Tensor? kept"
+_OPTIONS = "float dropout, float scale, bool is_causal"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors and options of a call, in the order of the operators' arguments."""
+
+    query: Tensor
+    """[batch, heads, queries, size]"""
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    seen: Tensor | None
+    """False for keys that a query must not see."""
+    kept: Tensor | None
+    """Which weights dropout keeps, one bit for each, from ``launch.draw``."""
+    dropout: float
+    scale: float
+    is_causal: bool
+
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return self.key.shape[2]
 
 
 def attend(
@@ -41,9 +68,36 @@ def attend(
     return output
 
 
+def allocate_output(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the output and for the statistics of ``forward.attend``."""
+    batch, heads, queries, _ = query.shape
+    statistics = query.new_empty((2, batch, heads, round_up(queries)), dtype=torch.float32)
+    return allocate_like(query), statistics
+
+
+def allocate_like(tensor: Tensor) -> Tensor:
+    """Memory with a token's heads next to each other, as projections produce and consume them."""
+    batch, heads, tokens, size = tensor.shape
+    return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+
+
+def allocate_kept(seed: Tensor, rows: int, keys: int) -> Tensor:
+    """Memory for a bit for each weight: 64 bytes for each 512 keys of a row."""
+    return seed.new_empty((rows, (keys + 511) // 512 * 64), dtype=torch.uint8)
+
+
+def round_up(length: int) -> int:
+    """The padded length of a row: rows that kernels read along queries or keys are padded.
+
+    With strides that are always multiples of 16, one compiled kernel serves every length, and loads
+    16 bytes at a time.
+    """
+    return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
 @torch.library.custom_op("rapidformer::draw_kept_weights", mutates_args=())
 def _draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
-    from rapidformer.accel.attention.learned_bias.dropout import draw
+    from rapidformer.accel.attention.learned_bias.launch import draw
 
     with on_device(seed.device):
         return draw(seed, rows, keys, dropout)
@@ -51,25 +105,19 @@ def _draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
 
 @_draw.register_fake
 def _(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
-    return seed.new_empty((rows, (keys + 511) // 512 * 64), dtype=torch.uint8)
+    return allocate_kept(seed, rows, keys)
 
 
-@torch.library.custom_op("rapidformer::attend_with_bias", mutates_args=())
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    seen: Tensor | None,
-    kept: Tensor | None,
-    dropout: float,
-    scale: float,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "rapidformer::attend_with_bias",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     from rapidformer.accel.attention.learned_bias import forward
 
-    call = Call(query, key, value, bias, seen, kept, dropout, scale, is_causal)
-    with on_device(query.device):
+    call = Call(*arguments)
+    with on_device(call.query.device):
         return forward.attend(call)
 
 
@@ -78,35 +126,29 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return allocate_output(query)
 
 
-@torch.library.custom_op("rapidformer::attend_with_bias_backward", mutates_args=())
+@torch.library.custom_op(
+    "rapidformer::attend_with_bias_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor output, Tensor statistics, {_TENSORS}, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
 def _attend_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    seen: Tensor | None,
-    kept: Tensor | None,
-    output: Tensor,
-    statistics: Tensor,
-    dropout: float,
-    scale: float,
-    is_causal: bool,
+    gradient: Tensor, output: Tensor, statistics: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from rapidformer.accel.attention.learned_bias import backward
 
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    call = Call(query, key, value, bias, seen, kept, dropout, scale, is_causal)
-    with on_device(query.device):
-        return backward.attend_backward(call, gradient, output, statistics)
+    with on_device(gradient.device):
+        return backward.attend_backward(Call(*arguments), gradient, output, statistics)
 
 
 @_attend_backward.register_fake
 def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *_: Any
+    gradient: Tensor, output: Tensor, statistics: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = allocate_like(query), allocate_like(key), allocate_like(value)
-    return (*found, bias.new_empty(bias.shape))
+    query, key, value, bias = arguments[:4]
+    like = allocate_like(query), allocate_like(key), allocate_like(value)
+    return (*like, bias.new_empty(bias.shape))
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -114,14 +156,13 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.options = (dropout, scale, is_causal)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*output, *tensors)
 
 
 def _run_backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Any, ...]:
     if gradient is None:
         return (None,) * 9
-    found = _attend_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return (*found, *(None,) * 5)
+    return (*_attend_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5)
 
 
 _attend.register_autograd(_run_backward, setup_context=_set_up)
