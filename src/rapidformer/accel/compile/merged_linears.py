@@ -242,15 +242,9 @@ def _replace(graph: Graph, group: Sequence[_Layer], rounded: Node, starts: dict[
 
 
 def _multiply(
-    input: Tensor,
-    rounded: Tensor,
-    parameters: Sequence[Tensor],
-    weight: int,
-    bias: int | None,
-    inputs: int,
-    outputs: Sequence[int],
-    is_transposed: bool,
-) -> list[Tensor]:
+    input: Tensor, rounded: Tensor, parameters: Sequence[Tensor], weight: int, bias: int | None,
+    inputs: int, outputs: Sequence[int], is_transposed: bool,
+) -> list[Tensor]:  # fmt: skip
     """The outputs of layers with the same input. All but the tensors describe a ``Product``."""
     product = Product(weight, bias, inputs, outputs, is_transposed)
     output: Tensor = _Multiply.apply(input.to(rounded.dtype), rounded, product, *parameters)

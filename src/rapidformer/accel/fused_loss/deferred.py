@@ -245,16 +245,10 @@ class _Through(torch.autograd.Function):
 
 
 def _compute_loss(
-    func: Any,
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
+    func: Any, logits: DeferredLogits, target: Tensor, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """``functional.cross_entropy`` chunk by chunk."""
     is_plain = weight is None and size_average is None and reduce is None
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]

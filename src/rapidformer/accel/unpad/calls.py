@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.sides import use_sides
-from rapidformer.accel.unpad.token_attention import without_rows
+from rapidformer.accel.unpad.sides import SIDES
+from rapidformer.accel.unpad.token_attention import inside, use_rows
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -120,24 +120,20 @@ class Call:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a model's forward pass as this call."""
-        token, self.is_running = _CURRENT.set(self), True
+        self.is_running = True
         try:
-            return forward()
+            with inside(_CURRENT, self):
+                return forward()
         finally:
             self.is_running = False
-            _CURRENT.reset(token)
 
     def find_padded(self, block: nn.Module) -> Tensor:
         """What a block returns with padding."""
         if self._padded is None:
             self._check()
             padded: dict[nn.Module, Tensor] = {}
-            token = _RECORDED.set(padded)
-            try:
-                with self._mode.enter(), without_rows(), use_sides(None):
-                    self._run_padded()
-            finally:
-                _RECORDED.reset(token)
+            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._mode.enter():
+                self._run_padded()
             self._padded = padded
         return self._padded[block]
 
@@ -168,8 +164,7 @@ class Call:
 
 def _list_inputs(run: Callable[[], Any]) -> list[Tensor]:
     """The tensors that a model is called with."""
-    given = (run.args, run.keywords) if isinstance(run, functools.partial) else ()
-    leaves = tree_leaves(given)
+    leaves = tree_leaves((run.args, run.keywords) if isinstance(run, functools.partial) else ())
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 

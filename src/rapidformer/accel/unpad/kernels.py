@@ -56,17 +56,10 @@ class Call:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, dropout: float = 0.0,
+    scaling: float | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
     if softcap is not None or s_aux is not None:
         # Raised during the comparison in proof.py, which then leaves the model padded.
@@ -98,40 +91,33 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def _attend_with_operator(call: Call) -> Tensor:
     """One operator for all lengths: a graph of single rows would differ from batch to batch."""
-    fused = call.mask.fused
-    assert fused is not None
-    q, k, v = call.flatten()
-    ends = (fused.ends, fused.key_ends)
+    parts = call.mask.parts
+    assert parts.window is not None
     return attend_by_row(
-        q, k, v, ends, call.bias, dropout=call.dropout, window=fused.window, scale=call.scaling
-    )[None]
+        *call.flatten(), (parts.ends, parts.key_ends), call.bias,
+        dropout=call.dropout, window=parts.window, scale=call.scaling,
+    )[None]  # fmt: skip
 
 
 def _attend_with_flash(call: Call) -> Tensor:
     """Flash attention, which takes rows of different lengths."""
-    mask, fused = call.mask, call.mask.fused
-    if fused is None:
-        rows, keys, window = mask.rows, mask.key_rows, mask.window
-        ends, longest = (rows.ends, keys.ends), (rows.longest, keys.longest)
-    else:
-        window = fused.window
-        ends, longest = (fused.ends, fused.key_ends), (fused.longest, fused.longest_key)
-    assert window is not None
-    q, k, v = call.flatten()
+    parts = call.mask.parts
+    assert parts.window is not None
     return attend_with_flash(
-        q, k, v, ends, longest, dropout=call.dropout, window=window, scale=call.scaling
-    )[None]
+        *call.flatten(), (parts.ends, parts.key_ends), (parts.longest, parts.longest_key),
+        dropout=call.dropout, window=parts.window, scale=call.scaling,
+    )[None]  # fmt: skip
 
 
 def _attend_row_by_row(call: Call) -> Tensor:
     """Attend within each row on its own, without any padding."""
     mask = call.mask
-    lengths = (mask.rows.lengths, mask.key_rows.lengths, mask.key_rows.lengths)
-    tensors = (call.query, call.key, call.value)
-    pieces: list[Any] = [each.split(sizes, 2) for each, sizes in zip(tensors, lengths, strict=True)]
+    queries: Any = call.query.split(mask.rows.lengths, 2)
+    keys: Any = call.key.split(mask.key_rows.lengths, 2)
+    values: Any = call.value.split(mask.key_rows.lengths, 2)
     attended = [
         _attend_row(q, k, v, call, mask.get_mask(row))
-        for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
+        for row, (q, k, v) in enumerate(zip(queries, keys, values, strict=True))
         if q.shape[2]
     ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
@@ -140,9 +126,13 @@ def _attend_row_by_row(call: Call) -> Tensor:
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> Tensor:
     is_causal = call.mask.is_causal
     if mask is None and row_attention.suits(q, call.dropout):
-        return row_attention.attend_row(
-            q, k, v, dropout=call.dropout, scale=call.scaling, is_causal=is_causal
-        )
+        return row_attention.attend_row(q, k, v, call.dropout, call.scaling, is_causal)
+    return _attend_with_torch(q, k, v, call, mask, is_causal=is_causal)
+
+
+def _attend_with_torch(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scaling,
         is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
@@ -159,10 +149,7 @@ def attend_in_grid(call: Call) -> Tensor:
     allowed = None if is_causal else mask.grid
     if call.bias is not None:
         allowed = call.bias.to(q.dtype).masked_fill(~mask.grid, float("-inf"))
-    attended = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, dropout_p=call.dropout, scale=call.scaling,
-        is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
-    )  # fmt: skip
+    attended = _attend_with_torch(q, k, v, call, allowed, is_causal=is_causal)
     return rows.from_grid(attended.transpose(1, 2))[None]
 
 

@@ -14,8 +14,8 @@ from rapidformer.accel.unpad.batches import find_packed_rows, find_rows, find_si
 from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.on_demand import release
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, use_sides
-from rapidformer.accel.unpad.token_attention import use_rows
+from rapidformer.accel.unpad.sides import SIDES, Sides, is_encoder_decoder
+from rapidformer.accel.unpad.token_attention import inside, use_rows
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.watched import find_watched
 from rapidformer.overlay import extend, get_own_class
@@ -37,59 +37,40 @@ def extend_model(
     it would see without the switch. With ``rounds_up``, the number of tokens is one of a few. With
     ``packs``, packed examples are computed apart as well.
     """
-    make = _build_two_sided if is_encoder_decoder(model) else _build_one_sided
-    extend(model, "unpad", functools.partial(make, inner_modules, removal, rounds_up, packs))
+    is_two_sided = is_encoder_decoder(model)
+    find: Any = find_sides if is_two_sided else find_rows
 
+    def build(cls: Any) -> dict[str, Any]:
+        @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(cls.forward, self, *args, **kwargs)
+            is_by_position = packs and is_packed(kwargs)
+            if find_watched(inner_modules) or not (removal.is_on or is_by_position):
+                return run()
+            if is_by_position:
+                rows = find_packed_rows(self, kwargs, rounds_up=rounds_up)
+                return run() if rows is None else call_packed(run, rows, kwargs)
+            shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
+            is_labelled = is_two_sided or shapes[0] == shapes[1]
+            if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):
+                return run()
+            rows = find(self, kwargs, rounds_up=rounds_up)
+            if rows is None:
+                return run()
+            if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
+                run = functools.partial(run, use_cache=False)
+            return call_unpadded(self, run, rows, removal)
 
-def _build_one_sided(
-    inner_modules: Mapping[str, nn.Module], removal: Removal, rounds_up: bool, packs: bool, cls: Any
-) -> dict[str, Any]:
-    """The forward pass of an encoder or a decoder."""
+        return {"forward": forward}
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(cls.forward, self, *args, **kwargs)
-        is_by_position = packs and is_packed(kwargs)
-        if find_watched(inner_modules) or not (removal.is_on or is_by_position):
-            return run()
-        if is_by_position:
-            rows = find_packed_rows(self, kwargs, rounds_up=rounds_up)
-            return run() if rows is None else call_packed(run, rows, kwargs)
-        rows = find_rows(self, kwargs, rounds_up=rounds_up)
-        if rows is None or not _may_lack_padding(
-            self, removal, has_label_per_token=kwargs["labels"].shape == rows.shape
-        ):
-            return run()
-        return call_unpadded(self, run, rows, removal)
-
-    # Trainers read the signature to choose a batch's columns.
-    functools.update_wrapper(forward, cls.forward)
-    return {"forward": forward}
-
-
-def _build_two_sided(
-    inner_modules: Mapping[str, nn.Module], removal: Removal, rounds_up: bool, packs: bool, cls: Any
-) -> dict[str, Any]:
-    """The forward pass of an encoder-decoder model."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(cls.forward, self, *args, **kwargs)
-        is_allowed = removal.is_on and _may_lack_padding(self, removal, has_label_per_token=True)
-        if not is_allowed or find_watched(inner_modules):
-            return run()
-        sides = find_sides(self, kwargs, rounds_up=rounds_up)
-        # Nothing could use a cache of packed tokens.
-        run_unpadded = functools.partial(run, use_cache=False)
-        return run() if sides is None else call_unpadded(self, run_unpadded, sides, removal)
-
-    functools.update_wrapper(forward, cls.forward)
-    return {"forward": forward}
+    extend(model, "unpad", build)
 
 
 def call_unpadded(model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal) -> Any:
     """Run a model's forward pass without padding."""
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
     call = Call(removal, run, device, knows_labels=_is_library_code(model))
-    with use_sides(rows) if isinstance(rows, Sides) else use_rows(rows):
+    with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return release(output)
 

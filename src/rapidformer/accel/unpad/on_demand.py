@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad.calls import Call, Mode, get_call, refuse_in_graph
-from rapidformer.accel.unpad.layout import Layout
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, count_changes
@@ -27,6 +26,8 @@ from rapidformer.models.watched import is_from_user
 
 FOLLOWED: dict[Any, Callable[..., Any]] = {}
 """Operations that need no padding. Each returns NotImplemented if it does need it."""
+FOLLOWED_PAIRS: dict[Any, Callable[..., Any]] = {}
+"""The same for those of two operands, whichever of them lacks padding."""
 
 _SHAPES = {
     Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset,
@@ -61,12 +62,12 @@ _HIDE_NAN = {
 class Unpadded(torch.Tensor):
     """A tensor computed without padding from what a model's blocks return."""
 
+    token_layout: Layout
+    is_flat: bool
+    """Whether rows and columns are one dimension."""
     _calls: tuple[Call, ...]
     _tokens: Tensor | None
     """The real tokens, [1, tokens, ...]; None if this has values of its own, maybe NaN."""
-    _layout: Layout
-    _is_flat: bool
-    """Whether rows and columns are one dimension."""
     _recompute: Callable[[], Tensor]
     """How to get it with padding."""
     _value: Tensor | None
@@ -81,17 +82,9 @@ class Unpadded(torch.Tensor):
         return self._tokens
 
     @property
-    def token_layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def is_flat(self) -> bool:
-        return self._is_flat
-
-    @property
     def lead(self) -> tuple[int, ...]:
         """The dimensions before those of a token."""
-        return (self._layout.size,) if self._is_flat else self._layout.grid
+        return (self.token_layout.size,) if self.is_flat else self.token_layout.grid
 
     @property
     def trusts_labels(self) -> bool:
@@ -111,13 +104,13 @@ class Unpadded(torch.Tensor):
         """Whether NaN can stand for padding: not among whole numbers, nor in filled rows."""
         if self._tokens is None:
             return True
-        return self._tokens.is_floating_point() and not self._layout.rows.is_filled
+        return self._tokens.is_floating_point() and not self.token_layout.rows.is_filled
 
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
         if self._value is None:
             fill = float("nan") if self.tokens.is_floating_point() else 0
-            self._value = self._layout.spread(self.tokens, fill).view(self.shape)
+            self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
         return self._value
 
     def get_padded(self) -> Tensor:
@@ -126,14 +119,19 @@ class Unpadded(torch.Tensor):
             self._settled = self._recompute()
         return self._settled
 
-    def derive(self, tokens: Tensor, recompute: Callable[[], Tensor], **changes: Any) -> Tensor:
+    def derive(
+        self,
+        tokens: Tensor,
+        recompute: Callable[[], Tensor],
+        *,
+        layout: Layout | None = None,
+        is_flat: bool | None = None,
+    ) -> Tensor:
         """A tensor with these tokens, which comes from this one."""
-        if tokens is self._tokens and not changes:
+        if tokens is self._tokens and layout is None and is_flat is None:
             return self
-        layout = changes.get("layout", self._layout)
-        return _build(
-            self._calls, tokens, layout, recompute, is_flat=changes.get("is_flat", self._is_flat)
-        )
+        is_flat = self.is_flat if is_flat is None else is_flat
+        return _build(self._calls, layout or self.token_layout, recompute, tokens, is_flat=is_flat)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -155,8 +153,11 @@ class Unpadded(torch.Tensor):
         operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
         if func is Tensor.register_hook and operands[0].is_lazy and not is_from_user(args[1]):
             return operands[0].tokens.register_hook(args[1])
-        follow = None if "other" in kwargs or _writes(func, kwargs) else FOLLOWED.get(func)
-        if follow is not None and not any(operand.is_decided for operand in operands):
+        follow = FOLLOWED_PAIRS.get(func)
+        if follow is None and args and isinstance(args[0], cls):
+            follow = FOLLOWED.get(func)
+        is_alone = "other" not in kwargs and not _writes(func, kwargs)
+        if follow is not None and is_alone and all(operand.is_lazy for operand in operands):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -198,7 +199,7 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     if call is None or is_full:  # packed examples have no padding
         return rows.unpack(tokens)
     recompute = functools.partial(call.find_padded, block)
-    return _build((call,), tokens, Layout.of_rows(rows), recompute, is_flat=False)
+    return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
 def release(output: Any) -> Any:
@@ -210,9 +211,8 @@ def release(output: Any) -> Any:
     if isinstance(output, Unpadded):
         return change(output)
     # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
-    tables = [each for each in (output, getattr(output, "__dict__", 0)) if isinstance(each, dict)]
-    for table in tables:
-        for name, value in list(table.items()):
+    for table in (output, getattr(output, "__dict__", None)):
+        for name, value in list(table.items()) if isinstance(table, dict) else ():
             if isinstance(value, Unpadded):
                 table[name] = change(value)
     return tree_map_only(Unpadded, change, output)
@@ -229,11 +229,10 @@ def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], A
     """The same operation, later, on what its arguments are with padding."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     mode = Mode(leaves[0].device)
-    plain = [leaf for leaf in leaves if not isinstance(leaf, Unpadded)]
-    versions = _read_versions(plain)
+    noted = [_note_version(leaf) for leaf in leaves if not isinstance(leaf, Unpadded)]
 
     def replay() -> Any:
-        if versions != _read_versions(plain):
+        if any(_note_version(tensor)[1] != version for tensor, version in noted):
             raise ConfigurationError(
                 f"{_get_name(func)}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
@@ -266,20 +265,21 @@ def _run_on_values(
             result = func(*values[0], **values[1])
     except RuntimeError:  # it may refuse NaN, and say what is wrong otherwise when it runs again
         return NotImplemented
+    calls = tuple({id(call): call for operand in operands for call in operand._calls}.values())
+    keep = functools.partial(_build, calls, operands[0].token_layout)
     replay = replay_later(func, args, kwargs)
     if isinstance(result, Tensor) and result.is_floating_point():
-        return _keep(result, operands, replay)
+        return keep(replay, value=result)
     is_split = type(result) in (tuple, list) and len(result) > 0
     if is_split and all(isinstance(r, Tensor) and r.is_floating_point() for r in result):
         replay = functools.cache(replay)
-        parts = [_keep(r, operands, pick(replay, n)) for n, r in enumerate(result)]
-        return type(result)(parts)
+        return type(result)([keep(pick(replay, n), value=r) for n, r in enumerate(result)])
     # What is not a floating-point number would not show that it comes from padding.
     return NotImplemented
 
 
-def _note_version(saved: Tensor) -> tuple[Tensor, int]:
-    return saved, 0 if saved.is_inference() else count_changes(saved)
+def _note_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, 0 if tensor.is_inference() else count_changes(tensor)
 
 
 def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
@@ -293,43 +293,31 @@ def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
 
-def _read_versions(tensors: list[Tensor]) -> list[int]:
-    return [count_changes(tensor) for tensor in tensors if not tensor.is_inference()]
-
-
-def pick(replay: Callable[[], Any], number: int) -> Callable[[], Tensor]:
+def pick(replay: Callable[[], Any], number: int) -> Callable[[], Any]:
     """One of the results that an operation has."""
-
-    def run() -> Tensor:
-        part: Tensor = replay()[number]
-        return part
-
-    return run
+    return lambda: replay()[number]
 
 
 def _build(
     calls: tuple[Call, ...],
-    tokens: Tensor,
     layout: Layout,
     recompute: Callable[[], Tensor],
+    tokens: Tensor | None = None,
     *,
-    is_flat: bool,
+    value: Tensor | None = None,
+    is_flat: bool = False,
 ) -> Tensor:
-    lead = (layout.size,) if is_flat else layout.grid
-    stand_in = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
-    built: Any = stand_in.as_subclass(Unpadded)
-    built._calls, built._tokens, built._layout, built._is_flat = calls, tokens, layout, is_flat
-    built._recompute, built._value, built._settled = recompute, None, None
+    """A tensor that has these tokens, or these values, which may be NaN because of padding."""
+    shell = value
+    if tokens is not None:
+        lead = (layout.size,) if is_flat else layout.grid
+        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
+    assert shell is not None
+    built: Any = shell.as_subclass(Unpadded)
+    built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
+    built._tokens, built._value, built._settled = tokens, value, None
+    built._recompute = recompute
     return built  # type: ignore[no-any-return]
-
-
-def _keep(value: Tensor, operands: list[Unpadded], recompute: Callable[[], Tensor]) -> Tensor:
-    """A tensor whose values may be NaN because of padding."""
-    kept: Any = value.as_subclass(Unpadded)
-    kept._calls = tuple({id(c): c for each in operands for c in each._calls}.values())
-    kept._tokens, kept._layout, kept._is_flat = None, operands[0]._layout, False
-    kept._recompute, kept._value, kept._settled = recompute, value, None
-    return kept  # type: ignore[no-any-return]
 
 
 def _has_nan(tensor: Tensor) -> bool:

@@ -17,16 +17,9 @@ from rapidformer.accel.unpad.masks import Window
 
 
 def attend_by_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: tuple[Tensor, Tensor],
-    bias: Tensor | None = None,
-    *,
-    dropout: float,
-    window: Window,
-    scale: float | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
+    bias: Tensor | None = None, *, dropout: float, window: Window, scale: float | None,
+) -> Tensor:  # fmt: skip
     """[tokens, heads, size] -> [tokens, heads, size of a value].
 
     ``ends`` are the row ends of queries and of keys. ``bias`` is added to the scores:
@@ -40,18 +33,9 @@ def attend_by_row(
 
 @torch.library.custom_op("rapidformer::attend_by_row", mutates_args=())
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    key_ends: Tensor,
-    seed: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    before: int,
-    after: int,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, seed: Tensor,
+    bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+) -> Tensor:  # fmt: skip
     output = query.new_empty(*query.shape[:2], value.shape[2])
     key, value = _repeat(key, query), _repeat(value, query)
     masks = _draw(seed, dropout)
@@ -64,19 +48,9 @@ def _attend(
 
 @torch.library.custom_op("rapidformer::attend_by_row_backward", mutates_args=())
 def _attend_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    key_ends: Tensor,
-    seed: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    before: int,
-    after: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor,
+    seed: Tensor, bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     keys, values = _repeat(key, query).float(), _repeat(value, query).float()
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     # Zeros, not empty: a row of keys may have no queries.

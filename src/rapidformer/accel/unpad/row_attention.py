@@ -23,13 +23,7 @@ def suits(query: Tensor, dropout: float) -> bool:
 
 
 def attend_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: float,
-    scale: float | None,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, is_causal: bool
 ) -> Tensor:
     """As ``scaled_dot_product_attention`` without a mask, on [1, heads, tokens, size]."""
     repeats = query.shape[1] // key.shape[1]
@@ -37,48 +31,32 @@ def attend_row(
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (each.squeeze(0) for each in (query * scale, key, value))
-    scores = _TransposedProduct.apply(q, k)
+    scores = _Product.apply(q, k, True)
     if is_causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     weights = functional.dropout(scores.softmax(-1), dropout)
-    attended: Tensor = _Product.apply(weights, v)
+    attended: Tensor = _Product.apply(weights, v, False)
     return attended[None]
 
 
-class _TransposedProduct(Function):
-    """left x right^T, for batches of matrices."""
+class _Product(Function):
+    """left x right, or left x right^T, for batches of matrices."""
 
     generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
 
     @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left.bmm(right.transpose(1, 2).contiguous())
+    def forward(left: Tensor, right: Tensor, is_transposed: bool) -> Tensor:
+        return left.bmm(right.transpose(1, 2).contiguous() if is_transposed else right)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.is_transposed = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         left, right = ctx.saved_tensors
-        return _Product.apply(gradient, right), gradient.transpose(1, 2).bmm(left)
-
-
-class _Product(Function):
-    """left x right, for batches of matrices."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left.bmm(right)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        left, right = ctx.saved_tensors
-        return _TransposedProduct.apply(gradient, right), left.transpose(1, 2).bmm(gradient)
+        first, second = (gradient, left) if ctx.is_transposed else (left, gradient)
+        of_left = _Product.apply(gradient, right, not ctx.is_transposed)
+        return of_left, first.transpose(1, 2).bmm(second), None

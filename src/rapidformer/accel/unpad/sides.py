@@ -8,8 +8,6 @@ which side it is for, since both may be equally long. So each stack announces it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +30,8 @@ class Sides:
     decoder: Rows
 
 
-_CURRENT: ContextVar[Sides | None] = ContextVar("sides", default=None)
-
-
-@contextmanager
-def use_sides(sides: Sides | None) -> Iterator[None]:
-    """Inside, the model's stacks compute on these rows; None: on padded batches."""
-    token = _CURRENT.set(sides)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+SIDES: ContextVar[Sides | None] = ContextVar("sides", default=None)
+"""The rows on which a model's stacks compute now; None: on padded batches."""
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -55,9 +44,10 @@ def read_sides(
     """The rows of a batch; None if something in it needs padding, or there is too little of it."""
     mask, labels = given.get("attention_mask"), given.get("labels")
     decoder_mask = given.get("decoder_attention_mask")
-    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (mask, labels)):
+    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
         return None
-    assert isinstance(mask, Tensor) and isinstance(labels, Tensor)
+    if mask.dim() != 2 or labels.dim() != 2:
+        return None
     is_real, is_label = _read_bools(mask), (get_host_copy(labels) != -100).numpy()
     is_needed = is_label[:, ::-1].cumsum(1)[:, ::-1] > 0
     is_needed[:, 0] = True  # no row may be empty
@@ -107,15 +97,15 @@ def restore_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> N
 
 
 def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sides = _CURRENT.get()
+        sides = SIDES.get()
         if sides is None:
             return cls.forward(self, *args, **kwargs)
         rows = (sides.decoder, sides.encoder) if is_decoder else (sides.encoder,)
         with use_rows(*rows):
             return cls.forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 
 
@@ -130,6 +120,7 @@ def find_biased(model: nn.Module) -> list[Any]:
 
 
 def _build_biased(cls: Any) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
         if mask is not None and kwargs.get("position_bias") is None:
@@ -137,7 +128,6 @@ def _build_biased(cls: Any) -> dict[str, Any]:
             kwargs["position_bias"] = _compute_bias(self, mask)
         return cls.forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 
 

@@ -16,13 +16,13 @@ from torch import nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
+from rapidformer.accel.unpad.batches import Filling
 from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
 from rapidformer.accel.unpad.calls import Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
-from rapidformer.accel.unpad.fixed import Filling
 from rapidformer.accel.unpad.model import call_packed, call_unpadded, extend_model
 from rapidformer.accel.unpad.on_demand import WATCHING
-from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
     extend_sides,
@@ -75,12 +75,7 @@ def _find_obstacle(assembly: Assembly) -> str | None:
 def _get_help(assembly: Assembly) -> Help:
     """Whether a rank can repeat a forward pass alone: not with sharded weights."""
     args = assembly.args
-    stages = (
-        args.zero_1_memory_optimization,
-        args.zero_2_memory_optimization,
-        args.zero_3_memory_optimization,
-    )
-    if not any(stages) or args.world_size == 1:
+    if not args.zero_stage or args.world_size == 1:
         return Help.NONE
     return Help.PROMISED if args.dynamic_shape == "on" else Help.NEEDED
 
@@ -106,12 +101,11 @@ def apply_unpadding(
     restore = _extend_parts(model, plan)
     WATCHING.keep(applied)
     trial = Removal(is_trial=True)
-    plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     with uncompiled(model.modules()):
-        difference = find_difference(model, plan, plain, unpadded, dtype)
+        difference = find_difference(model, plan, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
-        packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
+        packs = packs and not find_difference(model, plan, unpadded, dtype, is_packed=True)
     if difference is None and not trial.is_on:
         difference = "it reads what its blocks return for padding"
     if difference is not None:
@@ -160,7 +154,7 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     else:
         return
     with uncompiled(model.modules()):
-        difference = find_difference(model, plan, functools.partial(_call, model), filled, dtype)
+        difference = find_difference(model, plan, filled, dtype)
     put_fact(model, Filling(is_exact=difference is None))
 
 
@@ -182,19 +176,12 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
+    if not any(get_attention(part) == "sdpa" for part in find_configs(model)):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
     asked = find_requested(model, {})
-    if asked is not None:
-        return f"its configuration sets {asked}, whose result includes padding"
-    return None
-
-
-def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
-    # Not model(...): a user's hooks must not see a batch that is not theirs.
-    return model.forward(**batch)
+    return asked and f"its configuration sets {asked}, whose result includes padding"
 
 
 def _call_unpadded(
@@ -226,6 +213,6 @@ def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     columns = choose_sides(model, batch)
     if not columns or columns["labels"].width == batch["labels"].shape[1]:
         raise ModelError("its rows cannot be any longer")
-    outputs = _call(model, widen(batch, columns))
+    outputs = call_plainly(model, widen(batch, columns))
     outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
     return outputs

@@ -43,16 +43,9 @@ class Call:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    seen: Tensor | None = None,
-    *,
-    dropout: float,
-    scale: float,
-    is_causal: bool,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, seen: Tensor | None = None, *,
+    dropout: float, scale: float, is_causal: bool,
+) -> Tensor:  # fmt: skip
     """[batch, heads, tokens, size] -> the same shape.
 
     ``seen`` is a mask, False for keys that a query must not see. Both it and the bias may have a
