@@ -19,20 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, RunForward
 from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
 from rapidformer.accel.cuda_graph.widths import Widths
+from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import find_fact
+from rapidformer.overlay import find_fact, put_fact
 
 MOST_GRAPHS = 8
 _MOST_AT_ONCE = 6
@@ -43,6 +45,22 @@ _MOST_CHANGES = 8
 """How often numbers that the code reads may change in a row, with no replay in between."""
 _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
+
+
+@dataclass(frozen=True)
+class MayCapture:
+    """A fact on a model whose passes may be replayed."""
+
+    is_asked: bool
+    """Whether the user insists (``--cuda-graph on``)."""
+
+
+def apply(assembly: Assembly) -> None:
+    """Allow the engine to capture; what cannot be replayed is in the row."""
+    if not isinstance(assembly.synchronizer, Alone):
+        return
+    prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
+    put_fact(assembly.model, MayCapture(is_asked=assembly.args.cuda_graph == "on"))
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class GraphedPasses:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         device: torch.device,
-        capture: Capture,
+        capture: CudaCapture,
         count_labels: Callable[[MicroBatch], float],
         *,
         is_asked: bool,
@@ -72,12 +90,9 @@ class GraphedPasses:
         compiles: bool,
         work: ModelWork | None,
     ) -> None:
-        self._model = model
-        self._parameters = parameters
-        self._device = device
-        self._count_labels = count_labels
-        self._is_asked = is_asked
-        self._work = work
+        self._model, self._parameters, self._device = model, parameters, device
+        self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
+        self._capture = capture
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -119,8 +134,8 @@ class GraphedPasses:
             return None
         if any(parameter.grad is not None for parameter in self._parameters):
             return None  # the gradients of this update are added to others
-        weights = [self._count_labels(each) for each in update]
-        if any(each.is_filler for each in update) or min(weights) <= 0:
+        weights = [self._count_labels(micro_batch) for micro_batch in update]
+        if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
             return None
         try:
             if not self._recorder.is_warm:
@@ -155,7 +170,7 @@ class GraphedPasses:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._graphs.clear()
-        self._recorder.close()
+        self._capture.close()
 
     def _describe_code(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on apart from its batch and the weights."""
@@ -177,13 +192,13 @@ class GraphedPasses:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
-            return Snapshot(self._code.list_tensors(), self._device)
+            return Snapshot(self._code.examination.list_tensors(), self._device)
 
         inputs = [read_inputs(self._model, each.batch) for each in update]
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
-        if not self._code.reads_tensors and self._widths.may_change(
+        if not self._code.examination.reads_tensors and self._widths.may_change(
             run_forward, update, inputs, about_code, take_snapshot
         ):
             return inputs
@@ -199,7 +214,7 @@ class GraphedPasses:
             graph.passes.fill(inputs, weights)
             self._changes = 0
             if not graph.is_proven:
-                return self._try(lambda before: self._compare(graph, weights, before))
+                return self._try(lambda before: self._recorder.compare(graph, before).copy(weights))
             graph.replay()
             return graph.outcome.copy(weights)
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
@@ -230,7 +245,7 @@ class GraphedPasses:
             key = request.describe([inputs]) if inputs is not None else own
             if inputs is None or key == own or key in self._graphs:
                 continue
-            if not self._recorder.has_room:
+            if not self._capture.has_room:
                 return
             try:
                 self._record(request.build([inputs]), key, request.weights, before, is_used=False)
@@ -247,7 +262,7 @@ class GraphedPasses:
 
     def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
-        before = Snapshot(self._code.list_tensors(), self._device)
+        before = Snapshot(self._code.examination.list_tensors(), self._device)
         try:
             return work(before)
         except RapidformerError as error:
@@ -278,24 +293,14 @@ class GraphedPasses:
         self._graphs[key] = graph
         return graph.outcome.copy(weights)
 
-    def _compare(
-        self, graph: RecordedPasses, weights: Sequence[float], before: Snapshot
-    ) -> Outcome:
-        self._recorder.compare(graph, before)
-        return graph.outcome.copy(weights)
-
     def _check(self, update: Update) -> None:
         """Refuse what is known beforehand not to be replayable, or not worth it."""
         if self._is_asked:
             return
         info = update[0].info
         slots = info.slots or info.rows  # images have no tokens to count
-        operations = (
-            self._work.count(tokens=slots, targets=slots, rows=info.rows)
-            if self._work is not None
-            else 0.0
-        )
-        if operations > _MOST_WORK:
+        work = self._work
+        if work and work.count(tokens=slots, targets=slots, rows=info.rows) > _MOST_WORK:
             raise NotRepeatableError("its steps are long, so launching kernels costs little")
         self._code.check_effects()
 
