@@ -47,12 +47,10 @@ def apply(assembly: Assembly) -> str:
     what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
     if norms:
         what += f" and {len(norms)} norm{'s' * (len(norms) != 1)} outside them"
-    why = (
-        " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
-        if args.onnx_runtime_training
-        else ""
-    )
-    return f"torch.compile of {what} with {args.compile_backend}{why}"
+    line = f"torch.compile of {what} with {args.compile_backend}"
+    if args.onnx_runtime_training:
+        line += " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
+    return line
 
 
 def apply_compile(

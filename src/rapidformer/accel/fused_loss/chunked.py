@@ -8,6 +8,7 @@ hidden states and head, as if the loss's own gradient were 1, and the backward p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
+from rapidformer.dist.vocabulary import check_ids
 
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
@@ -63,8 +65,8 @@ def sum_losses(
         # Not on a GPU: the host would wait to learn how many rows are selected.
         is_kept = labels != recipe.ignore_index
         hidden, labels = hidden[is_kept], labels[is_kept]
-    if recipe.words is not None:
-        recipe.words.check(labels, recipe.ignore_index)
+    if recipe.words is not None:  # as torch's own loss does
+        check_ids(labels, recipe.words.length, "a label", recipe.ignore_index)
     total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe)  # type: ignore[no-untyped-call]
     return total
 
@@ -97,9 +99,9 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
-        for each in gradients:
-            if each is not None:
-                multiply_all([each], gradient)  # faster than mul_ with a scalar on a GPU
+        for computed in gradients:
+            if computed is not None:
+                multiply_all([computed], gradient)  # faster than mul_ with a scalar on a GPU
         return *gradients, None, None
 
 
@@ -107,8 +109,7 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """The gradients, themselves differentiable, from all logits at once."""
     hidden, weight, bias, labels = ctx.saved_tensors
     # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
-    hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
-    bias = None if bias is None else bias.view_as(bias)
+    hidden, weight, bias = (x if x is None else x.view_as(x) for x in (hidden, weight, bias))
     # Cast by hand: autocast has ended by now.
     offset = None if bias is None else bias.to(hidden.dtype)
     product = functional.linear(hidden, weight.to(hidden.dtype), offset)
@@ -118,10 +119,9 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
         label_smoothing=ctx.recipe.label_smoothing,
     )  # fmt: skip
-    inputs = zip((hidden, weight, bias), ctx.needs, strict=True)
-    wanted = [each for each, is_needed in inputs if is_needed]
-    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
-    return [next(found) if is_needed else None for is_needed in ctx.needs]
+    wanted = list(itertools.compress((hidden, weight, bias), ctx.needs))
+    gradients = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return [next(gradients) if is_needed else None for is_needed in ctx.needs]
 
 
 def _compute(

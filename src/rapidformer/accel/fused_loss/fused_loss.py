@@ -22,7 +22,7 @@ from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import Recipe, get_compute_type, sum_losses
 from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING, defer
 from rapidformer.accel.fused_loss.head import Head
-from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
+from rapidformer.accel.fused_loss.split import VocabularySlice
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
 from rapidformer.compat.torch_dispatch import find_unknown_functions
@@ -148,7 +148,8 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         region = find_fact(self, ContextRegion)
         if region is None:
             return sum_losses(hidden, weight, bias, labels, recipe)
-        hidden, labels = take_rows(hidden, labels, region)
+        # Every rank has the hidden states of all tokens after the last block: each takes a slice.
+        hidden, labels = region.enter(hidden[None])[0], region.slice(labels[None])[0]
         return region.sum(sum_losses(hidden, weight, bias, labels, recipe))
 
     return {"forward": forward}

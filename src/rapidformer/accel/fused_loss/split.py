@@ -1,9 +1,6 @@
-"""The fused loss split over ranks: each has a slice of the vocabulary, of the rows, or both.
+"""The fused loss under tensor parallelism: each rank computes the logits of its words.
 
-Under tensor parallelism, each rank computes the logits of its words, and ranks exchange two small
-reductions per chunk of rows, as they do for undeferred logits. Under context parallelism, every
-rank has the hidden states of all tokens after the last block. So each takes a slice of the rows,
-whichever tokens they belong to, and the sums are added up.
+Ranks exchange two small reductions per chunk of rows, as they do for undeferred logits.
 """
 
 from __future__ import annotations
@@ -13,9 +10,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import Group, gather_out, get_slice_bounds, slice_in
-from rapidformer.dist.vocabulary import check_ids, compare_rows
+from rapidformer.dist.vocabulary import compare_rows
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,6 @@ class VocabularySlice:
         """The logits of all words."""
         return gather_out(logits, -1, self.length, self.group)
 
-    def check(self, labels: Tensor, ignore_index: int) -> None:
-        """Refuse a label outside the vocabulary, as torch's own loss does."""
-        check_ids(labels, self.length, "a label", ignore_index)
-
     def differentiate(
         self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
     ) -> tuple[Tensor, Tensor]:
@@ -60,8 +52,3 @@ class VocabularySlice:
             gradient.scatter_add_(1, rows.index[:, None], of_label)
         gradient.masked_fill_(~is_kept[:, None], 0.0)
         return losses.masked_fill(~is_kept, 0.0).sum(), gradient.to(logits.dtype)
-
-
-def take_rows(hidden: Tensor, labels: Tensor, region: ContextRegion) -> tuple[Tensor, Tensor]:
-    """This rank's slice of the rows; ``region.sum`` adds up the results of all ranks."""
-    return region.enter(hidden[None])[0], region.slice(labels[None])[0]
