@@ -52,11 +52,20 @@ class Removal:
         self.clock: weakref.ref[Clock] | None = None
         """Of the engine that trains the model."""
         self._is_trial = is_trial
+        self._calls: list[weakref.ref[Call]] = []
 
     def get_step(self) -> int:
         """The number of the current step."""
         clock = self.clock() if self.clock is not None else None
         return 1 if clock is None else clock.updates + 1
+
+    def begin(self, call: Call) -> None:
+        """Note a call. Those of earlier steps cannot be repeated, and let go of all they need."""
+        calls = [known for known in (reference() for reference in self._calls) if known is not None]
+        for known in calls:
+            if known.is_late:
+                known.forget()
+        self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
 
     def turn_off(self, step: int, effect: str) -> None:
         """Keep padding from now on, and say why."""
@@ -99,14 +108,16 @@ class Call:
         knows_labels: bool = False,
     ) -> None:
         self.is_running = False
-        self._removal = removal
-        self._run_padded = run_padded
+        self.tensors: list[weakref.ref[Any]] = []
+        """All ``Unpadded`` that come from it."""
+        self._removal, self._knows_labels = removal, knows_labels
+        self._run_padded: Callable[[], Any] | None = run_padded
         self._mode = Mode(device)
         self._step = removal.get_step()
         self._padded: dict[nn.Module, Tensor] | None = None
         self._inputs = _list_inputs(run_padded)
         self._versions = [count_changes(tensor) for tensor in self._inputs]
-        self._knows_labels = knows_labels
+        removal.begin(self)
 
     @property
     def is_repeated(self) -> bool:
@@ -131,11 +142,19 @@ class Call:
         """What a block returns with padding."""
         if self._padded is None:
             self._check()
+            assert self._run_padded is not None
             padded: dict[nn.Module, Tensor] = {}
             with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._mode.enter():
                 self._run_padded()
             self._padded = padded
         return self._padded[block]
+
+    def forget(self) -> None:
+        """Release what repeating it would need: kept outputs would keep whole graphs alive."""
+        self._run_padded, self._inputs = None, []
+        for tensor in (reference() for reference in self.tensors):
+            if tensor is not None:
+                tensor.forget()
 
     @property
     def is_late(self) -> bool:

@@ -10,6 +10,7 @@ from the same call with padding. Nothing is decided once: it holds for each oper
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -68,10 +69,12 @@ class Unpadded(torch.Tensor):
     _calls: tuple[Call, ...]
     _tokens: Tensor | None
     """The real tokens, [1, tokens, ...]; None if this has values of its own, maybe NaN."""
-    _recompute: Callable[[], Tensor]
-    """How to get it with padding."""
+    _recompute: Callable[[], Tensor] | None
+    """How to get it with padding; None if it is too late for that."""
     _value: Tensor | None
     """The values, with NaN for padding."""
+    _copies: list[tuple[Tensor, int]]
+    """The values and first tokens that others may write into, and their versions."""
     _settled: Tensor | None
     """A plain tensor with the values that it has with padding."""
 
@@ -92,7 +95,8 @@ class Unpadded(torch.Tensor):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether there are only tokens, and nobody has asked for padding."""
+        """Whether there are only tokens, and nobody has asked for padding or written into it."""
+        self.take_writes()
         return self._tokens is not None and not self.is_decided
 
     @property
@@ -111,11 +115,40 @@ class Unpadded(torch.Tensor):
         if self._value is None:
             fill = float("nan") if self.tokens.is_floating_point() else 0
             self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
+            self._copies.append(_note_version(self._value))
         return self._value
+
+    def get_first(self) -> Tensor:
+        """The first token of each row, which must be real."""
+        rows = self.token_layout.rows
+        first = self.tokens[0].index_select(0, rows.ends[: rows.shape[0]].long())
+        self._copies.append(_note_version(first))
+        return first
+
+    def take_writes(self) -> None:
+        """Take over what was written into a view, which is one of a copy: ``x[:, 0].zero_()``."""
+        written = [copy for copy, version in self._copies if _note_version(copy)[1] != version]
+        if not written or self.is_decided:
+            return
+        value, recompute, self._copies = written[-1], self._recompute, []
+        if value.shape != self.shape:  # the first tokens
+            others = self.get_value() if self.has_value else settle(self)
+            value = torch.cat([value[:, None], others[:, 1:]], 1)
+        if self.is_decided:
+            self._settled = value
+            return
+        self._tokens, self._value, self._copies = None, value, [_note_version(value)]
+        if recompute is not None:
+            self._recompute = lambda: torch.where(value.isnan(), recompute(), value)
+
+    def forget(self) -> None:
+        """It cannot be computed with padding any more."""
+        self._recompute = None
 
     def get_padded(self) -> Tensor:
         """The values with padding."""
         if self._settled is None:
+            assert self._recompute is not None
             self._settled = self._recompute()
         return self._settled
 
@@ -133,9 +166,6 @@ class Unpadded(torch.Tensor):
         is_flat = self.is_flat if is_flat is None else is_flat
         return _build(self._calls, layout or self.token_layout, recompute, tokens, is_flat=is_flat)
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
     @classmethod
     @untraced
     def __torch_function__(
@@ -151,13 +181,14 @@ class Unpadded(torch.Tensor):
             return func(meta, *args[1:], **kwargs)
         leaves = tree_leaves((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
-        if func is Tensor.register_hook and operands[0].is_lazy and not is_from_user(args[1]):
+        are_lazy = [operand.is_lazy for operand in operands]
+        if func is Tensor.register_hook and are_lazy[0] and not is_from_user(args[1]):
             return operands[0].tokens.register_hook(args[1])
         follow = FOLLOWED_PAIRS.get(func)
         if follow is None and args and isinstance(args[0], cls):
             follow = FOLLOWED.get(func)
         is_alone = "other" not in kwargs and not _writes(func, kwargs)
-        if follow is not None and is_alone and all(operand.is_lazy for operand in operands):
+        if follow is not None and is_alone and all(are_lazy):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -172,6 +203,7 @@ def settle(tensor: Any) -> Any:
     """A plain tensor with the values that it would have with padding; anything else as it is."""
     if not isinstance(tensor, Unpadded):
         return tensor
+    tensor.take_writes()
     if tensor._settled is not None:
         return tensor._settled
     refuse_in_graph()
@@ -316,7 +348,10 @@ def _build(
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
     built._tokens, built._value, built._settled = tokens, value, None
+    built._copies = [] if value is None else [_note_version(value)]
     built._recompute = recompute
+    for call in calls:
+        call.tensors.append(weakref.ref(built))
     return built  # type: ignore[no-any-return]
 
 

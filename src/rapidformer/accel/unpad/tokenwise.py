@@ -192,8 +192,7 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
         return NotImplemented
     rows, column = x.token_layout.rows, lead[1]
     if column == 0 and type(column) is int and x.token_layout.is_whole and rows.starts_left:
-        first = rows.ends[: rows.shape[0]].long()
-        return x.tokens[0].index_select(0, first)[(slice(None), *rest)]
+        return x.get_first()[(slice(None), *rest)]
     if isinstance(column, slice) and column.step in (None, 1) and rest == [slice(None)] * len(rest):
         start, stop, _ = column.indices(x.token_layout.grid[1])
         if start < stop:
