@@ -84,11 +84,10 @@ class Assembly:
     @property
     def situation(self) -> Situation:
         """What a row asks beside the settings."""
-        dtype = self.precision.dtype
         return Situation(
             device=self.device.type,
             ranks=self.args.world_size,
-            precision="fp32" if dtype is None else _NAMES[dtype],
+            precision=self.precision.name,
             is_training=self.is_training,
         )
 
@@ -99,6 +98,3 @@ class Assembly:
         is_done_elsewhere = self.uses_deepspeed and row.under_deepspeed != "applied"
         is_possible = row.find_obstacle(self.args, self.situation) is None
         return is_on and is_possible and not is_done_elsewhere
-
-
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}

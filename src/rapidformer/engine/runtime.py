@@ -56,8 +56,8 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
         expert=args.expert_model_parallel_size,
         sharding=args.hybrid_sharding_size,
     )
-    check_device(args, processes.device)
     precision = choose_precision(args.mixed_precision, processes.device)
+    check_device(args, processes.device, precision)
     # Nothing of the engine: the context outlives it.
     build_tokenizer = functools.partial(load_tokenizer, args)
     set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)

@@ -7,8 +7,8 @@ kernel again, or its dropout would differ, so blocks enter by themselves.
 
 cuDNN prepares a plan for every new combination of sizes, which takes longer than a step of a small
 model. Rows of a fixed length are nearly always multiples of 64, and rows padded to the longest of a
-batch rarely are. So for all other lengths, cuDNN comes after torch's own fused kernels. The rule
-depends on a call's sizes alone, so a resumed run and a recomputed block choose the same kernels.
+batch rarely are. So for all other lengths, cuDNN comes after torch's own fused kernels: by a call's
+sizes alone, so that a resumed run and a recomputed block choose the same.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ def merge_linears(module: GraphModule) -> None:
     if not torch.is_autocast_enabled(device.type):
         return
     separating = [node for node in graph.nodes if _separates_layers(node)]
-    parameters = {_find_memory(node) for node in graph.nodes if _is_parameter(node)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    parameters = {_find_memory(n) for n in inputs if isinstance(get_example(n), nn.Parameter)}
     written = {_find_memory(each) for node in separating for each in _list_written(node)}
     if not parameters.isdisjoint(written - {None}):
         return  # a layer must see what the block has written into its weight
@@ -174,11 +175,6 @@ def _find_memory(node: Node) -> int | None:
     value = find_example(node)
     is_plain = isinstance(value, Tensor) and has_storage(value)
     return get_storage_key(value) if is_plain else None
-
-
-def _is_parameter(node: Node) -> bool:
-    value = get_example(node) if node.op == "placeholder" else None
-    return isinstance(value, nn.Parameter)
 
 
 def _get_name(node: Node) -> str:

@@ -1,12 +1,10 @@
 """Find side effects in a forward step: Python code that a replayed graph would leave out.
 
-A graph repeats what the device did, not the code that launched it. So a step may compute with its
-arguments, constants, modules and calls known to be pure (``pure_calls.py``), but whatever else it
-calls or changes, such as a counter, a log or a queue, would silently stop working. This file reads
-the source of a step and looks up every name in it; what it cannot judge counts as a side effect.
-
-Numbers and tensors that the code reads from outside, such as ``self.weight``, are allowed. They may
-change later, so a graph is valid only for the values it was recorded with.
+A step may compute with its arguments, constants, modules and calls known to be pure
+(``pure_calls.py``), but whatever else it calls or changes, such as a counter, a log or a queue,
+would silently stop working. So its source is read, and every name in it looked up; what cannot be
+judged counts as a side effect. Numbers and tensors that the code reads from outside, such as
+``self.weight``, may change later: a graph is valid only for the values it was recorded with.
 """
 
 from __future__ import annotations
@@ -165,8 +163,10 @@ class Examination:
         if isinstance(member, property):
             if member.fget is not None:
                 self.check_function(MethodType(member.fget, owner))
-        elif isinstance(member, (FunctionType, functools.cached_property)):
-            self.check_function(MethodType(getattr(member, "func", member), owner))
+        elif isinstance(member, functools.cached_property):
+            self.check_function(MethodType(member.func, owner))
+        elif isinstance(member, FunctionType):
+            self.check_function(MethodType(member, owner))
         else:
             # The code is the same for all instances of a class; each may have another value.
             for each in self._instances.get(get_own_class(owner), [owner]):

@@ -1,10 +1,9 @@
-"""Replay an update as one CUDA graph: forward and backward passes, clipping, optimizer.
+"""``--cuda-graph``: replay an update as one CUDA graph, which launches all its kernels at once.
 
-A small model spends most of a step launching kernels. A graph launches all of them at once, but
-repeats only what the device did: not the Python code around it. So the passes over each kind of
-batch first run as usual, are recorded, and must then give the same losses and gradients when they
-are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer unless it is
-one that can be recorded.
+A graph repeats only what the device did: not the Python code around it. So the passes over each
+kind of batch first run as usual, are recorded, and must then give the same losses and gradients
+when they are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer
+unless it is one that can be recorded.
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -67,11 +66,15 @@ def apply(assembly: Assembly) -> None:
 class _Request:
     """An update to run."""
 
+    run_forward: RunForward
     update: Update
     weights: list[float]
-    describe: Callable[[list[Inputs]], Hashable]
-    """The key of its graph, if these are its inputs."""
-    build: Callable[[list[Inputs]], Passes]
+    about_code: Hashable
+    graphed_update: GraphedUpdate | None
+
+    def describe(self, inputs: list[Inputs]) -> Hashable:
+        """The key of its graph, if these are its inputs."""
+        return tuple(each.key for each in inputs), self.about_code, self.graphed_update is not None
 
 
 class GraphedPasses:
@@ -153,18 +156,11 @@ class GraphedPasses:
         known = [each for each in inputs if each is not None]
         if len(known) < len(inputs):
             return None  # it must run as it is
-        self._drop_moved()
-
-        def describe(inputs: list[Inputs]) -> Hashable:
-            batches = tuple(each.key for each in inputs)
-            return batches, about_code, graphed_update is not None
-
-        def build(inputs: list[Inputs]) -> Passes:
-            return Passes(
-                run_forward, self._parameters, inputs, update, weights, self._device, graphed_update
-            )
-
-        return self._run(_Request(update, weights, describe, build), known)
+        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
+            self._graphs.clear()
+            self._places = places
+        return self._run(_Request(run_forward, update, weights, about_code, graphed_update), known)
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
@@ -228,12 +224,18 @@ class GraphedPasses:
 
         def work(before: Snapshot) -> Outcome:
             if waits:
-                return request.build(inputs).run_passes()
+                return self._build(request, inputs).run_passes()
             if self.count == 1 and is_common and len(request.update) == 1:
                 self._record_larger(request, key, before)
-            return self._record(request.build(inputs), key, weights, before)
+            return self._record(request, inputs, before)
 
         return self._try(work)
+
+    def _build(self, request: _Request, inputs: list[Inputs]) -> Passes:
+        return Passes(
+            request.run_forward, self._parameters, inputs, request.update, request.weights,
+            self._device, request.graphed_update,
+        )  # fmt: skip
 
     def _record_larger(self, request: _Request, own: Hashable, before: Snapshot) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run.
@@ -248,7 +250,7 @@ class GraphedPasses:
             if not self._capture.has_room:
                 return
             try:
-                self._record(request.build([inputs]), key, request.weights, before, is_used=False)
+                self._record(request, [inputs], before, is_used=False)
             except Exception as error:
                 # Such a batch may never come; if it does, recording is tried again.
                 get_logger().info(
@@ -275,14 +277,9 @@ class GraphedPasses:
         return None
 
     def _record(
-        self,
-        passes: Passes,
-        key: Hashable,
-        weights: Sequence[float],
-        before: Snapshot,
-        *,
-        is_used: bool = True,
+        self, request: _Request, inputs: list[Inputs], before: Snapshot, *, is_used: bool = True
     ) -> Outcome:
+        passes = self._build(request, inputs)
         if not self._recorder.is_warm:
             return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
         # All graphs leave their gradients in the same memory.
@@ -290,8 +287,8 @@ class GraphedPasses:
         gradients = next((each for each in left if each is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
         graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
-        self._graphs[key] = graph
-        return graph.outcome.copy(weights)
+        self._graphs[request.describe(inputs)] = graph
+        return graph.outcome.copy(request.weights)
 
     def _check(self, update: Update) -> None:
         """Refuse what is known beforehand not to be replayable, or not worth it."""
@@ -303,13 +300,6 @@ class GraphedPasses:
         if work and work.count(tokens=slots, targets=slots, rows=info.rows) > _MOST_WORK:
             raise NotRepeatableError("its steps are long, so launching kernels costs little")
         self._code.check_effects()
-
-    def _drop_moved(self) -> None:
-        """Drop all graphs if weights have moved in memory, or were frozen or unfrozen."""
-        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
-        if places != self._places:
-            self._graphs.clear()
-            self._places = places
 
     def _give_up(self, problem: str) -> None:
         self.problem = problem

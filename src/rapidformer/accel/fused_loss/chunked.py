@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.split import VocabularySlice
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
-from rapidformer.dist.vocabulary import check_ids
+from rapidformer.dist.regions import Group, gather_out, get_slice_bounds, slice_in
+from rapidformer.dist.vocabulary import check_ids, compare_rows
 
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
@@ -32,6 +33,49 @@ _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
 _HEADROOM = 2.0**8
 """fp16 rows are divided by this before they are summed. A power of two costs no bits near 1."""
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This rank's slice of the vocabulary, under tensor parallelism.
+
+    Ranks exchange two small reductions per chunk of rows, as they do for undeferred logits.
+    """
+
+    group: Group
+    length: int
+    """Words in the whole vocabulary."""
+
+    @property
+    def width(self) -> int:
+        """Words in the largest slice: all ranks must choose the same chunks."""
+        return -(-self.length // dist.get_world_size(self.group))
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """This rank's slice of a weight, unless it is a slice already."""
+        return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
+
+    def join(self, logits: Tensor) -> Tensor:
+        """The logits of all words."""
+        return gather_out(logits, -1, self.length, self.group)
+
+    def differentiate(
+        self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the rows' cross entropies, and its gradient for this rank's logits."""
+        is_kept = labels != ignore_index
+        first, _ = get_slice_bounds(self.length, self.group)
+        rows = compare_rows(logits.float(), labels.masked_fill(~is_kept, -1), first, self.group)
+        losses = rows.normalizers - (1 - smoothing) * rows.chosen
+        gradient = rows.probabilities
+        if smoothing:
+            losses = losses - smoothing / self.length * rows.sums
+            gradient -= smoothing / self.length
+        if gradient.shape[-1]:
+            of_label = rows.is_mine.to(gradient.dtype)[:, None] * (smoothing - 1)
+            gradient.scatter_add_(1, rows.index[:, None], of_label)
+        gradient.masked_fill_(~is_kept[:, None], 0.0)
+        return losses.masked_fill(~is_kept, 0.0).sum(), gradient.to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -109,7 +153,8 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """The gradients, themselves differentiable, from all logits at once."""
     hidden, weight, bias, labels = ctx.saved_tensors
     # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
-    hidden, weight, bias = (x if x is None else x.view_as(x) for x in (hidden, weight, bias))
+    hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
     # Cast by hand: autocast has ended by now.
     offset = None if bias is None else bias.to(hidden.dtype)
     product = functional.linear(hidden, weight.to(hidden.dtype), offset)
@@ -119,7 +164,7 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
         label_smoothing=ctx.recipe.label_smoothing,
     )  # fmt: skip
-    wanted = list(itertools.compress((hidden, weight, bias), ctx.needs))
+    wanted: Any = list(itertools.compress((hidden, weight, bias), ctx.needs))
     gradients = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
     return [next(gradients) if is_needed else None for is_needed in ctx.needs]
 

@@ -25,6 +25,10 @@ class Precision:
     reason: str
 
     @property
+    def name(self) -> str:
+        return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    @property
     def needs_loss_scaling(self) -> bool:
         return self.dtype is torch.float16
 

@@ -104,8 +104,12 @@ def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
     if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
         return False
     is_causal = shifts_labels(model)
-    if labels.shape == is_real.shape and not _are_labels_real(labels, is_real, is_causal):
-        return False
+    if labels.shape == is_real.shape:  # every label must be predicted from a real token
+        is_trained, is_read = (labels != -100).numpy(), is_real
+        if is_causal:
+            is_trained, is_read = is_trained[:, 1:], is_real[:, :-1]
+        if (is_trained & ~is_read).any():
+            return False
     # A classifier reads the first token. It must be real, as it was in ``proof.py``.
     return is_causal or bool(is_real[:, 0].all())
 
@@ -138,11 +142,3 @@ def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = Fal
         return None
     rows = Rows.read_packed(get_host_copy(positions), positions.device, rounds_up=rounds_up)
     return rows if len(rows.lengths) > len(positions) else None
-
-
-def _are_labels_real(labels: Tensor, is_real: Mask, is_shifted: bool) -> bool:
-    """Whether every label is predicted from a real token."""
-    is_trained = (labels != -100).numpy()
-    if is_shifted:
-        is_trained, is_real = is_trained[:, 1:], is_real[:, :-1]
-    return not bool((is_trained & ~is_real).any())

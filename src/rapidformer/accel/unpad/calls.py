@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,13 @@ from rapidformer.accel.unpad.sides import SIDES
 from rapidformer.accel.unpad.token_attention import inside, use_rows
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.optim.update import UpdateClock
 from rapidformer.overlay import find_fact
 
 _CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 _RECORDED: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("padded", default=None)
-
-
-class Clock(Protocol):
-    """Counts updates."""
-
-    updates: int
 
 
 class Help(Enum):
@@ -49,7 +44,7 @@ class Removal:
     def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
         self.is_on = True
         self.help_of_others = help_of_others
-        self.clock: weakref.ref[Clock] | None = None
+        self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""
         self._is_trial = is_trial
         self._calls: list[weakref.ref[Call]] = []
@@ -79,21 +74,18 @@ class Removal:
         self.is_on = False
 
 
-class Mode:
+def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Whether gradients and autocast are on, to compute something later as it would be now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._kind = device.type
-        self._has_gradient = torch.is_grad_enabled()
-        is_on = torch.is_autocast_enabled(self._kind)
-        self._autocast = torch.get_autocast_dtype(self._kind) if is_on else None
+    kind, has_gradient = device.type, torch.is_grad_enabled()
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        is_on = self._autocast is not None
-        autocast = torch.autocast(self._kind, dtype=self._autocast, enabled=is_on)
-        with torch.set_grad_enabled(self._has_gradient), autocast:
+    def enter() -> Iterator[None]:
+        autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        with torch.set_grad_enabled(has_gradient), autocast:
             yield
+
+    return enter
 
 
 class Call:
@@ -112,10 +104,13 @@ class Call:
         """All ``Unpadded`` that come from it."""
         self._removal, self._knows_labels = removal, knows_labels
         self._run_padded: Callable[[], Any] | None = run_padded
-        self._mode = Mode(device)
+        self._enter_mode = note_mode(device)
         self._step = removal.get_step()
         self._padded: dict[nn.Module, Tensor] | None = None
-        self._inputs = _list_inputs(run_padded)
+        leaves: list[Any] = []
+        if isinstance(run_padded, functools.partial):
+            leaves = tree_leaves((run_padded.args, run_padded.keywords))
+        self._inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         self._versions = [count_changes(tensor) for tensor in self._inputs]
         removal.begin(self)
 
@@ -144,7 +139,7 @@ class Call:
             self._check()
             assert self._run_padded is not None
             padded: dict[nn.Module, Tensor] = {}
-            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._mode.enter():
+            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._enter_mode():
                 self._run_padded()
             self._padded = padded
         return self._padded[block]
@@ -181,23 +176,11 @@ class Call:
             )
 
 
-def _list_inputs(run: Callable[[], Any]) -> list[Tensor]:
-    """The tensors that a model is called with."""
-    leaves = tree_leaves((run.args, run.keywords) if isinstance(run, functools.partial) else ())
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def count_steps(model: nn.Module, clock: Clock) -> None:
+def count_steps(model: nn.Module, clock: UpdateClock) -> None:
     """Let a model's calls know in which step they are."""
     removal = find_fact(model, Removal)
     if removal is not None:
         removal.clock = weakref.ref(clock)
-
-
-def refuse_in_graph() -> None:
-    """A CUDA graph can neither look at values nor branch on them."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RapidformerError("its loss may read padding, which only the host could find out")
 
 
 def get_call() -> Call | None:

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad import row_attention
 from rapidformer.accel.unpad.masks import RowMask, get_largest_head
-from rapidformer.accel.unpad.operator import attend_by_row
 from rapidformer.compat.torch_attention import attend_with_flash
 from rapidformer.errors import ModelError
 
@@ -49,10 +48,11 @@ class Call:
         is_plain = self.bias is None and (fused is not None or self.mask.window is not None)
         return is_plain and takes_flash(self.query, self.value, largest)
 
-    def flatten(self) -> list[Tensor]:
+    def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as [tokens, heads, size]."""
         # Not tensor[0]: its gradient is a copy, that of a squeezed tensor a view.
-        return [each.squeeze(0).transpose(0, 1) for each in (self.query, self.key, self.value)]
+        q, k, v = (part.squeeze(0).transpose(0, 1) for part in (self.query, self.key, self.value))
+        return q, k, v
 
 
 def attend(
@@ -93,7 +93,7 @@ def _attend_with_operator(call: Call) -> Tensor:
     """One operator for all lengths: a graph of single rows would differ from batch to batch."""
     parts = call.mask.parts
     assert parts.window is not None
-    return attend_by_row(
+    return row_attention.attend_by_row(
         *call.flatten(), (parts.ends, parts.key_ends), call.bias,
         dropout=call.dropout, window=parts.window, scale=call.scaling,
     )[None]  # fmt: skip

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.calls import Call, Mode, get_call, refuse_in_graph
+from rapidformer.accel.unpad.calls import Call, get_call, note_mode
 from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, count_changes
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
 
 FOLLOWED: dict[Any, Callable[..., Any]] = {}
@@ -115,19 +115,19 @@ class Unpadded(torch.Tensor):
         if self._value is None:
             fill = float("nan") if self.tokens.is_floating_point() else 0
             self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
-            self._copies.append(_note_version(self._value))
+            self._copies.append(note_version(self._value))
         return self._value
 
     def get_first(self) -> Tensor:
         """The first token of each row, which must be real."""
         rows = self.token_layout.rows
         first = self.tokens[0].index_select(0, rows.ends[: rows.shape[0]].long())
-        self._copies.append(_note_version(first))
+        self._copies.append(note_version(first))
         return first
 
     def take_writes(self) -> None:
         """Take over what was written into a view, which is one of a copy: ``x[:, 0].zero_()``."""
-        written = [copy for copy, version in self._copies if _note_version(copy)[1] != version]
+        written = [copy for copy, version in self._copies if note_version(copy)[1] != version]
         if not written or self.is_decided:
             return
         value, recompute, self._copies = written[-1], self._recompute, []
@@ -137,7 +137,7 @@ class Unpadded(torch.Tensor):
         if self.is_decided:
             self._settled = value
             return
-        self._tokens, self._value, self._copies = None, value, [_note_version(value)]
+        self._tokens, self._value, self._copies = None, value, [note_version(value)]
         if recompute is not None:
             self._recompute = lambda: torch.where(value.isnan(), recompute(), value)
 
@@ -206,7 +206,9 @@ def settle(tensor: Any) -> Any:
     tensor.take_writes()
     if tensor._settled is not None:
         return tensor._settled
-    refuse_in_graph()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph can neither look at values nor branch on them.
+        raise RapidformerError("its loss may read padding, which only the host could find out")
     if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
         tensor._settled = tensor.get_value()
         return tensor._settled
@@ -243,8 +245,9 @@ def release(output: Any) -> Any:
     if isinstance(output, Unpadded):
         return change(output)
     # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
-    for table in (output, getattr(output, "__dict__", None)):
-        for name, value in list(table.items()) if isinstance(table, dict) else ():
+    tables: list[Any] = [output, getattr(output, "__dict__", None)]
+    for table in filter(lambda part: isinstance(part, dict), tables):
+        for name, value in list(table.items()):
             if isinstance(value, Unpadded):
                 table[name] = change(value)
     return tree_map_only(Unpadded, change, output)
@@ -260,18 +263,18 @@ def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
     """The same operation, later, on what its arguments are with padding."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    mode = Mode(leaves[0].device)
-    noted = [_note_version(leaf) for leaf in leaves if not isinstance(leaf, Unpadded)]
+    enter_mode = note_mode(leaves[0].device)
+    noted = [note_version(leaf) for leaf in leaves if not isinstance(leaf, Unpadded)]
 
     def replay() -> Any:
-        if any(_note_version(tensor)[1] != version for tensor, version in noted):
+        if any(note_version(tensor)[1] != version for tensor, version in noted):
             raise ConfigurationError(
                 f"{_get_name(func)}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
                 "off."
             )
         padded = tree_map_only(Unpadded, Unpadded.get_padded, (args, kwargs))
-        with mode.enter():
+        with enter_mode():
             return func(*padded[0], **padded[1])
 
     return replay
@@ -293,7 +296,7 @@ def _run_on_values(
         return NotImplemented
     values = tree_map_only(Unpadded, Unpadded.get_value, (args, kwargs))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_note_version, _without_nan):
+        with torch.autograd.graph.saved_tensors_hooks(note_version, _without_nan):
             result = func(*values[0], **values[1])
     except RuntimeError:  # it may refuse NaN, and say what is wrong otherwise when it runs again
         return NotImplemented
@@ -310,7 +313,8 @@ def _run_on_values(
     return NotImplemented
 
 
-def _note_version(tensor: Tensor) -> tuple[Tensor, int]:
+def note_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor, and how often it was changed in place so far."""
     return tensor, 0 if tensor.is_inference() else count_changes(tensor)
 
 
@@ -320,7 +324,7 @@ def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
     0 * NaN would not. Any number will do, and this one suits log, 1 / x and acos.
     """
     saved, version = noted
-    if version != _note_version(saved)[1]:  # with hooks, torch does not look itself
+    if version != note_version(saved)[1]:  # with hooks, torch does not look itself
         raise RuntimeError("a tensor that a gradient needs was changed in place.")
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
@@ -348,7 +352,7 @@ def _build(
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
     built._tokens, built._value, built._settled = tokens, value, None
-    built._copies = [] if value is None else [_note_version(value)]
+    built._copies = [] if value is None else [note_version(value)]
     built._recompute = recompute
     for call in calls:
         call.tensors.append(weakref.ref(built))

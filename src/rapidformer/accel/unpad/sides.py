@@ -19,7 +19,7 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.token_attention import use_rows
 from rapidformer.data.batch import get_host_copy
-from rapidformer.overlay import extend, remove
+from rapidformer.overlay import extend
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,14 @@ def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:
     return (stacks[0], stacks[1]) if are_modules and stacks[0] is not stacks[1] else None
 
 
-def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
-    """Let each stack use its own rows, and limit biases to the longest row."""
+def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """Let each stack use its own rows, and limit biases to the longest row; returns them all."""
     extend(encoder, "unpad", functools.partial(_build_stack, is_decoder=False))
     extend(decoder, "unpad", functools.partial(_build_stack, is_decoder=True))
-    for module in find_biased(model):
+    biased = find_biased(model)
+    for module in biased:
         extend(module, "unpad", _build_biased, is_shared=True)
-
-
-def restore_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
-    """Undo ``extend_sides``."""
-    for module in (encoder, decoder, *find_biased(model)):
-        remove(module, "unpad")
+    return [encoder, decoder, *biased]
 
 
 def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""Attention with a bias on the scores, backward, in Triton.
+"""Attention with a bias on the scores, backward, in Triton; import it only if that is installed.
 
 The gradient of the scores is written once, in 16 bits, and the gradients of queries and bias are
 both computed from it. There are no atomic additions, so two runs give the same bits.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel

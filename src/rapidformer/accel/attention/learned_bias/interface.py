@@ -77,7 +77,10 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if attention_mask is not None and not _is_plain_mask(attention_mask, key.shape[2]):
-            bias, attention_mask = _add_mask(bias, attention_mask, query.dtype), None
+            # As transformers does for torch's attention.
+            is_bool, lowest = attention_mask.dtype == torch.bool, torch.finfo(query.dtype).min
+            mask, attention_mask = attention_mask, None
+            bias = torch.where(mask, bias, lowest) if is_bool else bias + mask
         bias = bias.to(query.dtype).contiguous()
         output = attend(
             query, key, value, bias, attention_mask,
@@ -115,10 +118,3 @@ def _is_plain_mask(mask: Tensor, keys: int) -> bool:
     """Whether the kernel can take the mask as it is; otherwise it is merged into the bias."""
     is_wide = mask.dim() == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
     return is_wide and mask.dtype == torch.bool
-
-
-def _add_mask(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias merged with a mask, as transformers does for torch's attention."""
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, torch.finfo(dtype).min)
-    return bias + mask

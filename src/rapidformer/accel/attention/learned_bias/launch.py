@@ -1,4 +1,4 @@
-"""What the kernels share: how they take tensors, and which tile a program works on.
+"""What the kernels share: how they take tensors, which tile a program works on, and dropout.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
