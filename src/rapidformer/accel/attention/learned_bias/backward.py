@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from rapidformer.accel.attention.learned_bias.call import Call, allocate_like, round_up
 from rapidformer.accel.attention.learned_bias.forward import LOG2_E
 from rapidformer.accel.attention.learned_bias.launch import (
     LENGTHS,
@@ -27,7 +28,6 @@ from rapidformer.accel.attention.learned_bias.launch import (
     load_kept,
     pad_length,
 )
-from rapidformer.accel.attention.learned_bias.operator import Call, allocate_like, round_up
 
 _TILES = {
     16: Tile(queries=64, keys=64, warps=4, stages=2),

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from rapidformer.accel.attention.learned_bias.call import Call, allocate_output
 from rapidformer.accel.attention.learned_bias.launch import (
     LENGTHS,
     Tile,
@@ -23,7 +24,6 @@ from rapidformer.accel.attention.learned_bias.launch import (
     load_kept,
     pad_length,
 )
-from rapidformer.accel.attention.learned_bias.operator import Call, allocate_output
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _TILE = Tile(queries=64, keys=64, warps=4, stages=2)

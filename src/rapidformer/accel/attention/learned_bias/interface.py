@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.attention.learned_bias.operator import ALIGNMENT, attend
+from rapidformer.accel.attention.learned_bias.call import ALIGNMENT
+from rapidformer.accel.attention.learned_bias.operator import attend
 from rapidformer.compat.triton import has_triton, works
 
 _DEVICE = "cuda"

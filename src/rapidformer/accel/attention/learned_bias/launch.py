@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
-from rapidformer.accel.attention.learned_bias.operator import (
+from rapidformer.accel.attention.learned_bias.call import (
     ALIGNMENT,
     Call,
     allocate_kept,
@@ -172,7 +172,7 @@ def find_head(tensor, row, head):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pad_length(length):  # type: ignore[no-untyped-def]
-    """``operator.round_up``, written so that Triton sees a multiple of 16.
+    """``call.round_up``, written so that Triton sees a multiple of 16.
 
     Masks that end there allow loads and stores of 16 bytes; masks that end at a length do not.
     """
