@@ -46,11 +46,9 @@ class KernelChoice:
 _CURRENT: ContextVar[KernelChoice | None] = ContextVar("kernels", default=None)
 _INSIDE: AbstractContextManager[None] = nullcontext()
 _CUDNN_LATE = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
-)
+)  # fmt: skip
 _MULTIPLE = 64
 """Lengths that are multiples of this count as fixed."""
 

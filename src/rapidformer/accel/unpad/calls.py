@@ -62,8 +62,10 @@ class Removal:
                 known.forget()
         self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
 
-    def turn_off(self, step: int, effect: str) -> None:
+    def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
+        late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
+        effect = late if is_late else "it was computed with padding"
         if self.is_on and not self._is_trial:
             warn_once(
                 f"--dynamic-shape: step {step} reads what the model returns for padding, so "
@@ -158,9 +160,7 @@ class Call:
 
     def blame(self) -> None:
         """Padding was read: remove no more of it."""
-        late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
-        effect = late if self.is_late else "it was computed with padding"
-        self._removal.turn_off(self._step, effect)
+        self._removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
         if self._versions != [count_changes(tensor) for tensor in self._inputs]:

@@ -21,12 +21,9 @@ _WIDTHS = 64
 _SIDE_WIDTHS = 16
 """The same for both sides of an encoder-decoder model, which compute on their padding."""
 _LIMITS = (
-    "max_position_embeddings",
-    "max_encoder_position_embeddings",
-    "max_decoder_position_embeddings",
-    "max_source_positions",
-    "max_target_positions",
-)
+    "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+    "max_source_positions", "max_target_positions",
+)  # fmt: skip
 """Entries of a model's configuration: how long a row can be."""
 
 

@@ -129,13 +129,8 @@ def _build_biased(cls: Any) -> dict[str, Any]:
 
 def _compute_bias(module: Any, mask: RowMask) -> Tensor:
     """The bias of the longest row, which all rows share; one zero if the layer has no bias."""
-    if mask.fused is None:
-        rows, keys = mask.rows, mask.key_rows
-        longest, longest_key, device = rows.longest, keys.longest, rows.places.device
-    else:  # compiled blocks must not depend on lengths
-        fused = mask.fused
-        longest, longest_key, device = fused.longest, fused.longest_key, fused.ends.device
+    parts = mask.parts  # of compiled blocks, they do not depend on lengths
     if not module.has_relative_attention_bias:
-        return torch.zeros(1, 1, 1, 1, device=device)
-    bias: Tensor = module.compute_bias(longest, longest_key, device=device)
+        return torch.zeros(1, 1, 1, 1, device=parts.ends.device)
+    bias: Tensor = module.compute_bias(parts.longest, parts.longest_key, device=parts.ends.device)
     return bias
