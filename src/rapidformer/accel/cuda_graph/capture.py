@@ -16,10 +16,7 @@ _MOST_RESERVED = 0.5
 
 
 class CudaCapture:
-    """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails.
-
-    Tests without a GPU replace it.
-    """
+    """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,7 +22,7 @@ from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, RunForward
+from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, Request, RunForward
 from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
@@ -60,21 +60,6 @@ def apply(assembly: Assembly) -> None:
         return
     prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
     put_fact(assembly.model, MayCapture(is_asked=assembly.args.cuda_graph == "on"))
-
-
-@dataclass(frozen=True)
-class _Request:
-    """An update to run."""
-
-    run_forward: RunForward
-    update: Update
-    weights: list[float]
-    about_code: Hashable
-    graphed_update: GraphedUpdate | None
-
-    def describe(self, inputs: list[Inputs]) -> Hashable:
-        """The key of its graph, if these are its inputs."""
-        return tuple(each.key for each in inputs), self.about_code, self.graphed_update is not None
 
 
 class GraphedPasses:
@@ -148,8 +133,9 @@ class GraphedPasses:
                 self._code.check_hooks(self._parameters)
             if steps != self._code.steps:
                 return None  # another loss
-            about_code = self._describe_code()
-            inputs = self._read_inputs(run_forward, update, about_code)
+            code = self._describe_code()
+            request = Request(run_forward, update, weights, code, graphed_update)
+            inputs = self._read_inputs(request)
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
@@ -160,7 +146,7 @@ class GraphedPasses:
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._graphs.clear()
             self._places = places
-        return self._run(_Request(run_forward, update, weights, about_code, graphed_update), known)
+        return self._run(request, known)
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
@@ -182,25 +168,22 @@ class GraphedPasses:
             )
         return now
 
-    def _read_inputs(
-        self, run_forward: RunForward, update: Update, about_code: Hashable
-    ) -> list[Inputs | None]:
+    def _read_inputs(self, request: Request) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
             return Snapshot(self._code.examination.list_tensors(), self._device)
 
-        inputs = [read_inputs(self._model, each.batch) for each in update]
+        inputs = [read_inputs(self._model, each.batch) for each in request.update]
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
-        if not self._code.examination.reads_tensors and self._widths.may_change(
-            run_forward, update, inputs, about_code, take_snapshot
-        ):
+        reads_tensors = self._code.examination.reads_tensors
+        if not reads_tensors and self._widths.may_change(request, inputs, take_snapshot):
             return inputs
-        return [read_inputs(self._model, each.batch, widens=False) for each in update]
+        return [read_inputs(self._model, each.batch, widens=False) for each in request.update]
 
-    def _run(self, request: _Request, inputs: list[Inputs]) -> Outcome | None:
+    def _run(self, request: Request, inputs: list[Inputs]) -> Outcome | None:
         key, weights = request.describe(inputs), request.weights
         graph = self._graphs.get(key)
         if graph is not None and not graph.passes.prepare():
@@ -224,20 +207,14 @@ class GraphedPasses:
 
         def work(before: Snapshot) -> Outcome:
             if waits:
-                return self._build(request, inputs).run_passes()
+                return Passes(request, inputs, self._parameters, self._device).run_passes()
             if self.count == 1 and is_common and len(request.update) == 1:
                 self._record_larger(request, key, before)
             return self._record(request, inputs, before)
 
         return self._try(work)
 
-    def _build(self, request: _Request, inputs: list[Inputs]) -> Passes:
-        return Passes(
-            request.run_forward, self._parameters, inputs, request.update, request.weights,
-            self._device, request.graphed_update,
-        )  # fmt: skip
-
-    def _record_larger(self, request: _Request, own: Hashable, before: Snapshot) -> None:
+    def _record_larger(self, request: Request, own: Hashable, before: Snapshot) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run.
 
         Smaller ones cannot be made from this batch.
@@ -277,9 +254,9 @@ class GraphedPasses:
         return None
 
     def _record(
-        self, request: _Request, inputs: list[Inputs], before: Snapshot, *, is_used: bool = True
+        self, request: Request, inputs: list[Inputs], before: Snapshot, *, is_used: bool = True
     ) -> Outcome:
-        passes = self._build(request, inputs)
+        passes = Passes(request, inputs, self._parameters, self._device)
         if not self._recorder.is_warm:
             return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
         # All graphs leave their gradients in the same memory.

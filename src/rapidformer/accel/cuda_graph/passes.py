@@ -7,7 +7,7 @@ them in between, and for an optimizer that reads all that changes from the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -91,25 +91,37 @@ class GraphedUpdate:
             self._flag.fill_(0.0)
 
 
+@dataclass(frozen=True)
+class Request:
+    """An update to run."""
+
+    run_forward: RunForward
+    update: Update
+    weights: list[float]
+    code: Hashable
+    """All that the loss depends on besides its batch and the weights."""
+    graphed_update: GraphedUpdate | None
+
+    def describe(self, inputs: list[Inputs]) -> Hashable:
+        """The key of its graph, if these are its inputs."""
+        return tuple(each.key for each in inputs), self.code, self.graphed_update is not None
+
+
 class Passes:
     """Runs the passes on whatever was copied to their inputs."""
 
     def __init__(
         self,
-        run_forward: RunForward,
-        parameters: Sequence[nn.Parameter],
+        request: Request,
         inputs: Sequence[Inputs],
-        update: Update,
-        weights: Sequence[float],
+        parameters: Sequence[nn.Parameter],
         device: torch.device,
-        graphed_update: GraphedUpdate | None = None,
     ) -> None:
-        self._run_forward, self._parameters = run_forward, parameters
-        self._update, self._graphed_update = update, graphed_update
+        self._request, self._parameters = request, parameters
         self._launch: Launch | None = None
         self._inputs = [StaticInputs(each, device) for each in inputs]
-        self._weights = torch.empty(len(weights) + 1, device=device)
-        self._fill_weights(weights)
+        self._weights = torch.empty(len(inputs) + 1, device=device)
+        self._fill_weights(request.weights)
         self.gradients: list[Tensor | None] | None = None
         """Where the gradients are left; None: wherever the backward pass puts them."""
         self.used: list[Tensor | None] | None = None
@@ -159,7 +171,7 @@ class Passes:
     def rehearse(self) -> Outcome:
         """Everything that ``run`` does on the device, once; no weight changes."""
         outcome = self.run_passes()
-        graphed = self._graphed_update
+        graphed = self._request.graphed_update
         if graphed is not None:
             assert outcome.gradients is not None
             self._launch = graphed.find_launch(self._parameters, outcome.gradients)
@@ -175,22 +187,23 @@ class Passes:
         assert outcome.gradients is not None
         if self._launch is None:
             return replace(outcome, gradients=self._leave(outcome.gradients))
-        assert self._graphed_update is not None
+        assert self._request.graphed_update is not None
         pairs = zip(self._parameters, outcome.gradients, strict=True)
         gradients = {id(parameter): grad for parameter, grad in pairs if grad is not None}
-        self._graphed_update.run(self._launch, gradients, outcome.norm)
+        self._request.graphed_update.run(self._launch, gradients, outcome.norm)
         self.used = outcome.gradients
         return replace(outcome, gradients=None)
 
     def without_effect(self) -> AbstractContextManager[None]:
         """Inside, a replay changes no weight."""
-        return self._graphed_update.without_effect() if self._graphed_update else nullcontext()
+        graphed = self._request.graphed_update
+        return nullcontext() if graphed is None else graphed.without_effect()
 
     def run_passes(self) -> Outcome:
         """Forward and backward; leaves no gradient in the parameters."""
         results: list[MicroBatchResult] = []
-        for static, micro_batch in zip(self._inputs, self._update, strict=True):
-            result = self._run_forward(micro_batch._replace(batch=static.batch))
+        for static, micro_batch in zip(self._inputs, self._request.update, strict=True):
+            result = self._request.run_forward(micro_batch._replace(batch=static.batch))
             results.append(replace(result, loss=result.loss.detach()))
             fraction = self._get_fraction(len(results) - 1, result, results[0])
             scale_loss(result.loss, fraction, 1.0).backward()  # type: ignore[no-untyped-call]
@@ -210,7 +223,7 @@ class Passes:
         if result.is_weight_given != first.is_weight_given:
             raise NotRepeatableError("only some of its forward steps return a weight")
         if not result.is_weight_given:
-            return 1.0 if len(self._update) == 1 else self._weights[number]
+            return 1.0 if len(self._inputs) == 1 else self._weights[number]
         unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
         return result.weight / unit
 

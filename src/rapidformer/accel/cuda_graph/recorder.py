@@ -53,10 +53,7 @@ class Recorder:
         """Whether passes have run, so that others can be recorded."""
 
     def warm_up(self, passes: Passes, before: Snapshot, unused: int) -> Outcome:
-        """Run the very first passes, which may still set things up, such as compiled blocks.
-
-        ``unused`` is how many random numbers a forward pass may draw on the host.
-        """
+        """Run the very first passes, which may still set things up, such as compiled blocks."""
         outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
         self._unused = unused
         self._count_drawn(passes, before)
@@ -133,10 +130,7 @@ class Recorder:
 
 
 def _check_replay(graph: RecordedPasses, expected: Outcome) -> None:
-    """Replay a graph, without updating weights, and compare its results.
-
-    Losses, weights, parts, the norm, and every gradient that is still there.
-    """
+    """Replay a graph without updating weights, and compare losses, parts, norm and gradients."""
     with graph.passes.without_effect():
         graph.replay()
     outcome, limit = graph.outcome, graph.limit

@@ -16,10 +16,7 @@ from rapidformer.models.watched import describe_watched, find_watched
 
 
 class ReplayedCode:
-    """The user's steps and the model's code: whether a replay may replace them.
-
-    The checks raise ``NotRepeatableError`` if it may not.
-    """
+    """The user's steps and the model's code: checks raise if a replay may not replace them."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
         self.steps, self._model = steps, model

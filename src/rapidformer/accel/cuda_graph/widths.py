@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,14 +23,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
-from rapidformer.accel.cuda_graph.passes import RunForward
+from rapidformer.accel.cuda_graph.passes import Request, RunForward
 from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import map_tensors
-from rapidformer.data.update import MicroBatch, Update
+from rapidformer.data.update import MicroBatch
 from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
@@ -74,19 +74,16 @@ class Widths:
 
     def may_change(
         self,
-        run_forward: RunForward,
-        update: Update,
+        request: Request,
         inputs: Sequence[Inputs | None],
-        code: Hashable,
         take_snapshot: Callable[[], Snapshot],
     ) -> bool:
         """Whether these inputs may be wider than the micro-batches that they are made from.
 
-        ``code`` is all that the loss depends on besides its batch and the weights. The answer
-        depends on that and on the sizes of the update alone, so that a resumed run continues with
-        the same sizes.
+        The answer depends on the code and on the sizes of the update alone, so that a resumed run
+        continues with the same sizes.
         """
-        grown = list(itertools.compress(update, map(_grows, inputs)))
+        grown = list(itertools.compress(request.update, map(_grows, inputs)))
         if not grown:
             return True
         wider = [find_columns(self._model, each.batch, factor=_FACTOR) for each in grown]
@@ -98,13 +95,13 @@ class Widths:
         )
         if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
             return False
-        left = self._left.setdefault(hash(code), _COMPARED)
+        left = self._left.setdefault(hash(request.code), _COMPARED)
         if self._is_exact and left:
             if has_width_readers(self._model):
                 self._is_exact = False
                 return False
-            problem = self._compare(run_forward, grown[0], wider[0], take_snapshot())
-            self._left[hash(code)] -= 1
+            problem = self._compare(request.run_forward, grown[0], wider[0], take_snapshot())
+            self._left[hash(request.code)] -= 1
             if problem is not None:
                 self._is_exact = False
                 warn_once(

@@ -99,10 +99,7 @@ class Recipe:
 def sum_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, recipe: Recipe
 ) -> Tensor:
-    """The sum of the cross entropies of ``hidden @ weight.T + bias``, in fp32.
-
-    ``hidden`` has a row for each label.
-    """
+    """The sum of the cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
     picked = pick_labelled(hidden, labels, recipe.ignore_index)
     hidden, labels = (settle(hidden), labels) if picked is None else picked
     if hidden.device.type == "cpu":

@@ -1,7 +1,4 @@
-"""Add columns of padding to a batch, so that padded batches have one of a few widths.
-
-Each CUDA graph replays batches of one width.
-"""
+"""Add columns of padding to a batch: each CUDA graph replays batches of one of a few widths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Attention over rows laid end to end, by the fastest kernel that is exact for the call.
-
-``_KERNELS``, at the end of this file, lists conditions and kernels; the first one that holds wins.
-"""
+"""Attention over rows laid end to end, by the first of ``_KERNELS`` whose condition holds."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextManager[None]:
-    """Inside, masks are ``RowMask``s; without rows, those of padded batches.
-
-    With ``encoder``, full ones attend to the encoder's rows.
-    """
+    """Inside, masks are ``RowMask``s (without rows: as usual); full ones attend to ``encoder``."""
     return inside(_CURRENT, (rows, encoder))
 
 

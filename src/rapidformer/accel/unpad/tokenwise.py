@@ -28,10 +28,7 @@ _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
 
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
-    """The rows of ``hidden``, [rows, size], that may have a label, with their labels.
-
-    None if padding has labels, too.
-    """
+    """The rows of ``hidden``, [rows, size], that may have a label; None if padding has, too."""
     if not isinstance(hidden, Unpadded) or not hidden.is_lazy or not hidden.is_flat:
         return None
     layout, rows = hidden.token_layout, hidden.token_layout.rows
