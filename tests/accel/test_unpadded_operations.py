@@ -117,6 +117,15 @@ def test_a_view_that_is_written_into_changes_the_output(name: str) -> None:
     compare(overwrite(WRITTEN[name]))
 
 
+@pytest.mark.parametrize("name", ["first tokens", "features"])
+def test_what_was_computed_before_a_write_is_not_computed_again_after_it(name: str) -> None:
+    _, _, hidden = make(is_padded=False)
+    before = hidden.exp()
+    hidden[WRITTEN[name]].zero_()
+    with pytest.raises(ConfigurationError, match="were changed in place since"):
+        float(before.mean())
+
+
 def test_an_output_prints_like_a_tensor() -> None:
     (_, _, plain), (_, _, hidden) = make(is_padded=True), make(is_padded=False)
     assert isinstance(hidden[:, 1:].sum(), Unpadded)

@@ -111,9 +111,10 @@ def _build_attention(plain: Any) -> Any:
     """transformers' attention by torch, as chosen for the model that a module belongs to."""
 
     def by_length(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
-        is_fixed = query.shape[2] % _MULTIPLE == key.shape[2] % _MULTIPLE == 0
-        # A compiled block chooses once for all sizes: ``choose_for_all_sizes``.
-        if torch.compiler.is_compiling() or is_fixed:
+        # A compiled block chooses once for all sizes, and must not look at them.
+        if torch.compiler.is_compiling() or not (
+            query.shape[2] % _MULTIPLE or key.shape[2] % _MULTIPLE
+        ):
             return plain(module, query, key, *args, **options)
         with _use_order(_CUDNN_LATE):
             return plain(module, query, key, *args, **options)

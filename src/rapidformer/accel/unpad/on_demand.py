@@ -74,7 +74,9 @@ class Unpadded(torch.Tensor):
     _value: Tensor | None
     """The values, with NaN for padding."""
     _copies: list[tuple[Tensor, int]]
-    """The values and first tokens that others may write into, and their versions."""
+    """What others may write into, and its versions: values, first tokens, what was settled."""
+    _writes: int
+    """How often something was written into it before."""
     _settled: Tensor | None
     """A plain tensor with the values that it has with padding."""
 
@@ -130,7 +132,8 @@ class Unpadded(torch.Tensor):
         written = [copy for copy, version in self._copies if note_version(copy)[1] != version]
         if not written or self.is_decided:
             return
-        value, recompute, self._copies = written[-1], self._recompute, []
+        self._writes, self._copies = self._writes + 1, []
+        value, recompute = written[-1], self._recompute
         if value.shape != self.shape:  # the first tokens
             others = self.get_value() if self.has_value else settle(self)
             value = torch.cat([value[:, None], others[:, 1:]], 1)
@@ -141,6 +144,10 @@ class Unpadded(torch.Tensor):
         if recompute is not None:
             self._recompute = lambda: torch.where(value.isnan(), recompute(), value)
 
+    def count_writes(self) -> int:
+        """How often something was written into it so far, as far as that can be seen."""
+        return self._writes + sum(note_version(copy)[1] - version for copy, version in self._copies)
+
     def forget(self) -> None:
         """It cannot be computed with padding any more."""
         self._recompute = None
@@ -150,6 +157,7 @@ class Unpadded(torch.Tensor):
         if self._settled is None:
             assert self._recompute is not None
             self._settled = self._recompute()
+            self._copies.append(note_version(self._settled))
         return self._settled
 
     def derive(
@@ -264,10 +272,10 @@ def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], A
     """The same operation, later, on what its arguments are with padding."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     enter_mode = note_mode(leaves[0].device)
-    noted = [note_version(leaf) for leaf in leaves if not isinstance(leaf, Unpadded)]
+    versions = [_count_writes(leaf) for leaf in leaves]
 
     def replay() -> Any:
-        if any(note_version(tensor)[1] != version for tensor, version in noted):
+        if versions != [_count_writes(leaf) for leaf in leaves]:
             raise ConfigurationError(
                 f"{_get_name(func)}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
@@ -313,6 +321,10 @@ def _run_on_values(
     return NotImplemented
 
 
+def _count_writes(tensor: Tensor) -> int:
+    return tensor.count_writes() if isinstance(tensor, Unpadded) else note_version(tensor)[1]
+
+
 def note_version(tensor: Tensor) -> tuple[Tensor, int]:
     """A tensor, and how often it was changed in place so far."""
     return tensor, 0 if tensor.is_inference() else count_changes(tensor)
@@ -352,7 +364,7 @@ def _build(
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
     built._tokens, built._value, built._settled = tokens, value, None
-    built._copies = [] if value is None else [note_version(value)]
+    built._writes, built._copies = 0, [] if value is None else [note_version(value)]
     built._recompute = recompute
     for call in calls:
         call.tensors.append(weakref.ref(built))
