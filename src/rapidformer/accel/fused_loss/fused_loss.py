@@ -131,9 +131,10 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         words = _find_words(self)
         if labels is None and not is_wanted:
             dtype = get_compute_type(hidden)
-            # Whether the logits would take more memory than the head's gradient, held instead.
-            pays = hidden.shape[:-1].numel() * 2 >= self.in_features
-            if _can_defer(self, hidden, dtype) and (always or pays):
+            # It pays if the logits would take more memory than the head's gradient, held instead.
+            if _can_defer(self, hidden, dtype) and (
+                always or hidden.shape[:-1].numel() * 2 >= self.in_features
+            ):
                 # Cast now: autocast may have ended when the logits are needed.
                 hidden = hidden.to(dtype)
                 head = Head(self, functools.partial(self, is_wanted=True), hidden)

@@ -72,8 +72,8 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         asked = options.get("is_causal")
         asked = getattr(module, "is_causal", True) if asked is None else asked
         is_causal = attention_mask is None and bool(asked)
-        is_cut = is_causal and query.shape[2] != key.shape[2]
-        if bias is None or dropout >= 1 or is_cut or not suits(query, key, value, bias):
+        is_plain = bias is None or dropout >= 1 or (is_causal and query.shape[2] != key.shape[2])
+        if is_plain or not suits(query, key, value, bias):
             return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
