@@ -78,16 +78,23 @@ class Rows:
         Unlike added zeros, padding has places in the batch. So there are as many places as tokens,
         and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size.
         """
-        rows = Rows.read(real)
-        size = round_up(len(rows.places), least=128)
+        places, padding = np.flatnonzero(real), np.flatnonzero(~real)
+        size = round_up(len(places), least=128)
         for _ in range(sizes_up):
             size = round_up(size + 1, least=128)
-        padding = np.flatnonzero(~real)[: min(size, real.size) - len(rows.places)]
-        places = torch.cat([rows.places, torch.from_numpy(padding)])
-        lengths = rows.lengths + _cut(len(padding), max(*rows.lengths, 1))
-        columns = places % real.shape[1]
-        rows = replace(rows, places=places, lengths=lengths, columns=columns)
-        return replace(rows, is_rounded=True, is_filled=True)
+        padding = padding[: min(size, real.size) - len(places)]
+        lengths: list[int] = real.sum(1).tolist()
+        places = np.concatenate([places, padding])
+        return Rows(
+            shape=(real.shape[0], real.shape[1]),
+            places=torch.from_numpy(places),
+            lengths=lengths + _cut(len(padding), max(*lengths, 1)),
+            columns=torch.from_numpy(places % real.shape[1]),
+            is_contiguous=_is_contiguous(real),
+            is_rounded=True,
+            is_filled=True,
+            starts_left=bool(real[:, 0].all()),
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
