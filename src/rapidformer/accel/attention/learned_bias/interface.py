@@ -67,7 +67,8 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> Any:
-        bias, dropout = options.get("position_bias"), options.get("dropout", 0.0)
+        bias: Any = options.get("position_bias")
+        dropout = options.get("dropout", 0.0)
         # As transformers treats a call without a mask.
         asked = options.get("is_causal")
         asked = getattr(module, "is_causal", True) if asked is None else asked
