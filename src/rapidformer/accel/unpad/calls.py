@@ -151,7 +151,7 @@ class Call:
         self._run_padded, self._inputs = None, []
         for tensor in (reference() for reference in self.tensors):
             if tensor is not None:
-                tensor.forget()
+                tensor.recompute = None
 
     @property
     def is_late(self) -> bool:

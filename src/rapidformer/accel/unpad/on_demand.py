@@ -69,7 +69,7 @@ class Unpadded(torch.Tensor):
     _calls: tuple[Call, ...]
     _tokens: Tensor | None
     """The real tokens, [1, tokens, ...]; None if this has values of its own, maybe NaN."""
-    _recompute: Callable[[], Tensor] | None
+    recompute: Callable[[], Tensor] | None
     """How to get it with padding; None if it is too late for that."""
     _value: Tensor | None
     """The values, with NaN for padding."""
@@ -133,7 +133,7 @@ class Unpadded(torch.Tensor):
         if not written or self.is_decided:
             return
         self._writes, self._copies = self._writes + 1, []
-        value, recompute = written[-1], self._recompute
+        value, recompute = written[-1], self.recompute
         if value.shape != self.shape:  # the first tokens
             others = self.get_value() if self.has_value else settle(self)
             value = torch.cat([value[:, None], others[:, 1:]], 1)
@@ -142,21 +142,17 @@ class Unpadded(torch.Tensor):
             return
         self._tokens, self._value, self._copies = None, value, [note_version(value)]
         if recompute is not None:
-            self._recompute = lambda: torch.where(value.isnan(), recompute(), value)
+            self.recompute = lambda: torch.where(value.isnan(), recompute(), value)
 
     def count_writes(self) -> int:
         """How often something was written into it so far, as far as that can be seen."""
         return self._writes + sum(note_version(copy)[1] - version for copy, version in self._copies)
 
-    def forget(self) -> None:
-        """It cannot be computed with padding any more."""
-        self._recompute = None
-
     def get_padded(self) -> Tensor:
         """The values with padding."""
         if self._settled is None:
-            assert self._recompute is not None
-            self._settled = self._recompute()
+            assert self.recompute is not None
+            self._settled = self.recompute()
             self._copies.append(note_version(self._settled))
         return self._settled
 
@@ -272,10 +268,10 @@ def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], A
     """The same operation, later, on what its arguments are with padding."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     enter_mode = note_mode(leaves[0].device)
-    versions = [_count_writes(leaf) for leaf in leaves]
+    versions = [note_version(leaf)[1] for leaf in leaves]
 
     def replay() -> Any:
-        if versions != [_count_writes(leaf) for leaf in leaves]:
+        if versions != [note_version(leaf)[1] for leaf in leaves]:
             raise ConfigurationError(
                 f"{_get_name(func)}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
@@ -297,10 +293,8 @@ def _run_on_values(
     if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
         return NotImplemented
     # The gradient of weights that meet NaN would be NaN even where the loss masks it.
-    others = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    if torch.is_grad_enabled() and any(
-        other.requires_grad for other in others if not isinstance(other, Unpadded)
-    ):
+    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Unpadded)]
+    if torch.is_grad_enabled() and any(other.requires_grad for other in others):
         return NotImplemented
     values = tree_map_only(Unpadded, Unpadded.get_value, (args, kwargs))
     try:
@@ -321,12 +315,10 @@ def _run_on_values(
     return NotImplemented
 
 
-def _count_writes(tensor: Tensor) -> int:
-    return tensor.count_writes() if isinstance(tensor, Unpadded) else note_version(tensor)[1]
-
-
 def note_version(tensor: Tensor) -> tuple[Tensor, int]:
     """A tensor, and how often it was changed in place so far."""
+    if isinstance(tensor, Unpadded):
+        return tensor, tensor.count_writes()
     return tensor, 0 if tensor.is_inference() else count_changes(tensor)
 
 
@@ -363,9 +355,8 @@ def _build(
     assert shell is not None
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
-    built._tokens, built._value, built._settled = tokens, value, None
+    built._tokens, built._value, built._settled, built.recompute = tokens, value, None, recompute
     built._writes, built._copies = 0, [] if value is None else [note_version(value)]
-    built._recompute = recompute
     for call in calls:
         call.tensors.append(weakref.ref(built))
     return built  # type: ignore[no-any-return]
