@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +92,71 @@ def test_an_operation_that_hides_or_refuses_nan_is_computed_with_padding(name: s
 @pytest.mark.parametrize("name", NAMED)
 def test_operands_may_be_named(name: str) -> None:
     compare(NAMED[name])
+
+
+def overwrite(index: Any) -> Loss:
+    def compute(x: Tensor, mask: Tensor) -> Tensor:
+        x[index].zero_()
+        return (x**2)[mask].sum() + x[:, 0].sum()
+
+    return compute
+
+
+WRITTEN: dict[str, Any] = {
+    "first tokens": (slice(None), 0),
+    "features of first tokens": (slice(None), 0, slice(2)),
+    "a column with padding": (slice(None), 3),
+    "a column without padding": (slice(None), 1),
+    "a row": 0,
+    "features": (..., slice(2)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_view_that_is_written_into_changes_the_output(name: str) -> None:
+    compare(overwrite(WRITTEN[name]))
+
+
+@pytest.mark.parametrize("name", ["first tokens", "features"])
+def test_what_was_computed_before_a_write_is_not_computed_again_after_it(name: str) -> None:
+    _, _, hidden = make(is_padded=False)
+    before = hidden.exp()
+    hidden[WRITTEN[name]].zero_()
+    with pytest.raises(ConfigurationError, match="were changed in place since"):
+        float(before.mean())
+
+
+def test_an_output_prints_like_a_tensor() -> None:
+    (_, _, plain), (_, _, hidden) = make(is_padded=True), make(is_padded=False)
+    assert isinstance(hidden[:, 1:].sum(), Unpadded)
+    mine, theirs = hidden[:, 1:].sum() * 0, plain[:, 1:].sum() * 0
+    assert repr(mine).partition(" grad_fn")[0] == repr(theirs).partition(" grad_fn")[0]
+
+
+class Clock:
+    updates = 0
+
+
+def test_a_kept_output_does_not_keep_its_graph_after_the_step() -> None:
+    clock, removal = Clock(), Removal()
+    removal.clock = weakref.ref(clock)
+    rows, block = Rows.read(torch.tensor([[True, True], [True, False]]).numpy()), nn.Identity()
+
+    def run() -> Tensor:
+        call = Call(removal, lambda: None, torch.device("cpu"))
+        values = torch.randn(2, 2, 3, requires_grad=True)
+        return call.run(lambda: start(rows.pack(values * 1.0), rows, block))
+
+    hidden = run()
+    kept, graph = hidden.detach(), weakref.ref(hidden)
+    del hidden
+    run()
+    assert graph() is not None, "the step may still read padding"
+    clock.updates += 1
+    run()
+    gc.collect()
+    assert graph() is None
+    assert torch.isfinite(kept[0]).all()
 
 
 def test_an_output_can_be_copied() -> None:

@@ -41,8 +41,11 @@ from rapidformer.accel.cuda_graph.snapshot import (
     count_unused_numbers,
     draw_unused,
 )
+from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import take_gradients
@@ -920,3 +923,12 @@ def test_only_a_gpu_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     text = r"2 problems:\n  - --fp8: it needs an NVIDIA.*\n  - --cuda-graph on: it needs a CUDA"
     with pytest.raises(ConfigurationError, match=text):
         Run(make_gpt2(), make_texts(8), None, cuda_graph="on", fp8=True)
+
+
+def test_fp16_is_refused_before_a_model_is_loaded() -> None:
+    args = Settings(cuda_graph="on", mixed_precision="fp16")
+    precision = Precision(dtype=torch.float16, reason="asked for")
+    with pytest.raises(
+        ConfigurationError, match="it works in fp32 and bf16, and this run is in fp16"
+    ):
+        check_device(args, torch.device("cuda"), precision)

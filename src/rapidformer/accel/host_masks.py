@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
-from rapidformer.accel.unpad.fixed import FixedRows, fix_rows, get_fixed_rows
+from rapidformer.accel.unpad.batches import FixedRows, fix_rows, get_fixed_rows
 from rapidformer.compat.torch_tensors import get_base, has_storage
 from rapidformer.compat.transformers_masks import (
     CHECK,

@@ -191,13 +191,14 @@ def _take_from_earlier_engine(model: nn.Module) -> None:
     drop_fact(model, _Owner)
 
 
-def check_device(args: Settings, device: torch.device) -> None:
-    """Refuse what was asked for and needs another device, before anything is loaded."""
+def check_device(args: Settings, device: torch.device, precision: Precision) -> None:
+    """Refuse what was asked for and needs another device or precision, before it is loaded."""
+    situation = Situation(device=device.type, precision=precision.name)
     problems = []
     for switch in SWITCHES:
         if not switch.is_asked(args) or switch.is_idle_elsewhere:
             continue
-        obstacle = switch.find_obstacle(args, Situation(device=device.type))
+        obstacle = switch.find_obstacle(args, situation)
         if switch.module and obstacle is None:
             # A capability of the device that only the module knows.
             find_problem = getattr(_import(switch), "find_device_problem", None)

@@ -54,6 +54,7 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     )  # fmt: skip
     check_device(args, processes.device)
     precision = choose_precision(args.mixed_precision, processes.device)
+    check_device(args, processes.device, precision)
     # Nothing of the engine: the context outlives it.
     build_tokenizer = functools.partial(load_tokenizer, args)
     set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.graphs import GraphedPasses
-from rapidformer.accel.cuda_graph.obstacles import MayCapture
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses, MayCapture
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +25,7 @@ from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.attention.learned_bias import interface
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.small_tables import extend_table
+from rapidformer.accel.unpad.sides import find_biased
 from rapidformer.compat.patches import Change
 from rapidformer.compat.transformers_models import (
     find_unknown_attention,
@@ -146,9 +148,9 @@ def _get_head_size(model: nn.Module) -> int:
     for config in find_configs(model):
         heads = getattr(config, "num_attention_heads", None)
         width = getattr(config, "hidden_size", None)
-        given = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-        if isinstance(given, int):
-            sizes.append(given)
+        size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+        if isinstance(size, int):
+            sizes.append(size)
         elif isinstance(heads, int) and isinstance(width, int) and heads:
             sizes.append(width // heads)  # a Swin has a list of heads, one number per stage
     return max(sizes)
@@ -167,9 +169,10 @@ def _activate_flash(model: nn.Module, applied: Applied) -> str:
     if not hasattr(attention, "activate_flash_attention_impl") or _get_dropout(model):
         return ""
     for name, package in _FLASH_PACKAGES.items():
-        if _is_installed(package):
-            applied.enter(_newer_flash(name))
-            return f", with {name}"
+        with suppress(ModuleNotFoundError):  # its parent is not installed
+            if find_spec(package) is not None:
+                applied.enter(_newer_flash(name))
+                return f", with {name}"
     return ""
 
 
@@ -182,13 +185,6 @@ def _newer_flash(name: str) -> Change:
         return attention.restore_flash_attention_impl
 
     return Change(activate)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent is not installed
-        return False
 
 
 # ---- relative position bias ----------------------------------------------------------------------
@@ -210,10 +206,8 @@ def apply_bias_layout(model: nn.Module) -> int:
 def _find_biased(model: nn.Module) -> list[Any]:
     return [
         module
-        for module in model.modules()
-        if getattr(module, "has_relative_attention_bias", False)
-        and hasattr(module, "relative_attention_bias")
-        and callable(getattr(module, "compute_bias", None))
+        for module in find_biased(model)
+        if module.has_relative_attention_bias and hasattr(module, "relative_attention_bias")
     ]
 
 

@@ -4,6 +4,11 @@ torch keeps the order of its kernels for the whole process, and transformers its
 functions. So both are set when a composed model is entered and put back when it is left. A block
 that is recomputed in the backward pass is not inside a call of its model; it must get the same
 kernel again, or its dropout would differ, so blocks enter by themselves.
+
+cuDNN prepares a plan for every new combination of sizes, which takes longer than a step of a small
+model. Rows of a fixed length are nearly always multiples of 64, and rows padded to the longest of a
+batch rarely are. So for all other lengths, cuDNN comes after torch's own fused kernels: by a call's
+sizes alone, so that a resumed run and a recomputed block choose the same.
 """
 
 from __future__ import annotations
@@ -16,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
-from rapidformer.accel.attention import varied_lengths
 from rapidformer.accel.attention.learned_bias import interface
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.transformers_models import get_attention_table
@@ -41,6 +45,12 @@ class KernelChoice:
 
 _CURRENT: ContextVar[KernelChoice | None] = ContextVar("kernels", default=None)
 _INSIDE: AbstractContextManager[None] = nullcontext()
+_CUDNN_LATE = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+)  # fmt: skip
+_MULTIPLE = 64
+"""Lengths that are multiples of this count as fixed."""
 
 
 def apply_choice(model: nn.Module, blocks: Iterable[nn.Module], choice: KernelChoice) -> None:
@@ -74,7 +84,7 @@ def _enter(choice: KernelChoice) -> Iterator[None]:
     before = _CURRENT.set(choice)
     try:
         with ExitStack() as stack:
-            stack.enter_context(attention.sdpa_kernel(list(choice.order), set_priority=True))
+            stack.enter_context(_use_order(choice.order))
             if choice.avoids_plans or choice.has_bias_kernel:
                 stack.enter_context(ATTENTION)
             yield
@@ -85,10 +95,12 @@ def _enter(choice: KernelChoice) -> Iterator[None]:
 def choose_for_all_sizes(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, code compiled for all sizes keeps cuDNN out, if the module's model does."""
     choice = find_fact(module, KernelChoice)
-    if choice is None or not choice.avoids_plans:
-        return _INSIDE
-    order: AbstractContextManager[None] = varied_lengths.use_order()
-    return order
+    return _INSIDE if choice is None or not choice.avoids_plans else _use_order(_CUDNN_LATE)
+
+
+def _use_order(order: Iterable[SDPBackend]) -> AbstractContextManager[None]:
+    inside: AbstractContextManager[None] = attention.sdpa_kernel(list(order), set_priority=True)
+    return inside
 
 
 def _list_entries() -> Iterator[Entry]:
@@ -97,7 +109,16 @@ def _list_entries() -> Iterator[Entry]:
 
 def _build_attention(plain: Any) -> Any:
     """transformers' attention by torch, as chosen for the model that a module belongs to."""
-    by_length = varied_lengths.build_attention(plain)
+
+    def by_length(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+        # A compiled block chooses once for all sizes, and must not look at them.
+        if torch.compiler.is_compiling() or not (
+            query.shape[2] % _MULTIPLE or key.shape[2] % _MULTIPLE
+        ):
+            return plain(module, query, key, *args, **options)
+        with _use_order(_CUDNN_LATE):
+            return plain(module, query, key, *args, **options)
+
     with_bias, with_both = map(interface.build_attention, (plain, by_length))
 
     @functools.wraps(plain)

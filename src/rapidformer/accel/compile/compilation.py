@@ -41,22 +41,16 @@ def apply(assembly: Assembly) -> str:
         assembly.applied.enter(QUIET_TRACING)
     norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
     apply_compile(
-        model,
-        plan,
-        backend=args.compile_backend,
-        rewrites=_choose_rewrites(assembly),
-        norms=norms,
+        model, plan, backend=args.compile_backend, rewrites=_choose_rewrites(assembly), norms=norms
     )
     count = len(plan.blocks)
     what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
     if norms:
         what += f" and {len(norms)} norm{'s' * (len(norms) != 1)} outside them"
-    why = (
-        " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
-        if args.onnx_runtime_training
-        else ""
-    )
-    return f"torch.compile of {what} with {args.compile_backend}{why}"
+    line = f"torch.compile of {what} with {args.compile_backend}"
+    if args.onnx_runtime_training:
+        line += " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
+    return line
 
 
 def apply_compile(

@@ -19,17 +19,8 @@ from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.compat.torch_compile import (
-    Backend,
-    Rewrite,
-    compile_for_all_sizes,
-    copy_function,
-    count_cached_graphs,
-    count_graphs,
-    extend_backend,
-    get_compile_seconds,
-    get_recompile_reason,
-)
+from rapidformer.compat import torch_compile
+from rapidformer.compat.torch_compile import Backend, Rewrite
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
 
@@ -51,18 +42,19 @@ class CompiledBlocks:
 
     def __init__(self, backend: Backend, *, rewrites: Sequence[Rewrite] = ()) -> None:
         """``rewrites`` change a graph in place before it is compiled."""
-        self.graphs = 0
-        self.recompilations = 0
-        self.from_cache = 0
+        self.graphs = self.recompilations = self.from_cache = 0
         self._skips_calls = False
-        self._backend = backend
-        self._rewrites = rewrites
-        self._lean_backend = extend_backend(backend, rewrites)
+        self._backend, self._rewrites = backend, rewrites
+        lean = torch_compile.recompute_cheap_activations(backend)
+        lean = torch_compile.cache_more_graphs(torch_compile.separate_cached_code(lean))
+        for rewrite in rewrites:
+            lean = torch_compile.rewrite_graphs(lean, rewrite)
+        self._lean_backend = lean
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
         self._functions: dict[Hashable, _Compiled] = {}
-        self._started_at = get_compile_seconds()
+        self._started_at = torch_compile.get_compile_seconds()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch leaves compiled calls out of a model's copy or pickle, so it has compiled nothing.
@@ -71,8 +63,8 @@ class CompiledBlocks:
     def add(self, block: nn.Module, *, only_with_gradients: bool = False) -> None:
         """Compile this block when it is called."""
         kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
-        call = self._call_with_gradients if only_with_gradients else self._call
-        set_compiled_call(block, functools.partial(call, block, kind))
+        call = functools.partial(self._call, block, kind, only_with_gradients)
+        set_compiled_call(block, call)
 
     def expect_other_sizes(self) -> None:
         """Compile for all sizes from the start, and not for the first one alone before."""
@@ -82,12 +74,18 @@ class CompiledBlocks:
         """What was compiled so far, or why nothing was."""
         if not self.graphs:
             return f"nothing: {_NOT_COMPILED if self._skips_calls else _NOT_CALLED}"
-        graphs = f"{self.graphs} graph{'s' if self.graphs != 1 else ''}"
-        again = f"{self.recompilations} recompilation{'s' if self.recompilations != 1 else ''}"
+        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        again = f"{self.recompilations} recompilation{'s' * (self.recompilations != 1)}"
         cached = f" ({self.from_cache} from the cache)" if self.from_cache else ""
-        return f"{graphs} in {get_compile_seconds() - self._started_at:.1f} s{cached}, {again}"
+        seconds = torch_compile.get_compile_seconds() - self._started_at
+        return f"{graphs} in {seconds:.1f} s{cached}, {again}"
 
-    def _call(self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, block: nn.Module, kind: int, only_with_gradients: bool, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Generation would compile it for prompts and again for single tokens.
+        if only_with_gradients and not torch.is_grad_enabled():
+            return call_plainly(block, *args, **kwargs)
         form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
         sizes: list[torch.Size] = []
         if not _describe((*args, *kwargs.values()), form, sizes):
@@ -99,16 +97,8 @@ class CompiledBlocks:
             if id(block) in compiled.seen or not compiled.takes_all_sizes:
                 return self._run(compiled, block, args, kwargs)
             # This call may compile for all sizes, which needs a few settings of torch.
-            with compile_for_all_sizes(), choose_for_all_sizes(block):
+            with torch_compile.compile_for_all_sizes(), choose_for_all_sizes(block):
                 return self._run(compiled, block, args, kwargs)
-
-    def _call_with_gradients(
-        self, block: nn.Module, kind: int, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        # Generation would compile it for prompts and again for single tokens.
-        if not torch.is_grad_enabled():
-            return call_plainly(block, *args, **kwargs)
-        return self._call(block, kind, *args, **kwargs)
 
     def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
         """The function for calls of this form and these sizes."""
@@ -123,9 +113,8 @@ class CompiledBlocks:
         key = (form, ones if takes_all else None)
         if key not in self._functions:
             name = f"block_{len(self._functions)}"
-            run = torch.compile(
-                copy_function(_run, name), backend=self._lean_backend, dynamic=takes_all
-            )
+            function = torch_compile.copy_function(_run, name)
+            run = torch.compile(function, backend=self._lean_backend, dynamic=takes_all)
             self._functions[key] = _Compiled(run=run, takes_all_sizes=takes_all)
         return self._functions[key]
 
@@ -133,25 +122,20 @@ class CompiledBlocks:
         self, compiled: _Compiled, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a compiled function, and count what torch compiles for it."""
-        before, cached_before = count_graphs(), count_cached_graphs()
+        before, cached_before = torch_compile.count_graphs(), torch_compile.count_cached_graphs()
         output = compiled.run(block, *args, **kwargs)
-        new = count_graphs() - before
-        self.from_cache += count_cached_graphs() - cached_before
-        if new:
-            self._count(compiled, block, new)
-        compiled.seen.add(id(block))
-        return output
-
-    def _count(self, compiled: _Compiled, block: nn.Module, new: int) -> None:
-        """Count new graphs. If the function has run this block before, they are recompilations."""
+        new = torch_compile.count_graphs() - before
+        self.from_cache += torch_compile.count_cached_graphs() - cached_before
         self.graphs += new
-        if id(block) in compiled.seen:
+        if new and id(block) in compiled.seen:
             self.recompilations += new
             warn_once(
                 f"--compile: {type(block).__name__} was compiled again, which stalls the step: "
-                f"{get_recompile_reason()}",
+                f"{torch_compile.get_recompile_reason()}",
                 is_local=True,
             )
+        compiled.seen.add(id(block))
+        return output
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -162,10 +146,7 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _describe_kind(block: nn.Module) -> Hashable:
     """Equal for blocks that can share a graph. Any other difference is left to torch."""
-    parameters = [
-        (name, each.shape, each.dtype, each.requires_grad)
-        for name, each in block.named_parameters()
-    ]
+    parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()]
     classes = [type(module) for module in block.modules()]
     # Floats become constants of a graph, and torch stops compiling a function after 8 graphs.
     # Integers are left out: every block has its index, which hardly ever matters.

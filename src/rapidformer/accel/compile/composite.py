@@ -1,11 +1,8 @@
 """Define torch operators that torch.compile can both trace into and cache.
 
-A graph may call any Python function, but torch then never reuses compiled code of that graph in
-another run. It does if the function is an operator. Declared as a composite of other operators, it
-is still traced into, so its operations are fused and differentiated as if the graph had them.
-
-The cache knows the operator by its name and arguments only. So everything that decides what it
-does has to be an argument. Its code is covered by a digest of our sources in the cache's key.
+If a graph calls a plain Python function, torch does not reuse its compiled code in another run. The
+cache knows an operator by its name and arguments, so all that decides what it does has to be one.
+Its code is covered by a digest of our sources in the cache's key.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 inductor computes Philox's four random numbers for each element and uses one, which can take longer
 than reading and writing the element. Here, a hash of the element's index and a random seed
 decides, which takes far fewer operations. The backward pass computes it again, so no mask is kept.
-
-This rewrites the graph that torch.compile has traced. The model and its layers stay as they are.
 """
 
 from __future__ import annotations
@@ -44,13 +42,12 @@ def _read(node: Node) -> tuple[Any, float] | None:
     """Input and rate of a call of dropout, if it can be replaced."""
     if node.op != "call_function" or node.target is not functional.dropout:
         return None
-    given = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    source, rate, is_training, is_in_place = given.arguments.values()
-    if is_training is not True or is_in_place or not isinstance(source, Node):
-        return None
-    if not isinstance(rate, float) or not 0 < rate < 1:  # a rate may be computed in the graph
-        return None
+    bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    source, rate, is_training, is_in_place = bound.arguments.values()
+    is_plain = is_training is True and not is_in_place and isinstance(source, Node)
+    if not is_plain or not isinstance(rate, float) or not 0 < rate < 1:
+        return None  # a rate may be computed in the graph
     value = get_example(source)
     # Indices have 32 bits. A dynamic size is not known here, and is not expected to be this large.
     is_too_large = isinstance(value.numel(), int) and value.numel() >= _END

@@ -4,9 +4,6 @@ Autocast rounds every weight by itself, multiplies once per layer, and widens ev
 bits to fp32. Here one kernel rounds all weights of a block; layers with the same input (query, key
 and value, or the two halves of a gated MLP) are one product; and gradients of weights come out of
 their product in fp32, so they are never rounded to 16 bits.
-
-This rewrites the graph that torch.compile has traced, before its backward pass is derived. The
-model and its layers stay as they are.
 """
 
 from __future__ import annotations
@@ -83,7 +80,8 @@ def merge_linears(module: GraphModule) -> None:
     if not torch.is_autocast_enabled(device.type):
         return
     separating = [node for node in graph.nodes if _separates_layers(node)]
-    parameters = {_find_memory(node) for node in graph.nodes if _is_parameter(node)}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    parameters = {_find_memory(n) for n in inputs if isinstance(get_example(n), nn.Parameter)}
     written = {_find_memory(each) for node in separating for each in _list_written(node)}
     if not parameters.isdisjoint(written - {None}):
         return  # a layer must see what the block has written into its weight
@@ -160,16 +158,16 @@ def _separates_layers(node: Node) -> bool:
     module = getattr(node.target, "__module__", None)
     if not callable(node.target) or module != functional.__name__:
         return False
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    return bool(given.arguments.get("inplace"))
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    return bool(bound.arguments.get("inplace"))
 
 
 def _list_written(node: Node) -> list[Node]:
     """What a call may change: its first argument and ``out``, or any of a custom operator's."""
     if is_mutable(node.target) or _get_name(node) == "triton_kernel_wrapper_mutation":
         return node.all_input_nodes
-    given = (*node.args[:1], node.kwargs.get("out"))
-    return [each for each in given if isinstance(each, Node)]
+    targets = (*node.args[:1], node.kwargs.get("out"))
+    return [target for target in targets if isinstance(target, Node)]
 
 
 def _find_memory(node: Node) -> int | None:
@@ -177,11 +175,6 @@ def _find_memory(node: Node) -> int | None:
     value = find_example(node)
     is_plain = isinstance(value, Tensor) and has_storage(value)
     return get_storage_key(value) if is_plain else None
-
-
-def _is_parameter(node: Node) -> bool:
-    value = get_example(node) if node.op == "placeholder" else None
-    return isinstance(value, nn.Parameter)
 
 
 def _get_name(node: Node) -> str:
@@ -242,15 +235,9 @@ def _replace(graph: Graph, group: Sequence[_Layer], rounded: Node, starts: dict[
 
 
 def _multiply(
-    input: Tensor,
-    rounded: Tensor,
-    parameters: Sequence[Tensor],
-    weight: int,
-    bias: int | None,
-    inputs: int,
-    outputs: Sequence[int],
-    is_transposed: bool,
-) -> list[Tensor]:
+    input: Tensor, rounded: Tensor, parameters: Sequence[Tensor], weight: int, bias: int | None,
+    inputs: int, outputs: Sequence[int], is_transposed: bool,
+) -> list[Tensor]:  # fmt: skip
     """The outputs of layers with the same input. All but the tensors describe a ``Product``."""
     product = Product(weight, bias, inputs, outputs, is_transposed)
     output: Tensor = _Multiply.apply(input.to(rounded.dtype), rounded, product, *parameters)
@@ -291,14 +278,9 @@ class _Multiply(torch.autograd.Function):
 def _read(rounded: Tensor, product: Product) -> tuple[Tensor, Tensor | None]:
     """Weight (outputs x inputs) and bias of a product."""
     count = sum(product.outputs)
-    weight = rounded[product.weight : product.weight + count * product.inputs]
-    if product.is_transposed:
-        weight = weight.view(product.inputs, count).t()
-    else:
-        weight = weight.view(count, product.inputs)
-    if product.bias is None:
-        return weight, None
-    return weight, rounded[product.bias : product.bias + count]
+    flat, inputs = rounded[product.weight : product.weight + count * product.inputs], product.inputs
+    weight = flat.view(inputs, count).t() if product.is_transposed else flat.view(count, inputs)
+    return weight, None if product.bias is None else rounded[product.bias : product.bias + count]
 
 
 def _round_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,26 +13,6 @@ from rapidformer.compat.torch_tensors import stop_allocating
 T = TypeVar("T")
 _MOST_RESERVED = 0.5
 """If more of the device's memory is reserved than this, a recording might run out of it."""
-
-
-class Capture(Protocol):
-    """How passes are recorded. An interface, so that tests can do it without a GPU."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is plenty of memory for further recordings."""
-
-    def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
-        """Run the function as it will run while it is recorded.
-
-        With ``forbids_reads``, fail if it waits for the device, which a recording must not do.
-        """
-
-    def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Record without executing. Returns the result and the replay, which fills it."""
-
-    def close(self) -> None:
-        """Give the memory of recordings back to the device: those that nobody holds any more."""
 
 
 class CudaCapture:
@@ -47,11 +27,16 @@ class CudaCapture:
 
     @property
     def has_room(self) -> bool:
+        """Whether there is plenty of memory for further recordings."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * total
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
-        """Run on the stream that records later: libraries allocate workspaces per stream."""
+        """Run the function as it will run while it is recorded.
+
+        With ``forbids_reads``, fail if it waits for the device, which a recording must not do.
+        """
+        # On the stream that records later: libraries allocate workspaces per stream.
         current = torch.cuda.current_stream(self._device)
         # Each stream waits for the other, so memory may be used on both without record_stream().
         self._stream.wait_stream(current)
@@ -66,6 +51,7 @@ class CudaCapture:
             current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Record without executing. Returns the result and the replay, which fills it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with self._recording(graph):
@@ -77,6 +63,7 @@ class CudaCapture:
         return result, graph.replay
 
     def close(self) -> None:
+        """Give the memory of recordings back to the device: those that nobody holds any more."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
@@ -87,8 +74,7 @@ class CudaCapture:
         Releasing it every time would make the next steps allocate it again.
         """
         if not self.has_room:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
+            self.close()
         with torch.cuda.stream(self._stream):
             # Only calls of this thread can spoil it: loader threads may allocate pinned memory.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

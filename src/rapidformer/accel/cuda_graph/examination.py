@@ -1,12 +1,10 @@
 """Find side effects in a forward step: Python code that a replayed graph would leave out.
 
-A graph repeats what the device did, not the code that launched it. So a step may compute with its
-arguments, constants, modules and calls known to be pure (``pure_calls.py``), but whatever else it
-calls or changes, such as a counter, a log or a queue, would silently stop working. This file reads
-the source of a step and looks up every name in it; what it cannot judge counts as a side effect.
-
-Numbers and tensors that the code reads from outside, such as ``self.weight``, are allowed. They may
-change later, so a graph is valid only for the values it was recorded with.
+A step may compute with its arguments, constants, modules and calls known to be pure
+(``pure_calls.py``), but whatever else it calls or changes, such as a counter, a log or a queue,
+would silently stop working. So its source is read, and every name in it looked up; what cannot be
+judged counts as a side effect. Numbers and tensors that the code reads from outside, such as
+``self.weight``, may change later: a graph is valid only for the values it was recorded with.
 """
 
 from __future__ import annotations
@@ -49,16 +47,15 @@ _MISSING = object()
 class SideEffectError(Exception):
     """The first thing that a replay would leave out, where it is, and what to do about it."""
 
-    def __init__(self, what: str, advice: str = _MOVE) -> None:
+    def __init__(self, what: str, advice: str = _MOVE, place: str = "") -> None:
+        """``place`` is ``my.py:41``, for example."""
         super().__init__(what)
-        self.what, self.advice = what, advice
-        self.place: str | None = None
-        """As ``my.py:41``."""
+        self.what, self.advice, self.place = what, advice, place
         self.is_ours = False
 
     def __str__(self) -> str:
-        place = "" if self.place is None else f"{self.place} "
-        return f"{place}{self.what} (a replay does not run Python code): {self.advice}"
+        what = f"{self.place} {self.what}".lstrip()
+        return f"{what} (a replay does not run Python code): {self.advice}"
 
 
 class Examination:
@@ -129,7 +126,7 @@ class Examination:
         if isinstance(function, functools.partial):
             self.check_function(function.func)
             for value in (*function.args, *function.keywords.values()):
-                self.check_value(functools.partial(_return, value), "an argument")
+                self.check_value(functools.partial(lambda same: same, value), "an argument")
             return
         owner = function.__self__ if isinstance(function, MethodType) else None
         function = getattr(function, "__func__", function)
@@ -156,11 +153,9 @@ class Examination:
                 raise SideEffectError(f"uses {cls.__name__}.{name}")
         if name in WAITS:
             raise SideEffectError(f"calls .{name}(), which waits for the GPU", _READ)
-        if is_called and not is_known and not self._is_submodule(name):
+        parts = (getattr(module, name, None) for module in self.modules)
+        if is_called and not is_known and not any(isinstance(part, nn.Module) for part in parts):
             raise SideEffectError(f"calls .{name}(), which is not known to compute only")
-
-    def _is_submodule(self, name: str) -> bool:
-        return any(isinstance(getattr(each, name, None), nn.Module) for each in self.modules)
 
     def check_attribute(self, owner: Any, name: str) -> None:
         """Check ``self.name``: a method or property is read, and a value is noted."""
@@ -185,7 +180,7 @@ class Examination:
         elif isinstance(value, torch.Tensor) and value.requires_grad:
             if id(value) not in self._own_parameters:
                 raise SideEffectError(f"uses {name}, a trainable weight outside the model", _JOIN)
-        elif isinstance(value, (*_CONSTANTS, torch.Tensor)) or _is_plain_tuple(value):
+        elif isinstance(value, torch.Tensor) or _is_constant(value):
             self._values.append((name, read))
         elif isinstance(value, (FunctionType, MethodType, functools.partial, BuiltinFunctionType)):
             self.check_function(value, name)
@@ -198,8 +193,12 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, examination: Examination, function: FunctionType, owner: Any) -> None:
         self._examination, self._function, self._owner = examination, function, owner
+        code = function.__code__
+        has_self = owner is not None and code.co_argcount
+        self._self = code.co_varnames[0] if has_self else None
+        """The name of the first parameter."""
         self._called: ast.AST | None = None
-        self._line, self._file = 1, "?"
+        self._line, self._file = 1, _shorten(code.co_filename)
         self._locals: set[str] = set()
         self._is_ours = function.__globals__.get("__name__", "").startswith("rapidformer.")
 
@@ -210,16 +209,13 @@ class _Reader(ast.NodeVisitor):
             lines, self._line = inspect.getsourcelines(function.__code__)
             tree = ast.parse(textwrap.dedent("".join(lines)))
         except (OSError, SyntaxError, TypeError):
-            raise SideEffectError(
-                f"uses {function.__qualname__}, whose source is not there"
-            ) from None
-        self._file = _shorten(function.__code__.co_filename)
+            problem = f"uses {function.__qualname__}, whose source is not there"
+            raise SideEffectError(problem) from None
         self._locals = _list_locals(tree)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if any(isinstance(value, (list, dict, set)) for value in defaults):
-            effect = SideEffectError("has a default argument that may change", _COUNT)
-            effect.place = f"{self._file}:{self._line}"
-            raise effect
+            place = f"{self._file}:{self._line}"
+            raise SideEffectError("has a default argument that may change", _COUNT, place)
         self.visit(tree)
 
     def visit(self, node: ast.AST) -> None:
@@ -229,7 +225,7 @@ class _Reader(ast.NodeVisitor):
         except SideEffectError as effect:
             # The innermost line of the user's own: below it, the code is ours.
             is_outer = effect.is_ours and not self._is_ours
-            if hasattr(node, "lineno") and (effect.place is None or is_outer):
+            if hasattr(node, "lineno") and (not effect.place or is_outer):
                 effect.place = f"{self._file}:{self._line + node.lineno - 1}"
                 effect.is_ours = self._is_ours
             raise
@@ -251,7 +247,7 @@ class _Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         callee = self._find(node.func)
         is_on_host = not any(keyword.arg in ("device", None) for keyword in node.keywords)
-        if _is_hashable(callee) and callee in DRAWS and is_on_host:
+        if callable(callee) and isinstance(callee, Hashable) and callee in DRAWS and is_on_host:
             raise SideEffectError(f"calls {ast.unparse(node.func)}() on the host", _DRAW)
         if _is_name(node.func, "getattr"):
             if not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant)):
@@ -260,30 +256,27 @@ class _Reader(ast.NodeVisitor):
         self._called = node.func
         self.generic_visit(node)
 
-    def _is_own(self, node: ast.expr) -> bool:
+    def _is_of_self(self, node: ast.AST) -> bool:
         """Whether it is an attribute of ``self``, which is looked at as such."""
-        if not isinstance(node, ast.Attribute) or self._owner is None:
-            return False
-        return _is_name(node.value, _get_first_parameter(self._function))
+        return isinstance(node, ast.Attribute) and _is_name(node.value, self._self)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         is_called = self._called is node
         if not isinstance(node.ctx, ast.Load):
             raise SideEffectError(f"changes {ast.unparse(node)}", _COUNT)
         is_part = isinstance(node.value, (ast.Attribute, ast.Subscript))
-        if is_called and node.attr in MUTATORS and is_part and not self._is_own(node.value):
+        if is_called and node.attr in MUTATORS and is_part and not self._is_of_self(node.value):
             raise SideEffectError(f"changes {ast.unparse(node.value)}", _COUNT)
         holder = self._find(node.value)
         if isinstance(holder, ModuleType) or _is_configuration(holder):
             read = functools.partial(getattr, holder, node.attr, None)
             self._examination.check_value(read, ast.unparse(node))
-        elif self._owner is not None and _is_name(node.value, _get_first_parameter(self._function)):
+        elif self._is_of_self(node):
             self._examination.check_attribute(self._owner, node.attr)
         elif isinstance(node.value, ast.Call) and _is_name(node.value.func, "super"):
-            for cls in type(self._owner).__mro__:
-                if isinstance(vars(cls).get(node.attr), FunctionType):
-                    method = MethodType(vars(cls)[node.attr], self._owner)
-                    self._examination.check_function(method)
+            for method in (vars(cls).get(node.attr) for cls in type(self._owner).__mro__):
+                if isinstance(method, FunctionType):
+                    self._examination.check_function(MethodType(method, self._owner))
         else:
             self.visit(node.value)
             self._examination.check_method(node.attr, is_called=is_called)
@@ -321,7 +314,7 @@ class _Reader(ast.NodeVisitor):
             return _MISSING if read is None else read()
         if not isinstance(node, ast.Attribute):
             return _MISSING
-        if self._owner is not None and _is_name(node.value, _get_first_parameter(self._function)):
+        if self._is_of_self(node):
             value = vars(self._owner).get(node.attr) if hasattr(self._owner, "__dict__") else None
             return value if _is_configuration(value) else _MISSING
         holder = self._find(node.value)
@@ -363,17 +356,9 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
-def _is_hashable(value: Any) -> bool:
-    return isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
-
-
-def _return(value: Any) -> Any:
-    return value
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    kinds = (tuple, frozenset)
-    return isinstance(value, kinds) and all(isinstance(item, _CONSTANTS) for item in value)
+def _is_constant(value: Any) -> bool:
+    items = value if isinstance(value, (tuple, frozenset)) else (value,)
+    return all(isinstance(item, _CONSTANTS) for item in items)
 
 
 def _is_name(node: ast.AST, name: str | None) -> bool:
@@ -383,11 +368,6 @@ def _is_name(node: ast.AST, name: str | None) -> bool:
 def _shorten(file: str) -> str:
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
-
-
-def _get_first_parameter(function: FunctionType) -> str | None:
-    names = function.__code__.co_varnames
-    return names[0] if function.__code__.co_argcount else None
 
 
 def _list_locals(tree: ast.AST) -> set[str]:

@@ -1,10 +1,9 @@
-"""Replay an update as one CUDA graph: forward and backward passes, clipping, optimizer.
+"""``--cuda-graph``: replay an update as one CUDA graph, which launches all its kernels at once.
 
-A small model spends most of a step launching kernels. A graph launches all of them at once, but
-repeats only what the device did: not the Python code around it. So the passes over each kind of
-batch first run as usual, are recorded, and must then give the same losses and gradients when they
-are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer unless it is
-one that can be recorded.
+A graph repeats only what the device did: not the Python code around it. So the passes over each
+kind of batch first run as usual, are recorded, and must then give the same losses and gradients
+when they are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer
+unless it is one that can be recorded.
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -19,20 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, RunForward
+from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, Request, RunForward
 from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
 from rapidformer.accel.cuda_graph.widths import Widths
+from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import find_fact
+from rapidformer.overlay import find_fact, put_fact
 
 MOST_GRAPHS = 8
 _MOST_AT_ONCE = 6
@@ -46,14 +47,19 @@ _MOST_WORK = 5e13
 
 
 @dataclass(frozen=True)
-class _Request:
-    """An update to run."""
+class MayCapture:
+    """A fact on a model whose passes may be replayed."""
 
-    update: Update
-    weights: list[float]
-    describe: Callable[[list[Inputs]], Hashable]
-    """The key of its graph, if these are its inputs."""
-    build: Callable[[list[Inputs]], Passes]
+    is_asked: bool
+    """Whether the user insists (``--cuda-graph on``)."""
+
+
+def apply(assembly: Assembly) -> None:
+    """Allow the engine to capture; what cannot be replayed is in the row."""
+    if not isinstance(assembly.synchronizer, Alone):
+        return
+    prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
+    put_fact(assembly.model, MayCapture(is_asked=assembly.args.cuda_graph == "on"))
 
 
 class GraphedPasses:
@@ -64,7 +70,7 @@ class GraphedPasses:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         device: torch.device,
-        capture: Capture,
+        capture: CudaCapture,
         count_labels: Callable[[MicroBatch], float],
         *,
         is_asked: bool,
@@ -72,12 +78,9 @@ class GraphedPasses:
         compiles: bool,
         work: ModelWork | None,
     ) -> None:
-        self._model = model
-        self._parameters = parameters
-        self._device = device
-        self._count_labels = count_labels
-        self._is_asked = is_asked
-        self._work = work
+        self._model, self._parameters, self._device = model, parameters, device
+        self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
+        self._capture = capture
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -119,8 +122,8 @@ class GraphedPasses:
             return None
         if any(parameter.grad is not None for parameter in self._parameters):
             return None  # the gradients of this update are added to others
-        weights = [self._count_labels(each) for each in update]
-        if any(each.is_filler for each in update) or min(weights) <= 0:
+        weights = [self._count_labels(micro_batch) for micro_batch in update]
+        if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
             return None
         try:
             if not self._recorder.is_warm:
@@ -130,32 +133,26 @@ class GraphedPasses:
                 self._code.check_hooks(self._parameters)
             if steps != self._code.steps:
                 return None  # another loss
-            about_code = self._describe_code()
-            inputs = self._read_inputs(run_forward, update, about_code)
+            code = self._describe_code()
+            request = Request(run_forward, update, weights, code, graphed_update)
+            inputs = self._read_inputs(request)
         except NotRepeatableError as problem:
             self._give_up(str(problem))
             return None
         known = [each for each in inputs if each is not None]
         if len(known) < len(inputs):
             return None  # it must run as it is
-        self._drop_moved()
-
-        def describe(inputs: list[Inputs]) -> Hashable:
-            batches = tuple(each.key for each in inputs)
-            return batches, about_code, graphed_update is not None
-
-        def build(inputs: list[Inputs]) -> Passes:
-            return Passes(
-                run_forward, self._parameters, inputs, update, weights, self._device, graphed_update
-            )
-
-        return self._run(_Request(update, weights, describe, build), known)
+        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
+            self._graphs.clear()
+            self._places = places
+        return self._run(request, known)
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._graphs.clear()
-        self._recorder.close()
+        self._capture.close()
 
     def _describe_code(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on apart from its batch and the weights."""
@@ -171,25 +168,22 @@ class GraphedPasses:
             )
         return now
 
-    def _read_inputs(
-        self, run_forward: RunForward, update: Update, about_code: Hashable
-    ) -> list[Inputs | None]:
+    def _read_inputs(self, request: Request) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
-            return Snapshot(self._code.list_tensors(), self._device)
+            return Snapshot(self._code.examination.list_tensors(), self._device)
 
-        inputs = [read_inputs(self._model, each.batch) for each in update]
+        inputs = [read_inputs(self._model, each.batch) for each in request.update]
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
-        if not self._code.reads_tensors and self._widths.may_change(
-            run_forward, update, inputs, about_code, take_snapshot
-        ):
+        reads_tensors = self._code.examination.reads_tensors
+        if not reads_tensors and self._widths.may_change(request, inputs, take_snapshot):
             return inputs
-        return [read_inputs(self._model, each.batch, widens=False) for each in update]
+        return [read_inputs(self._model, each.batch, widens=False) for each in request.update]
 
-    def _run(self, request: _Request, inputs: list[Inputs]) -> Outcome | None:
+    def _run(self, request: Request, inputs: list[Inputs]) -> Outcome | None:
         key, weights = request.describe(inputs), request.weights
         graph = self._graphs.get(key)
         if graph is not None and not graph.passes.prepare():
@@ -199,7 +193,7 @@ class GraphedPasses:
             graph.passes.fill(inputs, weights)
             self._changes = 0
             if not graph.is_proven:
-                return self._try(lambda before: self._compare(graph, weights, before))
+                return self._try(lambda before: self._recorder.compare(graph, before).copy(weights))
             graph.replay()
             return graph.outcome.copy(weights)
         is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
@@ -213,14 +207,14 @@ class GraphedPasses:
 
         def work(before: Snapshot) -> Outcome:
             if waits:
-                return request.build(inputs).run_passes()
+                return Passes(request, inputs, self._parameters, self._device).run_passes()
             if self.count == 1 and is_common and len(request.update) == 1:
                 self._record_larger(request, key, before)
-            return self._record(request.build(inputs), key, weights, before)
+            return self._record(request, inputs, before)
 
         return self._try(work)
 
-    def _record_larger(self, request: _Request, own: Hashable, before: Snapshot) -> None:
+    def _record_larger(self, request: Request, own: Hashable, before: Snapshot) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run.
 
         Smaller ones cannot be made from this batch.
@@ -230,10 +224,10 @@ class GraphedPasses:
             key = request.describe([inputs]) if inputs is not None else own
             if inputs is None or key == own or key in self._graphs:
                 continue
-            if not self._recorder.has_room:
+            if not self._capture.has_room:
                 return
             try:
-                self._record(request.build([inputs]), key, request.weights, before, is_used=False)
+                self._record(request, [inputs], before, is_used=False)
             except Exception as error:
                 # Such a batch may never come; if it does, recording is tried again.
                 get_logger().info(
@@ -247,7 +241,7 @@ class GraphedPasses:
 
     def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
-        before = Snapshot(self._code.list_tensors(), self._device)
+        before = Snapshot(self._code.examination.list_tensors(), self._device)
         try:
             return work(before)
         except RapidformerError as error:
@@ -260,14 +254,9 @@ class GraphedPasses:
         return None
 
     def _record(
-        self,
-        passes: Passes,
-        key: Hashable,
-        weights: Sequence[float],
-        before: Snapshot,
-        *,
-        is_used: bool = True,
+        self, request: Request, inputs: list[Inputs], before: Snapshot, *, is_used: bool = True
     ) -> Outcome:
+        passes = Passes(request, inputs, self._parameters, self._device)
         if not self._recorder.is_warm:
             return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
         # All graphs leave their gradients in the same memory.
@@ -275,14 +264,8 @@ class GraphedPasses:
         gradients = next((each for each in left if each is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
         graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
-        self._graphs[key] = graph
-        return graph.outcome.copy(weights)
-
-    def _compare(
-        self, graph: RecordedPasses, weights: Sequence[float], before: Snapshot
-    ) -> Outcome:
-        self._recorder.compare(graph, before)
-        return graph.outcome.copy(weights)
+        self._graphs[request.describe(inputs)] = graph
+        return graph.outcome.copy(request.weights)
 
     def _check(self, update: Update) -> None:
         """Refuse what is known beforehand not to be replayable, or not worth it."""
@@ -290,21 +273,10 @@ class GraphedPasses:
             return
         info = update[0].info
         slots = info.slots or info.rows  # images have no tokens to count
-        operations = (
-            self._work.count(tokens=slots, targets=slots, rows=info.rows)
-            if self._work is not None
-            else 0.0
-        )
-        if operations > _MOST_WORK:
+        work = self._work
+        if work and work.count(tokens=slots, targets=slots, rows=info.rows) > _MOST_WORK:
             raise NotRepeatableError("its steps are long, so launching kernels costs little")
         self._code.check_effects()
-
-    def _drop_moved(self) -> None:
-        """Drop all graphs if weights have moved in memory, or were frozen or unfrozen."""
-        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
-        if places != self._places:
-            self._graphs.clear()
-            self._places = places
 
     def _give_up(self, problem: str) -> None:
         self.problem = problem

@@ -17,9 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.batches import read_fixed_rows, removes_padding
+from rapidformer.accel.unpad.batches import (
+    Filling,
+    FixedRows,
+    fix_rows,
+    read_fixed_rows,
+    removes_padding,
+)
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
-from rapidformer.accel.unpad.fixed import Filling, FixedRows, fix_rows
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
@@ -203,7 +208,7 @@ class StaticInputs:
         for name, tensor in inputs.others.items():
             self._others[name].copy_(tensor, non_blocking=True)
         if self._rows is not None:
-            self._rows.forget_packed()
+            self._rows.packed.clear()  # those of an earlier batch
 
 
 def _describe(batch: Any, path: str, columns: Columns) -> Hashable:

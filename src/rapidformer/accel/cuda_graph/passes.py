@@ -7,8 +7,8 @@ them in between, and for an optimizer that reads all that changes from the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,18 +38,15 @@ class Outcome:
 
         ``weights`` are those of the micro-batches for which the forward step gives none.
         """
-        results = [
-            _copy_result(result, weight)
-            for result, weight in zip(self.results, weights, strict=True)
-        ]
-        return Outcome(results, self.gradients, self.norm.clone())
+        results = map(_copy_result, self.results, weights)
+        return Outcome(list(results), self.gradients, self.norm.clone())
 
     def read(self) -> list[float]:
         """All numbers that must not depend on a replay; waits for the device."""
         numbers = [self.norm]
         for result in self.results:
-            given = result.weight if result.is_weight_given else 0.0
-            numbers += [result.loss, torch.as_tensor(given)]
+            weight = result.weight if result.is_weight_given else 0.0
+            numbers += [result.loss, torch.as_tensor(weight)]
             numbers += [mean for mean, _ in result.parts.values()]
         return [float(number) for number in numbers]
 
@@ -94,27 +91,37 @@ class GraphedUpdate:
             self._flag.fill_(0.0)
 
 
+@dataclass(frozen=True)
+class Request:
+    """An update to run."""
+
+    run_forward: RunForward
+    update: Update
+    weights: list[float]
+    code: Hashable
+    """All that the loss depends on besides its batch and the weights."""
+    graphed_update: GraphedUpdate | None
+
+    def describe(self, inputs: list[Inputs]) -> Hashable:
+        """The key of its graph, if these are its inputs."""
+        return tuple(each.key for each in inputs), self.code, self.graphed_update is not None
+
+
 class Passes:
     """Runs the passes on whatever was copied to their inputs."""
 
     def __init__(
         self,
-        run_forward: RunForward,
-        parameters: Sequence[nn.Parameter],
+        request: Request,
         inputs: Sequence[Inputs],
-        update: Update,
-        weights: Sequence[float],
+        parameters: Sequence[nn.Parameter],
         device: torch.device,
-        graphed_update: GraphedUpdate | None = None,
     ) -> None:
-        self._graphed_update = graphed_update
+        self._request, self._parameters = request, parameters
         self._launch: Launch | None = None
-        self._run_forward = run_forward
-        self._parameters = parameters
         self._inputs = [StaticInputs(each, device) for each in inputs]
-        self._update = update
-        self._weights = torch.empty(len(weights) + 1, device=device)
-        self._fill_weights(weights)
+        self._weights = torch.empty(len(inputs) + 1, device=device)
+        self._fill_weights(request.weights)
         self.gradients: list[Tensor | None] | None = None
         """Where the gradients are left; None: wherever the backward pass puts them."""
         self.used: list[Tensor | None] | None = None
@@ -164,7 +171,7 @@ class Passes:
     def rehearse(self) -> Outcome:
         """Everything that ``run`` does on the device, once; no weight changes."""
         outcome = self.run_passes()
-        graphed = self._graphed_update
+        graphed = self._request.graphed_update
         if graphed is not None:
             assert outcome.gradients is not None
             self._launch = graphed.find_launch(self._parameters, outcome.gradients)
@@ -180,31 +187,25 @@ class Passes:
         assert outcome.gradients is not None
         if self._launch is None:
             return replace(outcome, gradients=self._leave(outcome.gradients))
-        assert self._graphed_update is not None
-        gradients = {
-            id(parameter): gradient
-            for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True)
-            if gradient is not None
-        }
-        self._graphed_update.run(self._launch, gradients, outcome.norm)
+        assert self._request.graphed_update is not None
+        pairs = zip(self._parameters, outcome.gradients, strict=True)
+        gradients = {id(parameter): grad for parameter, grad in pairs if grad is not None}
+        self._request.graphed_update.run(self._launch, gradients, outcome.norm)
         self.used = outcome.gradients
         return replace(outcome, gradients=None)
 
-    @contextmanager
-    def without_effect(self) -> Iterator[None]:
+    def without_effect(self) -> AbstractContextManager[None]:
         """Inside, a replay changes no weight."""
-        with self._graphed_update.without_effect() if self._graphed_update else nullcontext():
-            yield
+        graphed = self._request.graphed_update
+        return nullcontext() if graphed is None else graphed.without_effect()
 
     def run_passes(self) -> Outcome:
         """Forward and backward; leaves no gradient in the parameters."""
-        results = []
-        for number, (static, micro_batch) in enumerate(
-            zip(self._inputs, self._update, strict=True)
-        ):
-            result = self._run_forward(micro_batch._replace(batch=static.batch))
+        results: list[MicroBatchResult] = []
+        for static, micro_batch in zip(self._inputs, self._request.update, strict=True):
+            result = self._request.run_forward(micro_batch._replace(batch=static.batch))
             results.append(replace(result, loss=result.loss.detach()))
-            fraction = self._get_fraction(number, result, results[0])
+            fraction = self._get_fraction(len(results) - 1, result, results[0])
             scale_loss(result.loss, fraction, 1.0).backward()  # type: ignore[no-untyped-call]
         gradients = take_gradients(self._parameters)
         held = [gradient for gradient in gradients if gradient is not None]
@@ -222,41 +223,35 @@ class Passes:
         if result.is_weight_given != first.is_weight_given:
             raise NotRepeatableError("only some of its forward steps return a weight")
         if not result.is_weight_given:
-            return 1.0 if len(self._update) == 1 else self._weights[number]
+            return 1.0 if len(self._inputs) == 1 else self._weights[number]
         unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
         return result.weight / unit
 
     def _get_factor(self, results: list[MicroBatchResult]) -> float | Tensor:
         if not results[0].is_weight_given:
             return 1.0 if len(results) == 1 else self._weights[-1]
-        fractions = [
-            self._get_fraction(number, result, results[0]) for number, result in enumerate(results)
-        ]
+        fractions = [self._get_fraction(n, each, results[0]) for n, each in enumerate(results)]
         return 1.0 / sum(fractions[1:], start=0.0 + fractions[0])
 
     def _leave(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         if self.gradients is None:
             return gradients
-        pairs = [
-            (kept, found)
-            for kept, found in zip(self.gradients, gradients, strict=True)
-            if kept is not None and found is not None
-        ]
-        copy_all([kept for kept, _ in pairs], [found for _, found in pairs])
-        return [
-            kept if kept is not None and found is not None else found
-            for kept, found in zip(self.gradients, gradients, strict=True)
-        ]
+        pairs = list(zip(self.gradients, gradients, strict=True))
+        moved = [(old, new) for old, new in pairs if old is not None and new is not None]
+        copy_all([old for old, _ in moved], [new for _, new in moved])
+        return [new if old is None or new is None else old for old, new in pairs]
 
 
 def _copy_result(result: MicroBatchResult, counted: float) -> MicroBatchResult:
-    weight = result.weight if result.is_weight_given else counted
-    copied = weight.clone() if isinstance(weight, Tensor) else weight
+    weight = _copy(result.weight if result.is_weight_given else counted)
     parts: dict[str, Mean] = {}
-    for name, (mean, own) in result.parts.items():
+    for name, (mean, part_weight) in result.parts.items():
         # Parts without a weight have that of the loss.
-        is_counted = not isinstance(own, Tensor) and own == result.weight
-        is_same = own is result.weight or is_counted
-        own = own.clone() if isinstance(own, Tensor) else own
-        parts[name] = mean.clone(), copied if is_same else own
-    return replace(result, loss=result.loss.clone(), weight=copied, parts=parts)
+        is_counted = not isinstance(part_weight, Tensor) and part_weight == result.weight
+        is_same = part_weight is result.weight or is_counted
+        parts[name] = mean.clone(), weight if is_same else _copy(part_weight)
+    return replace(result, loss=result.loss.clone(), weight=weight, parts=parts)
+
+
+def _copy(weight: float | Tensor) -> float | Tensor:
+    return weight.clone() if isinstance(weight, Tensor) else weight

@@ -38,11 +38,9 @@ PURE_BUILTINS = {
     *(n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)),
 }  # fmt: skip
 _CONSTRUCTORS = {
-    "Size", "Tensor", "arange", "as_tensor", "empty", "empty_like", "eye", "finfo", "full",
-    "full_like", "iinfo", "is_floating_point", "is_tensor", "linspace", "logspace", "numel", "ones",
-    "ones_like", "promote_types", "rand_like", "randint_like", "randn_like", "result_type",
-    "scalar_tensor", "tensor", "tril_indices",
-    "triu_indices", "zeros", "zeros_like",
+    "Size", "Tensor", "arange", "as_tensor", "empty", "eye", "finfo", "full", "iinfo", "is_tensor",
+    "linspace", "logspace", "ones", "promote_types", "rand_like", "randint_like", "randn_like",
+    "result_type", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 }  # fmt: skip
 DRAWS = {getattr(torch, name) for name in ("normal", "rand", "randint", "randn", "randperm")}
 """On the host, unless told a device: a replay repeats what the device has drawn, but not this."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rapidformer.accel.cuda_graph.capture import Capture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes
 from rapidformer.accel.cuda_graph.snapshot import Snapshot, draw_unused
@@ -43,7 +43,7 @@ class RecordedPasses:
 class Recorder:
     """Records passes, and checks that a replay gives the results of the passes themselves."""
 
-    def __init__(self, capture: Capture, *, is_16_bit: bool, compiles: bool) -> None:
+    def __init__(self, capture: CudaCapture, *, is_16_bit: bool, compiles: bool) -> None:
         self._capture = capture
         self._rounding = _ROUNDING_16_BIT if is_16_bit else _ROUNDING
         self._compiles = compiles
@@ -52,20 +52,8 @@ class Recorder:
         self.is_warm = False
         """Whether passes have run, so that others can be recorded."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether there is plenty of memory for more recordings."""
-        return self._capture.has_room
-
-    def close(self) -> None:
-        """Release the memory of recordings that nobody holds any more."""
-        self._capture.close()
-
     def warm_up(self, passes: Passes, before: Snapshot, unused: int) -> Outcome:
-        """Run the very first passes, which may still set things up, such as compiled blocks.
-
-        ``unused`` is how many random numbers a forward pass may draw on the host.
-        """
+        """Run the very first passes, which may still set things up, such as compiled blocks."""
         outcome = self._capture.warm_up(passes.run_passes, forbids_reads=False)
         self._unused = unused
         self._count_drawn(passes, before)
@@ -102,6 +90,7 @@ class Recorder:
 
         graph = RecordedPasses(passes, outcome, replay, limit)
         _check_replay(graph, expected)
+        del expected  # there would be three copies of the gradients below
         # The next batch of this size may be far away, and would then wait for a comparison.
         with passes.shifted():
             before.restore()
@@ -116,7 +105,7 @@ class Recorder:
             graph.replay()  # this time, it may update the weights
         return graph
 
-    def compare(self, graph: RecordedPasses, before: Snapshot) -> None:
+    def compare(self, graph: RecordedPasses, before: Snapshot) -> Outcome:
         """Run the passes of a graph on the update that was copied in, and replay it for that."""
         expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False)
         before.restore()
@@ -126,6 +115,7 @@ class Recorder:
             before.restore()
             graph.passes.prepare()
             graph.replay()
+        return graph.outcome
 
     def _count_drawn(self, passes: Passes, before: Snapshot) -> int:
         """How many numbers the passes have just drawn on the host; raises if they had an effect."""
@@ -140,21 +130,15 @@ class Recorder:
 
 
 def _check_replay(graph: RecordedPasses, expected: Outcome) -> None:
-    """Replay a graph, without updating weights, and compare its results."""
+    """Replay a graph without updating weights, and compare losses, parts, norm and gradients."""
     with graph.passes.without_effect():
         graph.replay()
-        _check_results(graph, expected)
-
-
-def _check_results(graph: RecordedPasses, expected: Outcome) -> None:
-    """Losses, weights, parts, the norm, and every gradient that is still there."""
     outcome, limit = graph.outcome, graph.limit
     for mine, theirs in zip(outcome.read(), expected.read(), strict=True):
         is_same = math.isclose(mine, theirs, rel_tol=limit, abs_tol=1e-7 * (limit > 0))
         if not is_same and not (math.isnan(mine) and math.isnan(theirs)):
-            raise NotRepeatableError(
-                f"replaying a step gave {mine:.6g} where running it gave {theirs:.6g}"
-            )
+            text = f"replaying a step gave {mine:.6g} where running it gave {theirs:.6g}"
+            raise NotRepeatableError(text)
     replayed = outcome.gradients if outcome.gradients is not None else graph.passes.used
     if replayed is None:
         return  # compared when it was recorded; the norm of all of them is compared every time

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
@@ -16,25 +16,19 @@ from rapidformer.models.watched import describe_watched, find_watched
 
 
 class ReplayedCode:
-    """The user's steps and the model's code: whether a replay may replace them.
-
-    The checks raise ``NotRepeatableError`` if it may not.
-    """
+    """The user's steps and the model's code: checks raise if a replay may not replace them."""
 
     def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
-        self.steps = steps
-        self._model = model
-        self._examination = Examination(steps, model)
-        modules = list(self._examination.modules)
+        self.steps, self._model = steps, model
+        self.examination = Examination(steps, model)
+        modules = list(self.examination.modules)
         self._dropouts = [module for module in modules if isinstance(module, DROPOUTS)]
-        self._hooks: list[Mapping[int, Any]] = [
-            table for module in modules for table in list_hook_tables(module)
-        ]
+        self._hooks = [table for module in modules for table in list_hook_tables(module)]
         self._hook_count = 0
 
     def check_effects(self) -> None:
         """Refuse code that does something that a replay would not do."""
-        effect = self._examination.effect
+        effect = self.examination.effect
         if effect is not None:
             raise NotRepeatableError(str(effect))
 
@@ -44,28 +38,18 @@ class ReplayedCode:
         if count != self._hook_count:
             watched = find_watched(dict(self._model.named_modules()))
             if watched:
-                raise NotRepeatableError(
-                    f"a replay would not run the hooks on {describe_watched(watched)}"
-                )
+                names = describe_watched(watched)
+                raise NotRepeatableError(f"a replay would not run the hooks on {names}")
             self._hook_count = count
         if has_gradient_hooks(parameters):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
 
     def describe(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on, apart from its batch and the weights."""
-        training = tuple(module.training for module in self._examination.modules)
+        training = tuple(module.training for module in self.examination.modules)
         dropouts = tuple(module.p for module in self._dropouts)
-        return training, dropouts, self._examination.read_values()
-
-    @property
-    def reads_tensors(self) -> bool:
-        """Whether it reads tensors that are neither in its batch nor weights of the model."""
-        return self._examination.reads_tensors
+        return training, dropouts, self.examination.read_values()
 
     def find_changing(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> str:
         """The name of what differs between two results of ``describe``."""
-        return self._examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"
-
-    def list_tensors(self) -> Sequence[Tensor]:
-        """The tensors that it may change."""
-        return self._examination.list_tensors()
+        return self.examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"

@@ -1,7 +1,7 @@
 """What passes may change besides gradients, to put it back: random numbers, buffers and similar.
 
-A replay draws on the device only. Numbers drawn on the host are the trap: most have an effect that
-a replay would not repeat, but many models draw some that they never use.
+A replay draws on the device only. Most numbers drawn on the host have an effect that a replay would
+not repeat, but many models draw some that they never use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class Snapshot:
     """What passes may change, apart from gradients: random numbers, buffers and similar."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
-        is_cuda = device.type == "cuda"
+        self._device, is_cuda = device, device.type == "cuda"
         self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
         self.host_numbers = HostNumbers(has_device=is_cuda)
         self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
@@ -68,25 +67,20 @@ class HostNumbers:
         if str(now) == str(self._others):
             if self._torch is None or torch.equal(self._torch, torch.get_rng_state()):
                 return 0
-            if torch.equal(self._skip(expected), torch.get_rng_state()):
+            generator = torch.Generator()
+            generator.set_state(self._torch)
+            draw_unused(expected, generator)
+            if torch.equal(generator.get_state(), torch.get_rng_state()):
                 return expected
         raise NotRepeatableError(
             "a step draws random numbers on the host, which a replay would not"
         )
 
-    def _skip(self, count: int) -> Tensor:
-        assert self._torch is not None
-        generator = torch.Generator()
-        generator.set_state(self._torch)
-        for _ in range(count):
-            torch.rand([], generator=generator)
-        return generator.get_state()
 
-
-def draw_unused(count: int) -> None:
+def draw_unused(count: int, generator: torch.Generator | None = None) -> None:
     """Draw what the passes would draw: later numbers must not depend on replays."""
     for _ in range(count):
-        torch.rand([])
+        torch.rand([], generator=generator)
 
 
 def count_unused_numbers(model: nn.Module) -> int:

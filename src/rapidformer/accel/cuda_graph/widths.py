@@ -1,43 +1,36 @@
 """Whether a batch may get columns of padding, so that a few graphs cover batches of all widths.
 
-A model may ignore such columns, and the user's loss may not: a mean over all positions changes with
-the width. So before a loss gets wider batches, its passes run on a batch twice, as it is and with
-more columns, and must give the same loss and the same gradient of every weight: the same bits in
-fp32. In mixed precision the two are compared in fp32 as well, where a difference is not hidden by
-rounding.
-
-What the model returns for added columns is NaN in that comparison. NaN times zero is NaN, so it
-also shows a term that has no weight yet. It holds for every later update: added columns have the
-same values in all batches, a replay runs the same operations, and a number that the code reads
-from outside is part of the graph's key. A tensor from outside could change what the loss reads,
-so with one the batches keep their widths.
+A mean over all positions changes with the width. So before a loss gets wider batches, its passes
+run on a batch twice, as it is and with more columns, and must give the same loss and gradients: the
+same bits in fp32, in which mixed precision is compared as well. What the model returns for added
+columns is NaN then. NaN times zero is NaN, so it also shows a term that has no weight yet. The
+result holds for later updates: a replay runs the same operations, and a number that the code reads
+from outside is part of the graph's key. With a tensor from outside, batches keep their widths.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
-from rapidformer.accel.cuda_graph.passes import RunForward
+from rapidformer.accel.cuda_graph.passes import Request, RunForward
 from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import map_tensors
-from rapidformer.data.update import MicroBatch, Update
+from rapidformer.data.update import MicroBatch
 from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
@@ -71,9 +64,7 @@ class Widths:
         *,
         is_16_bit: bool,
     ) -> None:
-        self._model = model
-        self._parameters = parameters
-        self._device = device
+        self._model, self._parameters, self._device = model, parameters, device
         are_fp32 = all(p.dtype == torch.float32 for p in parameters if p.is_floating_point())
         self._runs_in_fp32 = is_16_bit and are_fp32
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
@@ -83,32 +74,34 @@ class Widths:
 
     def may_change(
         self,
-        run_forward: RunForward,
-        update: Update,
+        request: Request,
         inputs: Sequence[Inputs | None],
-        code: Hashable,
         take_snapshot: Callable[[], Snapshot],
     ) -> bool:
         """Whether these inputs may be wider than the micro-batches that they are made from.
 
-        ``code`` is all that the loss depends on besides its batch and the weights. The answer
-        depends on that and on the sizes of the update alone, so that a resumed run continues with
-        the same sizes.
+        The answer depends on the code and on the sizes of the update alone, so that a resumed run
+        continues with the same sizes.
         """
-        grown = [each for each, found in zip(update, inputs, strict=True) if _grows(found)]
-        compared = [(each, find_columns(self._model, each.batch, factor=_FACTOR)) for each in grown]
+        grown = list(itertools.compress(request.update, map(_grows, inputs)))
         if not grown:
             return True
-        factor = min(_get_factor(each, columns) for each, columns in compared)
+        wider = [find_columns(self._model, each.batch, factor=_FACTOR) for each in grown]
+        # How much wider the tensor becomes that grows least.
+        factor = min(
+            float(column.width / micro_batch.batch[name].shape[1])
+            for micro_batch, columns in zip(grown, wider, strict=True)
+            for name, column in columns.items()
+        )
         if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
             return False
-        left = self._left.setdefault(hash(code), _COMPARED)
+        left = self._left.setdefault(hash(request.code), _COMPARED)
         if self._is_exact and left:
             if has_width_readers(self._model):
                 self._is_exact = False
                 return False
-            problem = self._compare(run_forward, *compared[0], take_snapshot())
-            self._left[hash(code)] -= 1
+            problem = self._compare(request.run_forward, grown[0], wider[0], take_snapshot())
+            self._left[hash(request.code)] -= 1
             if problem is not None:
                 self._is_exact = False
                 warn_once(
@@ -121,7 +114,6 @@ class Widths:
         self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
     ) -> str | None:
         """What differs between the passes over a batch with and without these columns."""
-
         hidden = _NotForPadding(micro_batch.batch, columns)
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
@@ -165,13 +157,6 @@ class Widths:
 def _grows(inputs: Inputs | None) -> bool:
     return inputs is not None and any(
         column.width > inputs.batch[name].shape[1] for name, column in inputs.columns.items()
-    )
-
-
-def _get_factor(micro_batch: MicroBatch, columns: Columns) -> float:
-    """How much wider the tensor becomes that grows least."""
-    return min(
-        float(column.width / micro_batch.batch[name].shape[1]) for name, column in columns.items()
     )
 
 

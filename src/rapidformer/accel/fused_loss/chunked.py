@@ -8,19 +8,22 @@ hidden states and head, as if the loss's own gradient were 1, and the backward p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.split import VocabularySlice
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
+from rapidformer.dist.regions import Group, gather_out, get_slice_bounds, slice_in
+from rapidformer.dist.vocabulary import check_ids, compare_rows
 
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
@@ -30,6 +33,49 @@ _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
 _HEADROOM = 2.0**8
 """fp16 rows are divided by this before they are summed. A power of two costs no bits near 1."""
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This rank's slice of the vocabulary, under tensor parallelism.
+
+    Ranks exchange two small reductions per chunk of rows, as they do for undeferred logits.
+    """
+
+    group: Group
+    length: int
+    """Words in the whole vocabulary."""
+
+    @property
+    def width(self) -> int:
+        """Words in the largest slice: all ranks must choose the same chunks."""
+        return -(-self.length // dist.get_world_size(self.group))
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """This rank's slice of a weight, unless it is a slice already."""
+        return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
+
+    def join(self, logits: Tensor) -> Tensor:
+        """The logits of all words."""
+        return gather_out(logits, -1, self.length, self.group)
+
+    def differentiate(
+        self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the rows' cross entropies, and its gradient for this rank's logits."""
+        is_kept = labels != ignore_index
+        first, _ = get_slice_bounds(self.length, self.group)
+        rows = compare_rows(logits.float(), labels.masked_fill(~is_kept, -1), first, self.group)
+        losses = rows.normalizers - (1 - smoothing) * rows.chosen
+        gradient = rows.probabilities
+        if smoothing:
+            losses = losses - smoothing / self.length * rows.sums
+            gradient -= smoothing / self.length
+        if gradient.shape[-1]:
+            of_label = rows.is_mine.to(gradient.dtype)[:, None] * (smoothing - 1)
+            gradient.scatter_add_(1, rows.index[:, None], of_label)
+        gradient.masked_fill_(~is_kept[:, None], 0.0)
+        return losses.masked_fill(~is_kept, 0.0).sum(), gradient.to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -53,18 +99,15 @@ class Recipe:
 def sum_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, recipe: Recipe
 ) -> Tensor:
-    """The sum of the cross entropies of ``hidden @ weight.T + bias``, in fp32.
-
-    ``hidden`` has a row for each label.
-    """
+    """The sum of the cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
     picked = pick_labelled(hidden, labels, recipe.ignore_index)
     hidden, labels = (settle(hidden), labels) if picked is None else picked
     if hidden.device.type == "cpu":
         # Not on a GPU: the host would wait to learn how many rows are selected.
         is_kept = labels != recipe.ignore_index
         hidden, labels = hidden[is_kept], labels[is_kept]
-    if recipe.words is not None:
-        recipe.words.check(labels, recipe.ignore_index)
+    if recipe.words is not None:  # as torch's own loss does
+        check_ids(labels, recipe.words.length, "a label", recipe.ignore_index)
     total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe)  # type: ignore[no-untyped-call]
     return total
 
@@ -97,9 +140,9 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
-        for each in gradients:
-            if each is not None:
-                multiply_all([each], gradient)  # faster than mul_ with a scalar on a GPU
+        for computed in gradients:
+            if computed is not None:
+                multiply_all([computed], gradient)  # faster than mul_ with a scalar on a GPU
         return *gradients, None, None
 
 
@@ -118,10 +161,9 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
         label_smoothing=ctx.recipe.label_smoothing,
     )  # fmt: skip
-    inputs = zip((hidden, weight, bias), ctx.needs, strict=True)
-    wanted = [each for each, is_needed in inputs if is_needed]
-    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
-    return [next(found) if is_needed else None for is_needed in ctx.needs]
+    wanted: Any = list(itertools.compress((hidden, weight, bias), ctx.needs))
+    gradients = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return [next(gradients) if is_needed else None for is_needed in ctx.needs]
 
 
 def _compute(

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
 from rapidformer.accel.fused_loss.head import Head, watch_steps
-from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
+from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, note_version, settle
 from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
@@ -33,7 +33,7 @@ from rapidformer.compat.torch_dispatch import (
     tree_map_only,
     without_torch_function,
 )
-from rapidformer.compat.torch_tensors import FACTS, count_changes, get_storage_key
+from rapidformer.compat.torch_tensors import FACTS, get_storage_key
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
 from rapidformer.models.watched import is_from_user
@@ -74,19 +74,16 @@ class DeferredLogits(torch.Tensor):
         if self._computed is None and self._viewed is not None:
             self._viewed[0].compute()
         elif self._computed is None:
-            self._keep(self._run_head())
+            # With a gradient even under no_grad: the result is kept, and a loss may use it later.
+            # Saved tensors bypass hooks for the same reason: a checkpointed loss that computes the
+            # logits finds them computed when it runs again.
+            with _gradients(self._has_gradient), saved_tensors_hooks(note_version, _unpack):
+                logits = self._head.compute(self._pass_hidden())
+                for step in self._steps:
+                    logits = step(logits)
+            self._keep(logits)
         assert self._computed is not None
         return self._computed
-
-    def _run_head(self) -> Tensor:
-        # With a gradient even under no_grad: the result is kept, and a loss may use it later. Saved
-        # tensors bypass hooks for the same reason: a checkpointed loss that computes the logits
-        # finds them computed when it runs again.
-        with _set_gradient(self._has_gradient), saved_tensors_hooks(_pack, _unpack):
-            logits = self._head.compute(self._pass_hidden())
-            for step in self._steps:
-                logits = step(logits)
-        return logits
 
     def _keep(self, logits: Tensor) -> None:
         """Keep computed logits, and give every view its part of them."""
@@ -94,7 +91,7 @@ class DeferredLogits(torch.Tensor):
         for view in (reference() for reference in self._views):
             if view is None or view._viewed is None:
                 continue
-            with _set_gradient(view._has_gradient):
+            with _gradients(view._has_gradient):
                 view._keep(view._viewed[1](logits))
 
     def _pass_hidden(self) -> Tensor:
@@ -131,20 +128,16 @@ class DeferredLogits(torch.Tensor):
 
 
 @contextmanager
-def _set_gradient(is_on: bool) -> Iterator[None]:
+def _gradients(is_on: bool) -> Iterator[None]:
     """Set autograd's mode, whatever it was when the logits turned out to be needed."""
     with torch.inference_mode(False), torch.set_grad_enabled(is_on):
         yield
 
 
-def _pack(saved: Tensor) -> tuple[Tensor, int]:
-    return saved, count_changes(saved)
-
-
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     """The tensor, unless it has changed: torch does not check those that hooks have packed."""
     saved, version = packed
-    if count_changes(saved) != version:
+    if note_version(saved)[1] != version:
         raise RuntimeError(
             "one of the variables needed for the gradient of the logits has been modified by an "
             "inplace operation."
@@ -245,16 +238,10 @@ class _Through(torch.autograd.Function):
 
 
 def _compute_loss(
-    func: Any,
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
+    func: Any, logits: DeferredLogits, target: Tensor, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """``functional.cross_entropy`` chunk by chunk."""
     is_plain = weight is None and size_average is None and reduce is None
     is_labelled = not target.is_floating_point() and target.shape == logits.shape[:-1]
@@ -272,25 +259,15 @@ def _compute_loss(
 
 
 def _reshape(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """``view`` and ``reshape``, if they keep the last dimension."""
-    if not args or not isinstance(args[0], (int, tuple, list)) or kwargs:
-        return NotImplemented
-    layout = func(logits._layout, *args)
+    """``view``, ``reshape`` and ``flatten``, if they keep the last dimension."""
+    if not all(isinstance(size, (int, tuple, list)) for size in (*args, *kwargs.values())):
+        return NotImplemented  # a dtype
+    layout = func(logits._layout, *args, **kwargs)
     if not layout.dim() or layout.shape[-1] != logits.shape[-1]:
         return NotImplemented
     # Not ``func``: hidden states need not have the logits' strides.
     hidden = logits.get_hidden().reshape(*layout.shape[:-1], logits._hidden.shape[-1])
-    return _move(logits, hidden, lambda x: func(x, *args))
-
-
-def _flatten(func: Any, logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % logits.dim() == logits.dim() - 1:
-        return NotImplemented
-    return _move(
-        logits,
-        func(logits.get_hidden(), start_dim, end_dim),
-        lambda x: func(x, start_dim, end_dim),
-    )
+    return _move(logits, hidden, lambda x: func(x, *args, **kwargs))
 
 
 def _index(func: Any, logits: DeferredLogits, index: Any) -> Any:
@@ -327,14 +304,11 @@ def _cast(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     return _change(logits, step, kind.dtype)
 
 
-def _scale(func: Any, logits: DeferredLogits, factor: Any = None, **kwargs: Any) -> Any:
-    if not isinstance(factor, (int, float)) or kwargs:
+def _apply(func: Any, logits: DeferredLogits, *factor: Any, **kwargs: Any) -> Any:
+    """Products with a number, and ``tanh``."""
+    if not all(isinstance(number, (int, float)) for number in factor) or kwargs:
         return NotImplemented
-    return _change(logits, lambda x: func(x, factor))
-
-
-def _apply_tanh(func: Any, logits: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs else _change(logits, func)
+    return _change(logits, lambda x: func(x, *factor))
 
 
 def _move(logits: DeferredLogits, hidden: Tensor, look: Step) -> DeferredLogits:
@@ -356,12 +330,12 @@ def _change(logits: DeferredLogits, step: Step, dtype: torch.dtype | None = None
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _compute_loss,
     Tensor.view: _reshape, Tensor.reshape: _reshape,
-    Tensor.flatten: _flatten, torch.flatten: _flatten,
+    Tensor.flatten: _reshape, torch.flatten: _reshape,
     Tensor.__getitem__: _index,
     Tensor.contiguous: _make_contiguous,
     Tensor.float: _cast, Tensor.to: _cast,
-    Tensor.mul: _scale, Tensor.__mul__: _scale, Tensor.__rmul__: _scale,
-    Tensor.div: _scale, Tensor.__truediv__: _scale,
-    torch.mul: _scale, torch.div: _scale,
-    Tensor.tanh: _apply_tanh, torch.tanh: _apply_tanh,
+    Tensor.mul: _apply, Tensor.__mul__: _apply, Tensor.__rmul__: _apply,
+    Tensor.div: _apply, Tensor.__truediv__: _apply,
+    torch.mul: _apply, torch.div: _apply,
+    Tensor.tanh: _apply, torch.tanh: _apply,
 }  # fmt: skip

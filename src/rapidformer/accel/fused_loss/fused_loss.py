@@ -1,8 +1,8 @@
 """Applies ``--fused-loss``: the model's head leaves its outputs to the loss.
 
 The loss runs inside a second call of the head, so that a head which is sharded on its own is
-gathered when its weight is used. A head with a user's hooks is not changed. Tensor parallelism has
-already split the head; context parallelism is applied later and puts its region on the head.
+gathered when its weight is used. Tensor parallelism has already split the head; context parallelism
+is applied later and puts its region on the head.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import (
     Recipe,
+    VocabularySlice,
     get_compute_type,
     sum_losses,
 )
 from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING, defer
 from rapidformer.accel.fused_loss.head import Head
-from rapidformer.accel.fused_loss.split import VocabularySlice, take_rows
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
 from rapidformer.compat.torch_dispatch import find_unknown_functions
@@ -131,7 +131,10 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         words = _find_words(self)
         if labels is None and not is_wanted:
             dtype = get_compute_type(hidden)
-            if _can_defer(self, hidden, dtype) and (always or _pays(self, hidden)):
+            # It pays if the logits would take more memory than the head's gradient, held instead.
+            if _can_defer(self, hidden, dtype) and (
+                always or hidden.shape[:-1].numel() * 2 >= self.in_features
+            ):
                 # Cast now: autocast may have ended when the logits are needed.
                 hidden = hidden.to(dtype)
                 head = Head(self, functools.partial(self, is_wanted=True), hidden)
@@ -152,7 +155,8 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         region = find_fact(self, ContextRegion)
         if region is None:
             return sum_losses(hidden, weight, bias, labels, recipe)
-        hidden, labels = take_rows(hidden, labels, region)
+        # Every rank has the hidden states of all tokens after the last block: each takes a slice.
+        hidden, labels = region.enter(hidden[None])[0], region.slice(labels[None])[0]
         return region.sum(sum_losses(hidden, weight, bias, labels, recipe))
 
     return {"forward": forward}
@@ -181,8 +185,3 @@ def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     # A user's hook must see the head called once, with real outputs.
     return is_trained and dtype in DTYPES and not find_watched({"head": head})
-
-
-def _pays(head: nn.Linear, hidden: Tensor) -> bool:
-    """Whether the logits would take more memory than the head's gradient, held in their place."""
-    return hidden.shape[:-1].numel() * 2 >= head.in_features

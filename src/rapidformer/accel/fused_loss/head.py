@@ -16,9 +16,6 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 
-ComputeLoss = Callable[[Tensor, Tensor, Recipe], Tensor]
-"""Rows of hidden states, their labels, a recipe -> the sum of the losses."""
-
 
 class Head:
     """The two ways to use a linear head, while its inputs are those of its call."""
@@ -26,7 +23,8 @@ class Head:
     def __init__(
         self, module: nn.Linear, compute: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> None:
-        self.compute_loss: ComputeLoss = module
+        self.compute_loss: Callable[[Tensor, Tensor, Recipe], Tensor] = module
+        """Rows of hidden states, their labels, a recipe -> the sum of the losses."""
         self.compute = compute
         self._module = module
         self._versions = [(each, count_changes(each)) for each in (hidden, *self._list_weights())]

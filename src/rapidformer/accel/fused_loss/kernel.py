@@ -1,10 +1,8 @@
 """The loss of a chunk of logits and its gradient in one Triton kernel.
 
 Eager torch reads and writes a chunk's logits about ten times; here each row is read twice, the
-second time from the cache, and the gradient is written once, over the logits. This does not need
-``--compile``: the kernel is ready within a second and takes any number of rows.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
+second time from the cache, and the gradient is written once, over the logits. Import this module
+only if Triton is installed; torch's CPU builds come without it.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel

@@ -1,18 +1,20 @@
 """Which batches can run without padding: those whose loss cannot change.
 
-The model must get its labels, and every label must belong to a real token.
+The model must get its labels, and every label must belong to a real token. A model that a CUDA
+graph replays cannot read its mask. So its rows are read from the batch in host memory first, and
+attached to the mask, which is overwritten in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.fixed import Filling, FixedRows, get_fixed_rows
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.data.batch import get_host_copy
@@ -22,6 +24,34 @@ from rapidformer.overlay import find_fact
 
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
+_FIXED = "rapidformer_fixed_rows"
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A fact on a model: whether padding added to a batch leaves its results unchanged."""
+
+    is_exact: bool
+
+
+class FixedRows(NamedTuple):
+    """What the model would read off its mask, the same for every replay."""
+
+    rows: Rows | None
+    """None if the batch runs padded."""
+    is_full: bool = False
+    """Whether there is no padding."""
+
+
+def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
+    """Attach what the model would read off its mask."""
+    setattr(mask, _FIXED, fixed)
+
+
+def get_fixed_rows(mask: Any) -> FixedRows | None:
+    """What was attached to a mask."""
+    fixed: FixedRows | None = getattr(mask, _FIXED, None)
+    return fixed
 
 
 def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
@@ -74,8 +104,12 @@ def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
     if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
         return False
     is_causal = shifts_labels(model)
-    if labels.shape == is_real.shape and not _are_labels_real(labels, is_real, is_causal):
-        return False
+    if labels.shape == is_real.shape:  # every label must be predicted from a real token
+        is_trained, is_read = (labels != -100).numpy(), is_real
+        if is_causal:
+            is_trained, is_read = is_trained[:, 1:], is_real[:, :-1]
+        if (is_trained & ~is_read).any():
+            return False
     # A classifier reads the first token. It must be real, as it was in ``proof.py``.
     return is_causal or bool(is_real[:, 0].all())
 
@@ -108,11 +142,3 @@ def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = Fal
         return None
     rows = Rows.read_packed(get_host_copy(positions), positions.device, rounds_up=rounds_up)
     return rows if len(rows.lengths) > len(positions) else None
-
-
-def _are_labels_real(labels: Tensor, is_real: Mask, is_shifted: bool) -> bool:
-    """Whether every label is predicted from a real token."""
-    is_trained = (labels != -100).numpy()
-    if is_shifted:
-        is_trained, is_real = is_trained[:, 1:], is_real[:, :-1]
-    return not bool((is_trained & ~is_real).any())

@@ -19,7 +19,7 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.models.plan import ModelPlan
-from rapidformer.overlay import extend, get_fact, get_own_class, put_fact, remove
+from rapidformer.overlay import extend, get_fact, get_own_class, put_fact
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,21 @@ class _Place:
     """The block's positional arguments."""
 
 
-def extend_blocks(model: nn.Module, plan: ModelPlan) -> None:
-    """Let the blocks of a model run on real tokens."""
-    for block, place in _list_blocks(model, plan):
-        extend(block, "unpad", _build_block, is_shared=True)
-        put_fact(block, place)
-
-
-def restore_blocks(model: nn.Module, plan: ModelPlan) -> None:
-    """Undo ``extend_blocks``."""
-    for block in plan.get_blocks(model):
-        remove(block, "unpad")
+def extend_blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """Let the blocks of a model run on real tokens; returns them."""
+    stacks: dict[str, list[nn.Module]] = defaultdict(list)
+    blocks = plan.get_blocks(model)
+    for name, block in zip(plan.blocks, blocks, strict=True):
+        stacks[name.rpartition(".")[0]].append(block)
+    for name, stack in stacks.items():
+        # Whether transformers' own code passes hidden states from block to block.
+        owner = get_own_class(model.get_submodule(name.rpartition(".")[0]))
+        is_own = str(owner.forward.__module__).startswith("transformers.")
+        for block in stack:
+            is_read = block is stack[-1] or not is_own
+            extend(block, "unpad", _build_block, is_shared=True)
+            put_fact(block, _Place(is_read=is_read, names=find_argument_names(block)))
+    return blocks
 
 
 def _build_block(cls: Any) -> dict[str, Any]:
@@ -54,16 +58,17 @@ def _build_block(cls: Any) -> dict[str, Any]:
 
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Pack the arguments of a call with a ``RowMask``, and unpack the last block's output."""
-    mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
     place = get_fact(self, _Place)
-    if mask is None:
+    if not masks:
         output = cls.__call__(self, *args, **kwargs)
         if place.is_read:
             record_padded(self, output[0] if isinstance(output, tuple) else output)
         return output
-    rows = mask.rows
+    rows = masks[0].rows
     hidden = args[0] if args else kwargs["hidden_states"]
-    encoder = next((m.keys for m in (*args, *kwargs.values()) if _reads_encoder(m)), None)
+    # The rows of a decoder's mask for its attention to the encoder.
+    encoder = next((mask.keys for mask in masks if mask.keys is not None), None)
 
     def convert(name: str, value: Any) -> Any:
         # Only the first block gets padded hidden states. Other arguments have their own rule, since
@@ -77,9 +82,9 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
         return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
 
     names = (*place.names, *[""] * len(args))
-    given = [convert(name, value) for name, value in zip(names, args, strict=False)]
+    packed = [convert(name, value) for name, value in zip(names, args, strict=False)]
     named = {name: convert(name, value) for name, value in kwargs.items()}
-    output = cls.__call__(self, *given, **named)
+    output = cls.__call__(self, *packed, **named)
     if not place.is_read:
         return output
     if isinstance(output, tuple):
@@ -91,32 +96,3 @@ def _has_tokens(value: Any, rows: Rows) -> bool:
     """Whether a value has exactly the real tokens of these rows."""
     is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
     return is_lazy and value.token_layout.places is rows.places
-
-
-def _reads_encoder(value: Any) -> bool:
-    """Whether an argument is the mask of a decoder's attention to its encoder."""
-    return isinstance(value, RowMask) and value.keys is not None
-
-
-def _list_blocks(model: Any, plan: ModelPlan) -> list[tuple[nn.Module, _Place]]:
-    """Each block, and where it is in its stack."""
-    stacks: dict[str, list[nn.Module]] = defaultdict(list)
-    for name, block in zip(plan.blocks, plan.get_blocks(model), strict=True):
-        stacks[name.rpartition(".")[0]].append(block)
-    return [
-        (
-            block,
-            _Place(
-                is_read=block is stack[-1] or not _is_library_code(model, name),
-                names=find_argument_names(block),
-            ),
-        )
-        for name, stack in stacks.items()
-        for block in stack
-    ]
-
-
-def _is_library_code(model: nn.Module, blocks: str) -> bool:
-    """Whether transformers' own code passes hidden states from block to block."""
-    owner = get_own_class(model.get_submodule(blocks.rpartition(".")[0]))
-    return str(owner.forward.__module__).startswith("transformers.")

@@ -9,30 +9,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.sides import use_sides
-from rapidformer.accel.unpad.token_attention import without_rows
+from rapidformer.accel.unpad.sides import SIDES
+from rapidformer.accel.unpad.token_attention import inside, use_rows
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.optim.update import UpdateClock
 from rapidformer.overlay import find_fact
 
 _CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 _RECORDED: ContextVar[dict[nn.Module, Tensor] | None] = ContextVar("padded", default=None)
-
-
-class Clock(Protocol):
-    """Counts updates."""
-
-    updates: int
 
 
 class Help(Enum):
@@ -49,17 +44,28 @@ class Removal:
     def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
         self.is_on = True
         self.help_of_others = help_of_others
-        self.clock: weakref.ref[Clock] | None = None
+        self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""
         self._is_trial = is_trial
+        self._calls: list[weakref.ref[Call]] = []
 
     def get_step(self) -> int:
         """The number of the current step."""
         clock = self.clock() if self.clock is not None else None
         return 1 if clock is None else clock.updates + 1
 
-    def turn_off(self, step: int, effect: str) -> None:
+    def begin(self, call: Call) -> None:
+        """Note a call. Those of earlier steps cannot be repeated, and let go of all they need."""
+        calls = [known for known in (reference() for reference in self._calls) if known is not None]
+        for known in calls:
+            if known.is_late:
+                known.forget()
+        self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
+
+    def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
+        late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
+        effect = late if is_late else "it was computed with padding"
         if self.is_on and not self._is_trial:
             warn_once(
                 f"--dynamic-shape: step {step} reads what the model returns for padding, so "
@@ -70,21 +76,18 @@ class Removal:
         self.is_on = False
 
 
-class Mode:
+def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Whether gradients and autocast are on, to compute something later as it would be now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._kind = device.type
-        self._has_gradient = torch.is_grad_enabled()
-        is_on = torch.is_autocast_enabled(self._kind)
-        self._autocast = torch.get_autocast_dtype(self._kind) if is_on else None
+    kind, has_gradient = device.type, torch.is_grad_enabled()
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
-        is_on = self._autocast is not None
-        autocast = torch.autocast(self._kind, dtype=self._autocast, enabled=is_on)
-        with torch.set_grad_enabled(self._has_gradient), autocast:
+    def enter() -> Iterator[None]:
+        autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        with torch.set_grad_enabled(has_gradient), autocast:
             yield
+
+    return enter
 
 
 class Call:
@@ -99,14 +102,19 @@ class Call:
         knows_labels: bool = False,
     ) -> None:
         self.is_running = False
-        self._removal = removal
-        self._run_padded = run_padded
-        self._mode = Mode(device)
+        self.tensors: list[weakref.ref[Any]] = []
+        """All ``Unpadded`` that come from it."""
+        self._removal, self._knows_labels = removal, knows_labels
+        self._run_padded: Callable[[], Any] | None = run_padded
+        self._enter_mode = note_mode(device)
         self._step = removal.get_step()
         self._padded: dict[nn.Module, Tensor] | None = None
-        self._inputs = _list_inputs(run_padded)
+        leaves: list[Any] = []
+        if isinstance(run_padded, functools.partial):
+            leaves = tree_leaves((run_padded.args, run_padded.keywords))
+        self._inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         self._versions = [count_changes(tensor) for tensor in self._inputs]
-        self._knows_labels = knows_labels
+        removal.begin(self)
 
     @property
     def is_repeated(self) -> bool:
@@ -120,26 +128,30 @@ class Call:
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a model's forward pass as this call."""
-        token, self.is_running = _CURRENT.set(self), True
+        self.is_running = True
         try:
-            return forward()
+            with inside(_CURRENT, self):
+                return forward()
         finally:
             self.is_running = False
-            _CURRENT.reset(token)
 
     def find_padded(self, block: nn.Module) -> Tensor:
         """What a block returns with padding."""
         if self._padded is None:
             self._check()
+            assert self._run_padded is not None
             padded: dict[nn.Module, Tensor] = {}
-            token = _RECORDED.set(padded)
-            try:
-                with self._mode.enter(), without_rows(), use_sides(None):
-                    self._run_padded()
-            finally:
-                _RECORDED.reset(token)
+            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._enter_mode():
+                self._run_padded()
             self._padded = padded
         return self._padded[block]
+
+    def forget(self) -> None:
+        """Release what repeating it would need: kept outputs would keep whole graphs alive."""
+        self._run_padded, self._inputs = None, []
+        for tensor in (reference() for reference in self.tensors):
+            if tensor is not None:
+                tensor.recompute = None
 
     @property
     def is_late(self) -> bool:
@@ -148,9 +160,7 @@ class Call:
 
     def blame(self) -> None:
         """Padding was read: remove no more of it."""
-        late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
-        effect = late if self.is_late else "it was computed with padding"
-        self._removal.turn_off(self._step, effect)
+        self._removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
         if self._versions != [count_changes(tensor) for tensor in self._inputs]:
@@ -166,24 +176,11 @@ class Call:
             )
 
 
-def _list_inputs(run: Callable[[], Any]) -> list[Tensor]:
-    """The tensors that a model is called with."""
-    given = (run.args, run.keywords) if isinstance(run, functools.partial) else ()
-    leaves = tree_leaves(given)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def count_steps(model: nn.Module, clock: Clock) -> None:
+def count_steps(model: nn.Module, clock: UpdateClock) -> None:
     """Let a model's calls know in which step they are."""
     removal = find_fact(model, Removal)
     if removal is not None:
         removal.clock = weakref.ref(clock)
-
-
-def refuse_in_graph() -> None:
-    """A CUDA graph can neither look at values nor branch on them."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RapidformerError("its loss may read padding, which only the host could find out")
 
 
 def get_call() -> Call | None:

@@ -1,7 +1,4 @@
-"""Add columns of padding to a batch, so that padded batches have one of a few widths.
-
-Each CUDA graph replays batches of one width.
-"""
+"""Add columns of padding to a batch: each CUDA graph replays batches of one of a few widths."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ _WIDTHS = 64
 _SIDE_WIDTHS = 16
 """The same for both sides of an encoder-decoder model, which compute on their padding."""
 _LIMITS = (
-    "max_position_embeddings",
-    "max_encoder_position_embeddings",
-    "max_decoder_position_embeddings",
-    "max_source_positions",
-    "max_target_positions",
-)
+    "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
+    "max_source_positions", "max_target_positions",
+)  # fmt: skip
 """Entries of a model's configuration: how long a row can be."""
 
 

@@ -1,7 +1,4 @@
-"""Attention over rows laid end to end, by the fastest kernel that is exact for the call.
-
-``_KERNELS``, at the end of this file, lists conditions and kernels; the first one that holds wins.
-"""
+"""Attention over rows laid end to end, by the first of ``_KERNELS`` whose condition holds."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad import row_attention
 from rapidformer.accel.unpad.masks import RowMask, get_largest_head
-from rapidformer.accel.unpad.operator import attend_by_row
-from rapidformer.compat.torch_dispatch import attend_with_flash
+from rapidformer.compat.torch_attention import attend_with_flash
 from rapidformer.errors import ModelError
 
 
@@ -49,24 +45,18 @@ class Call:
         is_plain = self.bias is None and (fused is not None or self.mask.window is not None)
         return is_plain and takes_flash(self.query, self.value, largest)
 
-    def flatten(self) -> list[Tensor]:
+    def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as [tokens, heads, size]."""
         # Not tensor[0]: its gradient is a copy, that of a squeezed tensor a view.
-        return [each.squeeze(0).transpose(0, 1) for each in (self.query, self.key, self.value)]
+        q, k, v = (part.squeeze(0).transpose(0, 1) for part in (self.query, self.key, self.value))
+        return q, k, v
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: RowMask,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: RowMask, dropout: float = 0.0,
+    scaling: float | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
     if softcap is not None or s_aux is not None:
         # Raised during the comparison in proof.py, which then leaves the model padded.
@@ -98,40 +88,33 @@ def _cast(tensor: Tensor) -> Tensor:
 
 def _attend_with_operator(call: Call) -> Tensor:
     """One operator for all lengths: a graph of single rows would differ from batch to batch."""
-    fused = call.mask.fused
-    assert fused is not None
-    q, k, v = call.flatten()
-    ends = (fused.ends, fused.key_ends)
-    return attend_by_row(
-        q, k, v, ends, call.bias, dropout=call.dropout, window=fused.window, scale=call.scaling
-    )[None]
+    parts = call.mask.parts
+    assert parts.window is not None
+    return row_attention.attend_by_row(
+        *call.flatten(), (parts.ends, parts.key_ends), call.bias,
+        dropout=call.dropout, window=parts.window, scale=call.scaling,
+    )[None]  # fmt: skip
 
 
 def _attend_with_flash(call: Call) -> Tensor:
     """Flash attention, which takes rows of different lengths."""
-    mask, fused = call.mask, call.mask.fused
-    if fused is None:
-        rows, keys, window = mask.rows, mask.key_rows, mask.window
-        ends, longest = (rows.ends, keys.ends), (rows.longest, keys.longest)
-    else:
-        window = fused.window
-        ends, longest = (fused.ends, fused.key_ends), (fused.longest, fused.longest_key)
-    assert window is not None
-    q, k, v = call.flatten()
+    parts = call.mask.parts
+    assert parts.window is not None
     return attend_with_flash(
-        q, k, v, ends, longest, dropout=call.dropout, window=window, scale=call.scaling
-    )[None]
+        *call.flatten(), (parts.ends, parts.key_ends), (parts.longest, parts.longest_key),
+        dropout=call.dropout, window=parts.window, scale=call.scaling,
+    )[None]  # fmt: skip
 
 
 def _attend_row_by_row(call: Call) -> Tensor:
     """Attend within each row on its own, without any padding."""
     mask = call.mask
-    lengths = (mask.rows.lengths, mask.key_rows.lengths, mask.key_rows.lengths)
-    tensors = (call.query, call.key, call.value)
-    pieces: list[Any] = [each.split(sizes, 2) for each, sizes in zip(tensors, lengths, strict=True)]
+    queries: Any = call.query.split(mask.rows.lengths, 2)
+    keys: Any = call.key.split(mask.key_rows.lengths, 2)
+    values: Any = call.value.split(mask.key_rows.lengths, 2)
     attended = [
         _attend_row(q, k, v, call, mask.get_mask(row))
-        for row, (q, k, v) in enumerate(zip(*pieces, strict=True))
+        for row, (q, k, v) in enumerate(zip(queries, keys, values, strict=True))
         if q.shape[2]
     ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
@@ -140,9 +123,13 @@ def _attend_row_by_row(call: Call) -> Tensor:
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> Tensor:
     is_causal = call.mask.is_causal
     if mask is None and row_attention.suits(q, call.dropout):
-        return row_attention.attend_row(
-            q, k, v, dropout=call.dropout, scale=call.scaling, is_causal=is_causal
-        )
+        return row_attention.attend_row(q, k, v, call.dropout, call.scaling, is_causal)
+    return _attend_with_torch(q, k, v, call, mask, is_causal=is_causal)
+
+
+def _attend_with_torch(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None, *, is_causal: bool
+) -> Tensor:
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=call.dropout, scale=call.scaling,
         is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
@@ -159,10 +146,7 @@ def attend_in_grid(call: Call) -> Tensor:
     allowed = None if is_causal else mask.grid
     if call.bias is not None:
         allowed = call.bias.to(q.dtype).masked_fill(~mask.grid, float("-inf"))
-    attended = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, dropout_p=call.dropout, scale=call.scaling,
-        is_causal=is_causal, enable_gqa=k.shape[1] != q.shape[1],
-    )  # fmt: skip
+    attended = _attend_with_torch(q, k, v, call, allowed, is_causal=is_causal)
     return rows.from_grid(attended.transpose(1, 2))[None]
 
 

@@ -25,14 +25,14 @@ FULL: Window = (-1, -1)
 
 @dataclass(frozen=True)
 class Fused:
-    """The parts of a mask that compiled blocks read: they have few different sizes."""
+    """The parts of a mask that fused kernels take; for compiled blocks, they have few sizes."""
 
     ends: Tensor
     longest: int
     key_ends: Tensor
     """The ends of the rows attended to: as many as ``ends``."""
     longest_key: int
-    window: Window
+    window: Window | None
     largest_head: int
     """The largest head size of flash attention on this device; 0 if it has none."""
 
@@ -94,6 +94,15 @@ class RowMask:
         # Padding queries attend to anything: a softmax over no keys would be NaN.
         return (allowed | ~is_real[:, :, None])[:, None]
 
+    @property
+    def parts(self) -> Fused:
+        """What fused kernels take."""
+        if self.fused is not None:
+            return self.fused
+        rows, keys = self.rows, self.key_rows
+        largest = get_largest_head(rows.places.device)
+        return Fused(rows.ends, rows.longest, keys.ends, keys.longest, self.window, largest)
+
     @cached_property
     def window(self) -> Window | None:
         """The mask as a sliding window, for kernels that take only those, or None."""
@@ -108,10 +117,8 @@ def fuse(mask: RowMask) -> RowMask:
     """The same mask, with what compiled blocks need."""
     if mask.window is None:
         raise ModelError("compiled blocks take full, causal and sliding masks only")
-    rows, keys = mask.rows, mask.key_rows
-    largest = get_largest_head(rows.ends.device)
-    fused = Fused(rows.ends, rows.bound, keys.ends, keys.bound, mask.window, largest)
-    return replace(mask, fused=fused)
+    parts, rows, keys = mask.parts, mask.rows, mask.key_rows
+    return replace(mask, fused=replace(parts, longest=rows.bound, longest_key=keys.bound))
 
 
 @functools.cache

@@ -10,27 +10,25 @@ from the same call with padding. Nothing is decided once: it holds for each oper
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.calls import Call, Mode, get_call, refuse_in_graph
-from rapidformer.accel.unpad.layout import Layout
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.calls import Call, get_call, note_mode
+from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
-from rapidformer.compat.torch_dispatch import (
-    convert_function_arguments,
-    tree_leaves,
-    tree_map_only,
-)
+from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, count_changes
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
 
 FOLLOWED: dict[Any, Callable[..., Any]] = {}
 """Operations that need no padding. Each returns NotImplemented if it does need it."""
+FOLLOWED_PAIRS: dict[Any, Callable[..., Any]] = {}
+"""The same for those of two operands, whichever of them lacks padding."""
 
 _SHAPES = {
     Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset,
@@ -65,16 +63,20 @@ _HIDE_NAN = {
 class Unpadded(torch.Tensor):
     """A tensor computed without padding from what a model's blocks return."""
 
+    token_layout: Layout
+    is_flat: bool
+    """Whether rows and columns are one dimension."""
     _calls: tuple[Call, ...]
     _tokens: Tensor | None
     """The real tokens, [1, tokens, ...]; None if this has values of its own, maybe NaN."""
-    _layout: Layout
-    _is_flat: bool
-    """Whether rows and columns are one dimension."""
-    _recompute: Callable[[], Tensor]
-    """How to get it with padding."""
+    recompute: Callable[[], Tensor] | None
+    """How to get it with padding; None if it is too late for that."""
     _value: Tensor | None
     """The values, with NaN for padding."""
+    _copies: list[tuple[Tensor, int]]
+    """What others may write into, and its versions: values, first tokens, what was settled."""
+    _writes: int
+    """How often something was written into it before."""
     _settled: Tensor | None
     """A plain tensor with the values that it has with padding."""
 
@@ -85,17 +87,9 @@ class Unpadded(torch.Tensor):
         return self._tokens
 
     @property
-    def token_layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def is_flat(self) -> bool:
-        return self._is_flat
-
-    @property
     def lead(self) -> tuple[int, ...]:
         """The dimensions before those of a token."""
-        return (self._layout.size,) if self._is_flat else self._layout.grid
+        return (self.token_layout.size,) if self.is_flat else self.token_layout.grid
 
     @property
     def trusts_labels(self) -> bool:
@@ -103,7 +97,8 @@ class Unpadded(torch.Tensor):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether there are only tokens, and nobody has asked for padding."""
+        """Whether there are only tokens, and nobody has asked for padding or written into it."""
+        self.take_writes()
         return self._tokens is not None and not self.is_decided
 
     @property
@@ -115,32 +110,65 @@ class Unpadded(torch.Tensor):
         """Whether NaN can stand for padding: not among whole numbers, nor in filled rows."""
         if self._tokens is None:
             return True
-        return self._tokens.is_floating_point() and not self._layout.rows.is_filled
+        return self._tokens.is_floating_point() and not self.token_layout.rows.is_filled
 
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
         if self._value is None:
             fill = float("nan") if self.tokens.is_floating_point() else 0
-            self._value = self._layout.spread(self.tokens, fill).view(self.shape)
+            self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
+            self._copies.append(note_version(self._value))
         return self._value
+
+    def get_first(self) -> Tensor:
+        """The first token of each row, which must be real."""
+        rows = self.token_layout.rows
+        first = self.tokens[0].index_select(0, rows.ends[: rows.shape[0]].long())
+        self._copies.append(note_version(first))
+        return first
+
+    def take_writes(self) -> None:
+        """Take over what was written into a view, which is one of a copy: ``x[:, 0].zero_()``."""
+        written = [copy for copy, version in self._copies if note_version(copy)[1] != version]
+        if not written or self.is_decided:
+            return
+        self._writes, self._copies = self._writes + 1, []
+        value, recompute = written[-1], self.recompute
+        if value.shape != self.shape:  # the first tokens
+            others = self.get_value() if self.has_value else settle(self)
+            value = torch.cat([value[:, None], others[:, 1:]], 1)
+        if self.is_decided:
+            self._settled = value
+            return
+        self._tokens, self._value, self._copies = None, value, [note_version(value)]
+        if recompute is not None:
+            self.recompute = lambda: torch.where(value.isnan(), recompute(), value)
+
+    def count_writes(self) -> int:
+        """How often something was written into it so far, as far as that can be seen."""
+        return self._writes + sum(note_version(copy)[1] - version for copy, version in self._copies)
 
     def get_padded(self) -> Tensor:
         """The values with padding."""
         if self._settled is None:
-            self._settled = self._recompute()
+            assert self.recompute is not None
+            self._settled = self.recompute()
+            self._copies.append(note_version(self._settled))
         return self._settled
 
-    def derive(self, tokens: Tensor, recompute: Callable[[], Tensor], **changes: Any) -> Tensor:
+    def derive(
+        self,
+        tokens: Tensor,
+        recompute: Callable[[], Tensor],
+        *,
+        layout: Layout | None = None,
+        is_flat: bool | None = None,
+    ) -> Tensor:
         """A tensor with these tokens, which comes from this one."""
-        if tokens is self._tokens and not changes:
+        if tokens is self._tokens and layout is None and is_flat is None:
             return self
-        layout = changes.get("layout", self._layout)
-        return _build(
-            self._calls, tokens, layout, recompute, is_flat=changes.get("is_flat", self._is_flat)
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+        is_flat = self.is_flat if is_flat is None else is_flat
+        return _build(self._calls, layout or self.token_layout, recompute, tokens, is_flat=is_flat)
 
     @classmethod
     @untraced
@@ -157,10 +185,14 @@ class Unpadded(torch.Tensor):
             return func(meta, *args[1:], **kwargs)
         leaves = tree_leaves((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, cls)]
-        if func is Tensor.register_hook and operands[0].is_lazy and not is_from_user(args[1]):
+        are_lazy = [operand.is_lazy for operand in operands]
+        if func is Tensor.register_hook and are_lazy[0] and not is_from_user(args[1]):
             return operands[0].tokens.register_hook(args[1])
-        follow = None if "other" in kwargs or _writes(func, kwargs) else FOLLOWED.get(func)
-        if follow is not None and not any(operand.is_decided for operand in operands):
+        follow = FOLLOWED_PAIRS.get(func)
+        if follow is None and args and isinstance(args[0], cls):
+            follow = FOLLOWED.get(func)
+        is_alone = "other" not in kwargs and not _writes(func, kwargs)
+        if follow is not None and is_alone and all(are_lazy):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -175,9 +207,12 @@ def settle(tensor: Any) -> Any:
     """A plain tensor with the values that it would have with padding; anything else as it is."""
     if not isinstance(tensor, Unpadded):
         return tensor
+    tensor.take_writes()
     if tensor._settled is not None:
         return tensor._settled
-    refuse_in_graph()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph can neither look at values nor branch on them.
+        raise RapidformerError("its loss may read padding, which only the host could find out")
     if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
         tensor._settled = tensor.get_value()
         return tensor._settled
@@ -202,7 +237,7 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     if call is None or is_full:  # packed examples have no padding
         return rows.unpack(tokens)
     recompute = functools.partial(call.find_padded, block)
-    return _build((call,), tokens, Layout.of_rows(rows), recompute, is_flat=False)
+    return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
 def release(output: Any) -> Any:
@@ -214,8 +249,8 @@ def release(output: Any) -> Any:
     if isinstance(output, Unpadded):
         return change(output)
     # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
-    tables = [each for each in (output, getattr(output, "__dict__", 0)) if isinstance(each, dict)]
-    for table in tables:
+    tables: list[Any] = [output, getattr(output, "__dict__", None)]
+    for table in filter(lambda part: isinstance(part, dict), tables):
         for name, value in list(table.items()):
             if isinstance(value, Unpadded):
                 table[name] = change(value)
@@ -232,19 +267,18 @@ def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
     """The same operation, later, on what its arguments are with padding."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    mode = Mode(leaves[0].device)
-    plain = [leaf for leaf in leaves if not isinstance(leaf, Unpadded)]
-    versions = _read_versions(plain)
+    enter_mode = note_mode(leaves[0].device)
+    versions = [note_version(leaf)[1] for leaf in leaves]
 
     def replay() -> Any:
-        if versions != _read_versions(plain):
+        if versions != [note_version(leaf)[1] for leaf in leaves]:
             raise ConfigurationError(
                 f"{_get_name(func)}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
                 "off."
             )
         padded = tree_map_only(Unpadded, Unpadded.get_padded, (args, kwargs))
-        with mode.enter():
+        with enter_mode():
             return func(*padded[0], **padded[1])
 
     return replay
@@ -259,31 +293,33 @@ def _run_on_values(
     if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
         return NotImplemented
     # The gradient of weights that meet NaN would be NaN even where the loss masks it.
-    others = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    if torch.is_grad_enabled() and any(
-        other.requires_grad for other in others if not isinstance(other, Unpadded)
-    ):
+    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Unpadded)]
+    if torch.is_grad_enabled() and any(other.requires_grad for other in others):
         return NotImplemented
     values = tree_map_only(Unpadded, Unpadded.get_value, (args, kwargs))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_note_version, _without_nan):
+        with torch.autograd.graph.saved_tensors_hooks(note_version, _without_nan):
             result = func(*values[0], **values[1])
     except RuntimeError:  # it may refuse NaN, and say what is wrong otherwise when it runs again
         return NotImplemented
+    calls = tuple({id(call): call for operand in operands for call in operand._calls}.values())
+    keep = functools.partial(_build, calls, operands[0].token_layout)
     replay = replay_later(func, args, kwargs)
     if isinstance(result, Tensor) and result.is_floating_point():
-        return _keep(result, operands, replay)
+        return keep(replay, value=result)
     is_split = type(result) in (tuple, list) and len(result) > 0
     if is_split and all(isinstance(r, Tensor) and r.is_floating_point() for r in result):
         replay = functools.cache(replay)
-        parts = [_keep(r, operands, pick(replay, n)) for n, r in enumerate(result)]
-        return type(result)(parts)
+        return type(result)([keep(pick(replay, n), value=r) for n, r in enumerate(result)])
     # What is not a floating-point number would not show that it comes from padding.
     return NotImplemented
 
 
-def _note_version(saved: Tensor) -> tuple[Tensor, int]:
-    return saved, 0 if saved.is_inference() else count_changes(saved)
+def note_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor, and how often it was changed in place so far."""
+    if isinstance(tensor, Unpadded):
+        return tensor, tensor.count_writes()
+    return tensor, 0 if tensor.is_inference() else count_changes(tensor)
 
 
 def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
@@ -292,48 +328,38 @@ def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
     0 * NaN would not. Any number will do, and this one suits log, 1 / x and acos.
     """
     saved, version = noted
-    if version != _note_version(saved)[1]:  # with hooks, torch does not look itself
+    if version != note_version(saved)[1]:  # with hooks, torch does not look itself
         raise RuntimeError("a tensor that a gradient needs was changed in place.")
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
 
-def _read_versions(tensors: list[Tensor]) -> list[int]:
-    return [count_changes(tensor) for tensor in tensors if not tensor.is_inference()]
-
-
-def pick(replay: Callable[[], Any], number: int) -> Callable[[], Tensor]:
+def pick(replay: Callable[[], Any], number: int) -> Callable[[], Any]:
     """One of the results that an operation has."""
-
-    def run() -> Tensor:
-        part: Tensor = replay()[number]
-        return part
-
-    return run
+    return lambda: replay()[number]
 
 
 def _build(
     calls: tuple[Call, ...],
-    tokens: Tensor,
     layout: Layout,
     recompute: Callable[[], Tensor],
+    tokens: Tensor | None = None,
     *,
-    is_flat: bool,
+    value: Tensor | None = None,
+    is_flat: bool = False,
 ) -> Tensor:
-    lead = (layout.size,) if is_flat else layout.grid
-    stand_in = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
-    built: Any = stand_in.as_subclass(Unpadded)
-    built._calls, built._tokens, built._layout, built._is_flat = calls, tokens, layout, is_flat
-    built._recompute, built._value, built._settled = recompute, None, None
+    """A tensor that has these tokens, or these values, which may be NaN because of padding."""
+    shell = value
+    if tokens is not None:
+        lead = (layout.size,) if is_flat else layout.grid
+        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
+    assert shell is not None
+    built: Any = shell.as_subclass(Unpadded)
+    built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
+    built._tokens, built._value, built._settled, built.recompute = tokens, value, None, recompute
+    built._writes, built._copies = 0, [] if value is None else [note_version(value)]
+    for call in calls:
+        call.tensors.append(weakref.ref(built))
     return built  # type: ignore[no-any-return]
-
-
-def _keep(value: Tensor, operands: list[Unpadded], recompute: Callable[[], Tensor]) -> Tensor:
-    """A tensor whose values may be NaN because of padding."""
-    kept: Any = value.as_subclass(Unpadded)
-    kept._calls = tuple({id(c): c for each in operands for c in each._calls}.values())
-    kept._tokens, kept._layout, kept._is_flat = None, operands[0]._layout, False
-    kept._recompute, kept._value, kept._settled = recompute, value, None
-    return kept  # type: ignore[no-any-return]
 
 
 def _has_nan(tensor: Tensor) -> bool:

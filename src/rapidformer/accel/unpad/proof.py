@@ -6,6 +6,7 @@ padded and unpadded, and logits and gradients must agree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,13 +28,12 @@ Forward = Callable[[dict[str, Any]], Any]
 def find_difference(
     model: nn.Module,
     plan: ModelPlan,
-    plain: Forward,
-    unpadded: Forward,
+    forward: Forward,
     dtype: torch.dtype | None = None,
     *,
     is_packed: bool = False,
 ) -> str | None:
-    """How two forward passes of one model differ; None if they agree.
+    """How a forward pass differs from the model's own; None if they agree.
 
     They are compared in the model's own dtype and, on a GPU, under autocast to ``dtype``, which
     runs other kernels. The batch is padded, or has packed examples.
@@ -43,13 +43,11 @@ def find_difference(
         with evaluation_mode(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
             # Not torch.manual_seed: it also seeds GPUs, whose states are not restored here.
             torch.default_generator.manual_seed(0)
-            batch = _make_packed_batch(model) if is_packed else _make_batch(model)
-            if is_encoder_decoder(model):
-                batch = _add_labels(batch)
-            difference = _compare(model, plan, plain, unpadded, batch)
+            batch = _make_batch(model, is_packed=is_packed)
+            difference = _compare(model, plan, forward, batch)
             if difference is None and dtype is not None and device.type == "cuda":
                 with torch.autocast(device.type, dtype=dtype):
-                    difference = _compare(model, plan, plain, unpadded, batch, _LIMIT_16_BIT)
+                    difference = _compare(model, plan, forward, batch, _LIMIT_16_BIT)
             return difference
     except ModelError as error:
         return str(error)
@@ -58,11 +56,16 @@ def find_difference(
         return f"it fails with {type(error).__name__}: {reason}"
 
 
+def call_plainly(model: nn.Module, batch: dict[str, Any]) -> Any:
+    """A forward pass of a model as it is."""
+    # Not model(...): a user's hooks must not see a batch that is not theirs.
+    return model.forward(**batch)
+
+
 def _compare(
     model: nn.Module,
     plan: ModelPlan,
-    plain: Forward,
-    unpadded: Forward,
+    forward: Forward,
     batch: dict[str, Any],
     limit: float = _LIMIT,
 ) -> str | None:
@@ -70,8 +73,8 @@ def _compare(
     blocks = plan.get_blocks(model)
     ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
-    expected = _run(plain, batch, weights)
-    found = _run(unpadded, batch, weights)
+    expected = _run(functools.partial(call_plainly, model), batch, weights)
+    changed = _run(forward, batch, weights)
     if expected[0].dtype in (torch.float16, torch.bfloat16):
         limit = _LIMIT_16_BIT
     names = ["logits", *["gradients"] * len(weights)]
@@ -79,38 +82,31 @@ def _compare(
     # A gradient that is zero in theory, such as that of the key bias, is nothing but noise. It is
     # compared relative to the largest gradient instead.
     least = (0.01 if limit == _LIMIT else 0.1) * max(sizes[1:], default=0.0)
-    for name, mine, theirs, size in zip(names, found, expected, sizes, strict=True):
+    for name, mine, theirs, size in zip(names, changed, expected, sizes, strict=True):
         scale = size if name == "logits" else max(size, least)
         if not (mine - theirs).abs().max() <= limit * max(scale, 1e-3):
             return f"{name} differ"
     return None
 
 
-def _make_batch(model: Any) -> dict[str, Any]:
+def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:
     words = min(int(getattr(model.config, "vocab_size", 0)), 1000)
     if words < 20:
         raise ModelError("its configuration has no vocab_size, or one below 20")
     device = next(model.parameters()).device
-    ids = torch.randint(10, words, (len(_LENGTHS), max(_LENGTHS)))
-    mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
+    ids = torch.randint(10, words, (len(_LENGTHS), max(_LENGTHS))).to(device)
+    mask = (torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]).to(device)
+    if is_packed:  # the same tokens as three examples in one row, whose positions restart
+        positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None].to(device)
+        return {"input_ids": ids[mask][None], "position_ids": positions, "use_cache": False}
     pad = getattr(model.config, "pad_token_id", None)
     ids = ids.masked_fill(~mask, 0 if pad is None or pad < 0 else pad)
-    return {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
-
-
-def _add_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """Add labels for a decoder: the same tokens, but with other row lengths than the encoder's."""
-    is_label = batch["attention_mask"].flip(0).bool()
-    labels = batch["input_ids"].flip(0).masked_fill(~is_label, -100)
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    if not is_encoder_decoder(model):
+        return batch
+    # Labels of a decoder: the same tokens, but with other row lengths than the encoder's.
+    labels = ids.flip(0).masked_fill(~mask.flip(0), -100)
     return {**batch, "labels": labels, "use_cache": False}
-
-
-def _make_packed_batch(model: Any) -> dict[str, Any]:
-    """The same tokens as three examples in one row, told apart by positions that restart."""
-    batch = _make_batch(model)
-    ids = batch["input_ids"][batch["attention_mask"].bool()][None]
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
-    return {"input_ids": ids, "position_ids": positions.to(ids.device), "use_cache": False}
 
 
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -125,9 +121,6 @@ def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> 
         logits = logits[batch["attention_mask"].bool()]
     direction = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
     # The loss is a weighted sum with different weights, so that differences cannot cancel out.
-    gradients = (
-        torch.autograd.grad((logits.float() * direction).sum(), weights, allow_unused=True)
-        if weights
-        else ()
-    )
+    loss = (logits.float() * direction).sum()
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True) if weights else ()
     return [logits.detach(), *(g if g is not None else torch.zeros(()) for g in gradients)]

@@ -1,18 +1,26 @@
-"""Attention of one row in fp32 with dropout, on CPUs whose torch has no MKL, such as ARM's.
+"""Attention within rows on a CPU: of one row with dropout, and of all rows in compiled blocks.
 
-There, a batched product whose second factor is transposed takes five times as long as one with a
-contiguous copy. torch's attention with dropout has such a product in each pass, and autograd would
-add one to ours, so these products define their own gradients.
+If torch has no MKL, as on ARM, a batched product whose second factor is transposed takes five times
+as long as one with a contiguous copy. torch's attention with dropout has such a product in each
+pass, and autograd would add one to ours, so the products here define their own gradients.
+
+For compiled blocks, all rows are one operator. torch.compile does not trace into it, so a graph
+does not depend on their lengths. Neither does autograd, so the backward pass is written out; it
+draws the same dropout from the same seed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
+
+from rapidformer.accel.unpad.masks import Window
 
 
 def suits(query: Tensor, dropout: float) -> bool:
@@ -23,62 +31,181 @@ def suits(query: Tensor, dropout: float) -> bool:
 
 
 def attend_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: float,
-    scale: float | None,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, is_causal: bool
 ) -> Tensor:
     """As ``scaled_dot_product_attention`` without a mask, on [1, heads, tokens, size]."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (each.squeeze(0) for each in (query * scale, key, value))
-    scores = _TransposedProduct.apply(q, k)
+    key, value = _repeat(key, query), _repeat(value, query)
+    q, k, v = (tensor.squeeze(0) for tensor in (query * scale, key, value))
+    scores = _Product.apply(q, k, True)
     if is_causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     weights = functional.dropout(scores.softmax(-1), dropout)
-    attended: Tensor = _Product.apply(weights, v)
+    attended: Tensor = _Product.apply(weights, v, False)
     return attended[None]
 
 
-class _TransposedProduct(Function):
-    """left x right^T, for batches of matrices."""
+class _Product(Function):
+    """left x right, or left x right^T, for batches of matrices."""
 
     generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
 
     @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left.bmm(right.transpose(1, 2).contiguous())
+    def forward(left: Tensor, right: Tensor, is_transposed: bool) -> Tensor:
+        return left.bmm(right.transpose(1, 2).contiguous() if is_transposed else right)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.is_transposed = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         left, right = ctx.saved_tensors
-        return _Product.apply(gradient, right), gradient.transpose(1, 2).bmm(left)
+        first, second = (gradient, left) if ctx.is_transposed else (left, gradient)
+        of_left = _Product.apply(gradient, right, not ctx.is_transposed)
+        return of_left, first.transpose(1, 2).bmm(second), None
 
 
-class _Product(Function):
-    """left x right, for batches of matrices."""
+def attend_by_row(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
+    bias: Tensor | None = None, *, dropout: float, window: Window, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """[tokens, heads, size] -> [tokens, heads, size of a value].
 
-    generate_vmap_rule = True
+    ``ends`` are the row ends of queries and of keys. ``bias`` is added to the scores:
+    [1, heads, at least the longest row, at least its keys].
+    """
+    seed = torch.randint(2**31, (1,)) if dropout else torch.zeros(1, dtype=torch.long)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    output: Tensor = _attend(query, key, value, *ends, seed, bias, dropout, *window, scale)
+    return output
 
-    @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left.bmm(right)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+@torch.library.custom_op("rapidformer::attend_by_row", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, seed: Tensor,
+    bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+) -> Tensor:  # fmt: skip
+    output = query.new_empty(*query.shape[:2], value.shape[2])
+    key, value = _repeat(key, query), _repeat(value, query)
+    masks = _draw(seed, dropout)
+    for row, other in _iterate_rows(ends, key_ends):
+        weights = _compute_weights(query[row], key[other], bias, before, after, scale)
+        kept = next(masks)(weights)
+        output[row] = torch.einsum("hqk,khd->qhd", (weights * kept).to(value.dtype), value[other])
+    return output
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        left, right = ctx.saved_tensors
-        return _TransposedProduct.apply(gradient, right), left.transpose(1, 2).bmm(gradient)
+
+@torch.library.custom_op("rapidformer::attend_by_row_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor,
+    seed: Tensor, bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    keys, values = _repeat(key, query).float(), _repeat(value, query).float()
+    of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    # Zeros, not empty: a row of keys may have no queries.
+    of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
+    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    masks = _draw(seed, dropout)
+    for row, other in _iterate_rows(ends, key_ends):
+        mine = gradient[row].float()
+        weights = _compute_weights(query[row], keys[other], bias, before, after, scale)
+        kept = next(masks)(weights)
+        of_value[other] = torch.einsum("hqk,qhd->khd", weights * kept, mine)
+        of_weights = _multiply(mine, values[other]) * kept
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        if bias is not None:
+            of_bias[0, :, : len(mine), : of_scores.shape[2]] += of_scores
+        of_scores = of_scores * scale
+        of_query[row] = torch.einsum("hqk,khd->qhd", of_scores, keys[other]).to(query.dtype)
+        of_key[other] = torch.einsum("hqk,qhd->khd", of_scores, query[row].float())
+    of_bias = of_bias if bias is None else of_bias.to(bias.dtype)
+    return of_query, _join(of_key, key), _join(of_value, value), of_bias
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Any:
+    bias: Tensor | None = more[3]
+    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias)
+    found = (
+        torch.empty_like(each, memory_format=torch.contiguous_format)
+        for each in (query, key, value)
+    )
+    return (*found, of_bias)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, bias = inputs[:7]
+    ctx.save_for_backward(*tensors, *([] if bias is None else [bias]))
+    ctx.options = inputs[7:]
+
+
+def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: under recomputation, it can be read only once
+    bias = saved[6] if len(saved) > 6 else None
+    found: Any = _attend_backward(gradient, *saved[:6], bias, *ctx.options)
+    of_bias = None if bias is None else found[3]
+    return (*found[:3], None, None, None, of_bias, *[None] * 4)
+
+
+_attend.register_autograd(_run_backward, setup_context=_set_up)
+
+
+def _iterate_rows(ends: Tensor, key_ends: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Each row of queries that is not empty, with its row of keys."""
+    pairs = zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True)
+    return ((slice(*row), slice(*other)) for row, other in pairs if row[1] > row[0])
+
+
+def _compute_weights(
+    query: Tensor, key: Tensor, bias: Tensor | None, before: int, after: int, scale: float
+) -> Tensor:
+    """The softmax of one row: [heads, queries, keys], in fp32."""
+    scores = _multiply(query.float(), key.float()) * scale
+    if bias is not None:
+        scores += bias[0, :, : len(query), : len(key)]
+    distance = torch.arange(len(key))[None] - torch.arange(len(query))[:, None]
+    if before >= 0:
+        scores = scores.masked_fill(distance < -before, float("-inf"))
+    if after >= 0:
+        scores = scores.masked_fill(distance > after, float("-inf"))
+    return scores.softmax(-1)
+
+
+def _multiply(queries: Tensor, keys: Tensor) -> Tensor:
+    """[queries, heads, size], [keys, heads, size] -> [heads, queries, keys]."""
+    return queries.transpose(0, 1).bmm(keys.permute(1, 2, 0).contiguous())
+
+
+def _draw(seed: Tensor, dropout: float) -> Iterator[Any]:
+    """For each row in turn, a function that returns the dropout factors of its weights."""
+    generator = torch.Generator().manual_seed(int(seed))
+    while True:
+        if dropout:
+            yield (
+                lambda weights: (
+                    torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
+                    / (1 - dropout)
+                )
+            )
+        else:
+            yield torch.ones_like
+
+
+def _repeat(tensor: Tensor, query: Tensor) -> Tensor:
+    """Repeat key or value heads for the query heads that share them."""
+    times = query.shape[1] // tensor.shape[1]
+    return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
+
+
+def _join(gradient: Tensor, like: Tensor) -> Tensor:
+    """The reverse of ``_repeat`` for gradients: sum over the query heads that share a head."""
+    shape = (len(like), like.shape[1], -1, like.shape[2])
+    return gradient.reshape(shape).sum(2).to(like.dtype)

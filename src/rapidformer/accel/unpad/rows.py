@@ -39,7 +39,8 @@ class Rows:
     """Whether every row has a real token in its first column."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
-    _packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    """Arguments of blocks by their ids, as they are and packed."""
 
     @staticmethod
     def read(real: Mask, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
@@ -108,24 +109,16 @@ class Rows:
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
-        fixed = replace(self, places=places, columns=columns, is_fixed=True, _packed={})
+        fixed = replace(self, places=places, columns=columns, is_fixed=True, packed={})
         vars(fixed)["ends"] = ends
         return fixed
-
-    def forget_packed(self) -> None:
-        """Drop packed arguments of an earlier batch: the tensors have been overwritten."""
-        self._packed.clear()
 
     def _round_up(self) -> Rows:
         count = len(self.places)
         added = _cut(round_up(count) - count, max(*self.lengths, 1))
-        return replace(
-            self,
-            lengths=self.lengths + added,
-            columns=torch.cat([self.columns, *map(torch.arange, added)]),
-            extra=sum(added),
-            is_rounded=True,
-        )
+        columns = torch.cat([self.columns, *map(torch.arange, added)])
+        lengths = self.lengths + added
+        return replace(self, lengths=lengths, columns=columns, extra=sum(added), is_rounded=True)
 
     def move_to(self, device: torch.device | None) -> Rows:
         """The same rows with their tensors on the device."""
@@ -150,17 +143,16 @@ class Rows:
         If rounded, empty rows follow, so that the number of rows hardly ever changes.
         """
         count = len(self.lengths)
-        return self._compute_ends(2 ** count.bit_length() if self.is_rounded else count)
+        return self._compute_ends(2 ** count.bit_length() - count if self.is_rounded else 0)
 
-    def _compute_ends(self, count: int) -> Tensor:
-        added = count - len(self.lengths)
+    def _compute_ends(self, added: int) -> Tensor:
         ends = np.cumsum([0, *self.lengths, *[0] * added], dtype=np.int32)
         return _send(torch.from_numpy(ends), self.places.device)
 
     def extend_ends(self, other: Rows) -> None:
         """Add empty rows until there are as many ``ends`` as in ``other``."""
         if len(self.ends) < len(other.ends):
-            vars(self)["ends"] = self._compute_ends(len(other.ends) - 1)
+            vars(self)["ends"] = self._compute_ends(len(other.ends) - 1 - len(self.lengths))
 
     @cached_property
     def grid(self) -> Tensor:
@@ -177,15 +169,11 @@ class Rows:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, tokens, ...] -> [1, real tokens, ...]."""
-        packed = gather(tensor.flatten(0, 1)[None], self.places)
-        if self.extra:
-            packed = torch.cat([packed, packed.new_zeros(1, self.extra, *packed.shape[2:])], 1)
-        return packed
+        return Layout.of_rows(self).take(tensor.flatten(0, 1))
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        real = tensor[:, : len(self.places)] if self.extra else tensor
-        padded = scatter(real, self.places, self.shape[0] * self.shape[1])
+        padded = Layout.of_rows(self).spread(tensor, 0.0)
         return padded.view(*self.shape, *tensor.shape[2:])
 
     def to_grid(self, tensor: Tensor) -> Tensor:
@@ -208,10 +196,68 @@ class Rows:
             return value
         # Blocks get the same tensors, so each is packed once. The tensor is kept too: its id could
         # be reused otherwise.
-        if id(value) not in self._packed:
+        if id(value) not in self.packed:
             whole = value.expand(self.shape[0], *value.shape[1:])
-            self._packed[id(value)] = value, self.pack(whole)
-        return self._packed[id(value)][1]
+            self.packed[id(value)] = value, self.pack(whole)
+        return self.packed[id(value)][1]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where tokens, [1, tokens, ...], stand in a padded tensor, whose columns may have been cut."""
+
+    rows: Rows
+    places: Tensor
+    """Of each token in the flattened grid. Tokens whose column was cut off share one more place."""
+    grid: tuple[int, int]
+    _cuts: dict[tuple[int, int], Layout] = field(default_factory=dict)
+
+    @staticmethod
+    def of_rows(rows: Rows) -> Layout:
+        return Layout(rows, rows.places, rows.shape)
+
+    @property
+    def size(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.places is self.rows.places
+
+    def cut(self, start: int, stop: int) -> Layout:
+        """The same tokens in a grid that has only these columns."""
+        if (start, stop) not in self._cuts:
+            count, width = self.grid[0], stop - start
+            row, column = self.places // self.grid[1], self.places % self.grid[1]
+            is_in = (column >= start) & (column < stop) & (self.places < self.size)
+            places = torch.where(is_in, row * width + column - start, count * width)
+            self._cuts[start, stop] = Layout(self.rows, places, (count, width))
+        return self._cuts[start, stop]
+
+    def spread(self, tokens: Tensor, fill: float) -> Tensor:
+        """[1, tokens, ...] -> [places, ...], with ``fill`` for padding."""
+        tokens = tokens[:, : len(self.places)] if self.rows.extra else tokens
+        if self.is_whole:
+            return scatter(tokens, self.places, self.size, fill).squeeze(0)
+        return scatter(tokens, self.places, self.size + 1, fill)[0, : self.size]
+
+    def take(self, values: Tensor) -> Tensor:
+        """[places, ...] -> [1, tokens, ...]."""
+        if not self.is_whole:
+            values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+        tokens = gather(values[None], self.places)
+        if self.rows.extra:
+            zeros = tokens.new_zeros(1, self.rows.extra, *tokens.shape[2:])
+            tokens = torch.cat([tokens, zeros], 1)
+        return tokens
+
+    def covers(self, is_used: Tensor) -> bool:
+        """Whether everything marked in [places] is a real token; waits for the device."""
+        return int(is_used.sum()) == int(self.select(is_used).sum())
+
+    def select(self, is_used: Tensor) -> Tensor:
+        """Whether each token is marked in [places], without those that round their number up."""
+        return self.take(is_used)[0, : len(self.places)]
 
 
 def _is_contiguous(real: Mask) -> bool:

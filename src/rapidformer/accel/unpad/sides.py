@@ -8,8 +8,6 @@ which side it is for, since both may be equally long. So each stack announces it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.token_attention import use_rows
 from rapidformer.data.batch import get_host_copy
-from rapidformer.overlay import extend, remove
+from rapidformer.overlay import extend
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,8 @@ class Sides:
     decoder: Rows
 
 
-_CURRENT: ContextVar[Sides | None] = ContextVar("sides", default=None)
-
-
-@contextmanager
-def use_sides(sides: Sides | None) -> Iterator[None]:
-    """Inside, the model's stacks compute on these rows; None: on padded batches."""
-    token = _CURRENT.set(sides)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+SIDES: ContextVar[Sides | None] = ContextVar("sides", default=None)
+"""The rows on which a model's stacks compute now; None: on padded batches."""
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -55,9 +44,10 @@ def read_sides(
     """The rows of a batch; None if something in it needs padding, or there is too little of it."""
     mask, labels = given.get("attention_mask"), given.get("labels")
     decoder_mask = given.get("decoder_attention_mask")
-    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in (mask, labels)):
+    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
         return None
-    assert isinstance(mask, Tensor) and isinstance(labels, Tensor)
+    if mask.dim() != 2 or labels.dim() != 2:
+        return None
     is_real, is_label = _read_bools(mask), (get_host_copy(labels) != -100).numpy()
     is_needed = is_label[:, ::-1].cumsum(1)[:, ::-1] > 0
     is_needed[:, 0] = True  # no row may be empty
@@ -92,30 +82,26 @@ def find_stacks(model: Any) -> tuple[nn.Module, nn.Module] | None:
     return (stacks[0], stacks[1]) if are_modules and stacks[0] is not stacks[1] else None
 
 
-def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
-    """Let each stack use its own rows, and limit biases to the longest row."""
+def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """Let each stack use its own rows, and limit biases to the longest row; returns them all."""
     extend(encoder, "unpad", functools.partial(_build_stack, is_decoder=False))
     extend(decoder, "unpad", functools.partial(_build_stack, is_decoder=True))
-    for module in find_biased(model):
+    biased = find_biased(model)
+    for module in biased:
         extend(module, "unpad", _build_biased, is_shared=True)
-
-
-def restore_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> None:
-    """Undo ``extend_sides``."""
-    for module in (encoder, decoder, *find_biased(model)):
-        remove(module, "unpad")
+    return [encoder, decoder, *biased]
 
 
 def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sides = _CURRENT.get()
+        sides = SIDES.get()
         if sides is None:
             return cls.forward(self, *args, **kwargs)
         rows = (sides.decoder, sides.encoder) if is_decoder else (sides.encoder,)
         with use_rows(*rows):
             return cls.forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 
 
@@ -130,6 +116,7 @@ def find_biased(model: nn.Module) -> list[Any]:
 
 
 def _build_biased(cls: Any) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = next((v for v in (*args, *kwargs.values()) if isinstance(v, RowMask)), None)
         if mask is not None and kwargs.get("position_bias") is None:
@@ -137,19 +124,13 @@ def _build_biased(cls: Any) -> dict[str, Any]:
             kwargs["position_bias"] = _compute_bias(self, mask)
         return cls.forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, cls.forward)
     return {"forward": forward}
 
 
 def _compute_bias(module: Any, mask: RowMask) -> Tensor:
     """The bias of the longest row, which all rows share; one zero if the layer has no bias."""
-    if mask.fused is None:
-        rows, keys = mask.rows, mask.key_rows
-        longest, longest_key, device = rows.longest, keys.longest, rows.places.device
-    else:  # compiled blocks must not depend on lengths
-        fused = mask.fused
-        longest, longest_key, device = fused.longest, fused.longest_key, fused.ends.device
+    parts = mask.parts  # of compiled blocks, they do not depend on lengths
     if not module.has_relative_attention_bias:
-        return torch.zeros(1, 1, 1, 1, device=device)
-    bias: Tensor = module.compute_bias(longest, longest_key, device=device)
+        return torch.zeros(1, 1, 1, 1, device=parts.ends.device)
+    bias: Tensor = module.compute_bias(parts.longest, parts.longest_key, device=parts.ends.device)
     return bias

@@ -8,9 +8,9 @@ other case both do what ``sdpa`` does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,30 +20,24 @@ from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
 
-_CURRENT: ContextVar[tuple[Rows, Rows | None] | None] = ContextVar("rows", default=None)
-
-
-@contextmanager
-def use_rows(rows: Rows, encoder: Rows | None = None) -> Iterator[None]:
-    """Inside, masks are ``RowMask``s. With ``encoder``, full ones attend to the encoder's rows."""
-    token = _CURRENT.set((rows, encoder))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-@contextmanager
-def without_rows() -> Iterator[None]:
-    """Inside, masks are those of padded batches again."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
 NAME = "rapidformer_by_row"
+T = TypeVar("T")
+_CURRENT: ContextVar[tuple[Rows | None, Rows | None]] = ContextVar("rows", default=(None, None))
+
+
+@contextmanager
+def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, a variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextManager[None]:
+    """Inside, masks are ``RowMask``s (without rows: as usual); full ones attend to ``encoder``."""
+    return inside(_CURRENT, (rows, encoder))
 
 
 def _list_entries() -> Iterator[Entry]:
@@ -59,7 +53,7 @@ def _build_masks(_: None) -> Any:
     from transformers.masking_utils import bidirectional_mask_function
 
     def make_mask(**given: Any) -> Any:
-        rows, encoder = _CURRENT.get() or (None, None)
+        rows, encoder = _CURRENT.get()
         may_attend = given["mask_function"]
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _covers_batch(rows, keys or rows, given):
@@ -80,13 +74,10 @@ def _build_attention(_: None) -> Any:
         value: Tensor,
         attention_mask: Any,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Any:
         if isinstance(attention_mask, RowMask):
             return kernels.attend(query, key, value, attention_mask, **options), None
-        attended: tuple[Tensor, Tensor | None] = table["sdpa"](
-            module, query, key, value, attention_mask, **options
-        )
-        return attended
+        return table["sdpa"](module, query, key, value, attention_mask, **options)
 
     return attend
 

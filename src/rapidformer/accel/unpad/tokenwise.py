@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.on_demand import FOLLOWED, Unpadded, pick, replay_later, settle
+from rapidformer.accel.unpad.on_demand import (
+    FOLLOWED,
+    FOLLOWED_PAIRS,
+    Unpadded,
+    pick,
+    replay_later,
+    settle,
+)
 
 _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
 """Where an activation takes ``inplace``, if not as its second argument."""
 
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
-    """The rows of ``hidden``, [rows, size], that may have a label, with their labels.
-
-    None if padding has labels, too.
-    """
+    """The rows of ``hidden``, [rows, size], that may have a label; None if padding has, too."""
     if not isinstance(hidden, Unpadded) or not hidden.is_lazy or not hidden.is_flat:
         return None
     layout, rows = hidden.token_layout, hidden.token_layout.rows
@@ -45,17 +49,19 @@ def _apply(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
         return func(settle(x), *args, **kwargs)
     if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
         return NotImplemented
+    result = _run(func, x, *args, **kwargs)
+    return result if result.device == x.device else NotImplemented
+
+
+def _run(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Tensor:
+    """Run on the tokens alone."""
     tokens = func(x.tokens, *args, **kwargs)
-    if tokens.device != x.device:
-        return NotImplemented
     return x.derive(tokens, replay_later(func, (x, *args), kwargs))
 
 
 def _combine(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
     """Functions of two numbers: of two tensors over the same tokens, or with one for all tokens."""
     x = left if isinstance(left, Unpadded) else right
-    if any(isinstance(side, Unpadded) and not side.is_lazy for side in (left, right)):
-        return NotImplemented
     sides = [_fit(x, side) for side in (left, right)]
     if sides[0] is None or sides[1] is None:
         return NotImplemented
@@ -131,25 +137,20 @@ def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
     return follow
 
 
-def _project(func: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+def _project(func: Any, x: Unpadded, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """Products with a matrix that all tokens share."""
-    if not isinstance(x, Unpadded) or x.dim() == len(x.lead):
-        return NotImplemented
     others = (weight, *args, *kwargs.values())
-    if any(isinstance(other, Unpadded) for other in others) or weight.dim() != 2:
+    is_shared = weight.dim() == 2 and not any(isinstance(other, Unpadded) for other in others)
+    if x.dim() == len(x.lead) or not is_shared:
         return NotImplemented
-    tokens = func(x.tokens, weight, *args, **kwargs)
-    return x.derive(tokens, replay_later(func, (x, weight, *args), kwargs))
+    return _run(func, x, weight, *args, **kwargs)
 
 
-def _normalize(func: Any, x: Any, shape: Iterable[int], *args: Any, **kwargs: Any) -> Any:
-    others = (*args, *kwargs.values())
-    if any(isinstance(other, Unpadded) for other in others):
+def _normalize(func: Any, x: Unpadded, shape: Iterable[int], *args: Any, **kwargs: Any) -> Any:
+    is_shared = not any(isinstance(other, Unpadded) for other in (*args, *kwargs.values()))
+    if len(tuple(shape)) > x.dim() - len(x.lead) or not is_shared:
         return NotImplemented
-    if len(tuple(shape)) > x.dim() - len(x.lead):
-        return NotImplemented
-    tokens = func(x.tokens, shape, *args, **kwargs)
-    return x.derive(tokens, replay_later(func, (x, shape, *args), kwargs))
+    return _run(func, x, shape, *args, **kwargs)
 
 
 def _reshape(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +189,7 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
         return NotImplemented
     rows, column = x.token_layout.rows, lead[1]
     if column == 0 and type(column) is int and x.token_layout.is_whole and rows.starts_left:
-        first = rows.ends[: rows.shape[0]].long()
-        return x.tokens[0].index_select(0, first)[(slice(None), *rest)]
+        return x.get_first()[(slice(None), *rest)]
     if isinstance(column, slice) and column.step in (None, 1) and rest == [slice(None)] * len(rest):
         start, stop, _ = column.indices(x.token_layout.grid[1])
         if start < stop:
@@ -208,13 +208,12 @@ def _select(x: Unpadded, mask: Tensor) -> Any:
     return x.tokens[0, : len(x.token_layout.places)][x.token_layout.select(mask)]
 
 
-def _compute_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute_loss(func: Any, x: Unpadded, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Cross entropies, of real tokens if only these have labels."""
     is_plain = not args and kwargs.get("reduction", "mean") in ("mean", "sum")
     if not is_plain or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return NotImplemented
-    is_rows = isinstance(x, Unpadded) and x.is_flat and x.dim() == 2
-    if not is_rows or type(target) is not Tensor or target.shape != x.shape[:1]:
+    if not x.is_flat or x.dim() != 2 or type(target) is not Tensor or target.shape != x.shape[:1]:
         return NotImplemented
     picked = pick_labelled(x, target, kwargs.get("ignore_index", -100))
     return NotImplemented if picked is None else func(*picked, **kwargs)
@@ -228,50 +227,43 @@ def _create(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     return func(x.tokens, *args, **kwargs)
 
 
-def _first_only(follow: Callable[..., Any]) -> Callable[..., Any]:
-    """For operations whose first argument must be the lazy one."""
-
-    def check(func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args or not isinstance(args[0], Unpadded) or not args[0].is_lazy:
-            return NotImplemented
-        return follow(func, *args, **kwargs)
-
-    return check
-
-
 def _register(names: str, follow: Callable[..., Any]) -> None:
+    table = FOLLOWED_PAIRS if follow is _combine else FOLLOWED
     for name in names.split():
         for place in (torch, Tensor, functional):
             if hasattr(place, name):
-                FOLLOWED[getattr(place, name)] = follow
+                table[getattr(place, name)] = follow
 
 
 _register(
     "gelu relu silu mish tanh sigmoid softplus elu leaky_relu relu6 hardswish hardtanh logsigmoid "
     "dropout exp log log1p log2 sqrt rsqrt square abs neg __neg__ reciprocal erf sin cos pow "
     "__pow__ clamp clamp_min clamp_max float half bfloat16 double to clone contiguous detach",
-    _first_only(_apply),
+    _apply,
 )
 _MAY_BE_INPLACE = {
     getattr(functional, name)
     for name in ("relu", "silu", "mish", "elu", "leaky_relu", "relu6", "hardswish", "dropout")
 }
 _register(
-    "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__", _combine
+    "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ true_divide "
+    "__rtruediv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ "
+    "logical_and logical_or maximum minimum",
+    _combine,
 )
-_register("true_divide __rtruediv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__", _combine)
-_register("__ge__ __and__ __or__ logical_and logical_or maximum minimum", _combine)
 _PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _register(
-    "mean sum var std softmax log_softmax logsumexp argmax argmin amax amin max min",
-    _first_only(_reduce(1)),
+    "mean sum var std softmax log_softmax logsumexp argmax argmin amax amin max min", _reduce(1)
 )
-_register("norm split chunk", _first_only(_reduce(2)))
-_register("topk", _first_only(_reduce(2, -1)))
-_register("linear matmul __matmul__", _first_only(_project))
-_register("layer_norm rms_norm", _first_only(_normalize))
-_register("view reshape flatten unflatten squeeze unsqueeze", _first_only(_reshape))
-_register("new_empty new_zeros new_ones new_full new_tensor", _first_only(_create))
-_register("empty_like zeros_like ones_like full_like rand_like randn_like", _first_only(_create))
-_register("__getitem__", _first_only(_index))
-_register("cross_entropy nll_loss", _first_only(_compute_loss))
+_register("norm split chunk", _reduce(2))
+_register("topk", _reduce(2, -1))
+_register("linear matmul __matmul__", _project)
+_register("layer_norm rms_norm", _normalize)
+_register("view reshape flatten unflatten squeeze unsqueeze", _reshape)
+_register(
+    "new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like "
+    "rand_like randn_like",
+    _create,
+)
+_register("__getitem__", _index)
+_register("cross_entropy nll_loss", _compute_loss)

@@ -7,7 +7,7 @@ with and without padding (``proof.py``). ``batches.py`` then decides for each ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,30 +16,32 @@ from torch import nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
-from rapidformer.accel.unpad.blocks import extend_blocks, restore_blocks
-from rapidformer.accel.unpad.calls import Help, Removal
+from rapidformer.accel.unpad import batches, tokenwise
+from rapidformer.accel.unpad.blocks import extend_blocks
+from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
-from rapidformer.accel.unpad.fixed import Filling
-from rapidformer.accel.unpad.model import call_packed, call_unpadded, extend_model
-from rapidformer.accel.unpad.on_demand import WATCHING
-from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.on_demand import WATCHING, release
+from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
+    SIDES,
+    Sides,
     extend_sides,
     find_biased,
     find_stacks,
     is_encoder_decoder,
     read_sides,
-    restore_sides,
 )
-from rapidformer.accel.unpad.token_attention import BY_ROW, NAME
+from rapidformer.accel.unpad.token_attention import BY_ROW, NAME, inside, use_rows
 from rapidformer.compat.torch_modules import uncompiled
-from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan
-from rapidformer.models.watched import find_requested, list_inner_modules
-from rapidformer.overlay import find_fact, put_fact
+from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
+from rapidformer.overlay import extend, find_fact, get_own_class, put_fact, remove
+
+assert tokenwise  # it fills the table of operations that need no padding
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -75,12 +77,7 @@ def _find_obstacle(assembly: Assembly) -> str | None:
 def _get_help(assembly: Assembly) -> Help:
     """Whether a rank can repeat a forward pass alone: not with sharded weights."""
     args = assembly.args
-    stages = (
-        args.zero_1_memory_optimization,
-        args.zero_2_memory_optimization,
-        args.zero_3_memory_optimization,
-    )
-    if not any(stages) or args.world_size == 1:
+    if not args.zero_stage or args.world_size == 1:
         return Help.NONE
     return Help.PROMISED if args.dynamic_shape == "on" else Help.NEEDED
 
@@ -106,12 +103,11 @@ def apply_unpadding(
     restore = _extend_parts(model, plan)
     WATCHING.keep(applied)
     trial = Removal(is_trial=True)
-    plain = functools.partial(_call, model)
     unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     with uncompiled(model.modules()):
-        difference = find_difference(model, plan, plain, unpadded, dtype)
+        difference = find_difference(model, plan, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
-        packs = packs and not find_difference(model, plan, plain, unpadded, dtype, is_packed=True)
+        packs = packs and not find_difference(model, plan, unpadded, dtype, is_packed=True)
     if difference is None and not trial.is_on:
         difference = "it reads what its blocks return for padding"
     if difference is not None:
@@ -120,7 +116,7 @@ def apply_unpadding(
     removal = Removal(help_of_others=help_of_others)
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
+    _extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
     return None
 
 
@@ -130,14 +126,13 @@ def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
     stacks = find_stacks(model) if is_encoder_decoder(model) else None
     for config in configs:
         set_attention(config, NAME)
-    extend_blocks(model, plan)
+    extended = extend_blocks(model, plan)
     if stacks is not None:
-        extend_sides(model, *stacks)
+        extended += extend_sides(model, *stacks)
 
     def restore() -> None:
-        restore_blocks(model, plan)
-        if stacks is not None:
-            restore_sides(model, *stacks)
+        for module in extended:
+            remove(module, "unpad")
         for config in configs:
             set_attention(config, "sdpa")
 
@@ -160,8 +155,85 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     else:
         return
     with uncompiled(model.modules()):
-        difference = find_difference(model, plan, functools.partial(_call, model), filled, dtype)
-    put_fact(model, Filling(is_exact=difference is None))
+        difference = find_difference(model, plan, filled, dtype)
+    put_fact(model, batches.Filling(is_exact=difference is None))
+
+
+def _extend_model(
+    model: nn.Module,
+    inner_modules: Mapping[str, nn.Module],
+    removal: Removal,
+    *,
+    rounds_up: bool,
+    packs: bool,
+) -> None:
+    """Let a model run without padding on batches whose loss cannot change.
+
+    ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
+    it would see without the switch. With ``rounds_up``, the number of tokens is one of a few. With
+    ``packs``, packed examples are computed apart as well.
+    """
+    is_two_sided = is_encoder_decoder(model)
+    find: Any = batches.find_sides if is_two_sided else batches.find_rows
+
+    def build(cls: Any) -> dict[str, Any]:
+        @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(cls.forward, self, *args, **kwargs)
+            is_by_position = packs and batches.is_packed(kwargs)
+            if find_watched(inner_modules) or not (removal.is_on or is_by_position):
+                return run()
+            if is_by_position:
+                rows = batches.find_packed_rows(self, kwargs, rounds_up=rounds_up)
+                return run() if rows is None else _call_packed(run, rows, kwargs)
+            shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
+            is_labelled = is_two_sided or shapes[0] == shapes[1]
+            if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):
+                return run()
+            rows = find(self, kwargs, rounds_up=rounds_up)
+            if rows is None:
+                return run()
+            if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
+                run = functools.partial(run, use_cache=False)
+            return _call_without_padding(self, run, rows, removal)
+
+        return {"forward": forward}
+
+    extend(model, "unpad", build)
+
+
+def _call_without_padding(model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal) -> Any:
+    """Run a model's forward pass without padding."""
+    device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
+    call = Call(removal, run, device, knows_labels=_is_library_code(model))
+    with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
+        output = call.run(run)
+    return release(output)
+
+
+def _is_library_code(model: nn.Module) -> bool:
+    """Whether a model and its loss are transformers' own."""
+    loss = getattr(model, "loss_function", None)
+    is_own_loss = str(getattr(loss, "__module__", "")).startswith("transformers.")
+    return is_own_model(get_own_class(model)) and (loss is None or is_own_loss)
+
+
+def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token: bool) -> bool:
+    """Whether nobody is going to read padding, or this rank can compute it then."""
+    # Without gradients, results for each token are predictions, which someone reads as a whole.
+    if has_label_per_token and not torch.is_grad_enabled():
+        return False
+    # transformers' models return nothing for padding if there is one label per row.
+    is_closed = _is_library_code(model) and not has_label_per_token
+    return removal.help_of_others is not Help.NEEDED or is_closed
+
+
+def _call_packed(run: Any, rows: Rows, batch: dict[str, Any]) -> Any:
+    """Run a model's forward pass on packed examples, each by itself."""
+    # Of ones: rows keep the examples apart, so the model need not do it.
+    mask = torch.ones_like(batch["position_ids"])
+    with use_rows(rows):
+        return run(attention_mask=mask)
 
 
 def _find_problem(model: Any, plan: ModelPlan) -> str | None:
@@ -182,19 +254,12 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    if not any(get_attention(each) == "sdpa" for each in find_configs(model)):
+    if not any(get_attention(part) == "sdpa" for part in find_configs(model)):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
     asked = find_requested(model, {})
-    if asked is not None:
-        return f"its configuration sets {asked}, whose result includes padding"
-    return None
-
-
-def _call(model: nn.Module, batch: dict[str, Any]) -> Any:
-    # Not model(...): a user's hooks must not see a batch that is not theirs.
-    return model.forward(**batch)
+    return asked and f"its configuration sets {asked}, whose result includes padding"
 
 
 def _call_unpadded(
@@ -205,27 +270,27 @@ def _call_unpadded(
     if "position_ids" in batch:
         positions = batch["position_ids"]
         rows = Rows.read_packed(positions.cpu(), positions.device, rounds_up=rounds_up)
-        return call_packed(run, rows, batch)
+        return _call_packed(run, rows, batch)
     if is_encoder_decoder(model):
         sides = read_sides(batch, rounds_up=rounds_up)
         assert sides is not None
-        return call_unpadded(model, run, sides, trial)
+        return _call_without_padding(model, run, sides, trial)
     mask = batch["attention_mask"]
     rows = Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)
-    return call_unpadded(model, run, rows, trial)
+    return _call_without_padding(model, run, rows, trial)
 
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
     rows = Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)
     run = functools.partial(model.forward, **batch)
-    return call_unpadded(model, run, rows, Removal(is_trial=True))
+    return _call_without_padding(model, run, rows, Removal(is_trial=True))
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     columns = choose_sides(model, batch)
     if not columns or columns["labels"].width == batch["labels"].shape[1]:
         raise ModelError("its rows cannot be any longer")
-    outputs = _call(model, widen(batch, columns))
+    outputs = call_plainly(model, widen(batch, columns))
     outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
     return outputs

@@ -1,9 +1,7 @@
-"""Attention with a bias on the scores, backward, in Triton.
+"""Attention with a bias on the scores, backward, in Triton; import it only if that is installed.
 
 The gradient of the scores is written once, in 16 bits, and the gradients of queries and bias are
 both computed from it. There are no atomic additions, so two runs give the same bits.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
@@ -31,21 +29,6 @@ from rapidformer.accel.attention.learned_bias.launch import (
     pad_length,
 )
 
-_TILES = {
-    16: Tile(queries=64, keys=64, warps=4, stages=2),
-    32: Tile(queries=64, keys=64, warps=4, stages=2),
-    64: Tile(queries=32, keys=128, warps=8, stages=3),
-    128: Tile(queries=32, keys=128, warps=8, stages=3),
-}
-"""By head size; 128 was timed, on an H200."""
-_PRODUCT_TILES = {
-    16: Tile(queries=128, keys=64, warps=4, stages=3),
-    32: Tile(queries=128, keys=64, warps=4, stages=3),
-    64: Tile(queries=128, keys=64, warps=4, stages=3),
-    128: Tile(queries=128, keys=64, warps=8, stages=3),
-}
-"""By head size, for the gradient of the queries."""
-
 
 def attend_backward(
     call: Call, gradient: Tensor, output: Tensor, statistics: Tensor
@@ -56,7 +39,9 @@ def attend_backward(
     of_scores = call.query.new_empty((*call.query.shape[:3], round_up(call.keys)))
     means = torch.empty_like(statistics[0])
     arguments, given = get_arguments(call), get_strided(gradient)
-    tile, product_tile = _TILES[size], _PRODUCT_TILES[size]
+    # For heads of 128, they were timed on an H200.
+    tile = Tile(64, 64, warps=4, stages=2) if size < 64 else Tile(32, 128, warps=8, stages=3)
+    product_tile = Tile(128, 64, warps=4 if size < 128 else 8, stages=3)
     launch(
         _multiply_rows, queries, tile.queries, call,
         given, get_strided(output), means, block=tile.queries, num_warps=4,

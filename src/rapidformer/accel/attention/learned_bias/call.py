@@ -22,7 +22,7 @@ class Call:
     seen: Tensor | None
     """False for keys that a query must not see."""
     kept: Tensor | None
-    """Which weights dropout keeps, one bit for each, from ``dropout.draw``."""
+    """Which weights dropout keeps, one bit for each, from ``launch.draw``."""
     dropout: float
     scale: float
     is_causal: bool
@@ -44,6 +44,11 @@ def allocate_like(tensor: Tensor) -> Tensor:
     """Memory with a token's heads next to each other, as projections produce and consume them."""
     batch, heads, tokens, size = tensor.shape
     return tensor.new_empty((batch, tokens, heads, size)).transpose(1, 2)
+
+
+def allocate_kept(seed: Tensor, rows: int, keys: int) -> Tensor:
+    """Memory for a bit for each weight: 64 bytes for each 512 keys of a row."""
+    return seed.new_empty((rows, (keys + 511) // 512 * 64), dtype=torch.uint8)
 
 
 def round_up(length: int) -> int:

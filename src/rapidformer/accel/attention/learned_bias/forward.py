@@ -1,8 +1,6 @@
-"""Attention with a bias on the scores, forward, in Triton.
+"""Attention with a bias on the scores, forward, in Triton; import it only if that is installed.
 
 The keys are visited in tiles, with a running softmax, so no [queries, keys] tensor is written.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel

@@ -49,8 +49,8 @@ def _try(device: torch.device) -> None:
     with torch.enable_grad():
         output = attend(*leaves, dropout=0.0, scale=1.0, is_causal=False)
         gradients = torch.autograd.grad(output.sum(), leaves)
-    for found, expected in zip((output.detach(), *gradients), (1, 0, 0, 1, 0), strict=True):
-        error = float((found - expected).abs().max())
+    for result, expected in zip((output.detach(), *gradients), (1, 0, 0, 1, 0), strict=True):
+        error = float((result - expected).abs().max())
         if not error < 0.01:
             raise RuntimeError(f"a result is off by {error:g}")
 
@@ -66,32 +66,28 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         attention_mask: Tensor | None,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        bias, dropout = options.get("position_bias"), options.get("dropout", 0.0)
-        is_causal = attention_mask is None and _is_causal(module, options.get("is_causal"))
-        if (
-            bias is None
-            or dropout >= 1
-            or (is_causal and query.shape[2] != key.shape[2])
-            or not suits(query, key, value, bias)
-        ):
-            found: tuple[Tensor, Tensor | None] = plain(
-                module, query, key, value, attention_mask, **options
-            )
-            return found
+    ) -> Any:
+        bias: Any = options.get("position_bias")
+        dropout = options.get("dropout", 0.0)
+        # As transformers treats a call without a mask.
+        asked = options.get("is_causal")
+        asked = getattr(module, "is_causal", True) if asked is None else asked
+        is_causal = attention_mask is None and bool(asked)
+        is_plain = bias is None or dropout >= 1 or (is_causal and query.shape[2] != key.shape[2])
+        if is_plain or not suits(query, key, value, bias):
+            return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         if attention_mask is not None and not _is_plain_mask(attention_mask, key.shape[2]):
-            bias, attention_mask = _add_mask(bias, attention_mask, query.dtype), None
+            # As transformers does for torch's attention.
+            is_bool, lowest = attention_mask.dtype == torch.bool, torch.finfo(query.dtype).min
+            mask, attention_mask = attention_mask, None
+            bias = torch.where(mask, bias, lowest) if is_bool else bias + mask
+        bias = bias.to(query.dtype).contiguous()
         output = attend(
-            query,
-            key,
-            value,
-            bias.to(query.dtype).contiguous(),
-            attention_mask,
-            dropout=dropout,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            is_causal=is_causal,
-        )
+            query, key, value, bias, attention_mask,
+            dropout=dropout, scale=scale, is_causal=is_causal,
+        )  # fmt: skip
         return output.transpose(1, 2).contiguous(), None
 
     return attend_with_bias
@@ -120,19 +116,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> bool:
     )
 
 
-def _is_causal(module: nn.Module, asked: bool | None) -> bool:
-    """Whether transformers treats a call without a mask as causal."""
-    return bool(getattr(module, "is_causal", True) if asked is None else asked)
-
-
 def _is_plain_mask(mask: Tensor, keys: int) -> bool:
     """Whether the kernel can take the mask as it is; otherwise it is merged into the bias."""
     is_wide = mask.dim() == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
     return is_wide and mask.dtype == torch.bool
-
-
-def _add_mask(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias merged with a mask, as transformers does for torch's attention."""
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, torch.finfo(dtype).min)
-    return bias + mask

@@ -1,9 +1,9 @@
-"""What the kernels share: how they take tensors, and which tile a program works on.
+"""What the kernels share: how they take tensors, which tile a program works on, and dropout.
 
 Import this module only if Triton is installed; torch's CPU builds come without it.
 """
 
-# ruff: noqa: ANN001, ANN201 - Triton would read annotations as part of the kernel
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations
 
 import math
@@ -15,8 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
-from rapidformer.accel.attention.learned_bias.call import ALIGNMENT, Call, round_up
-from rapidformer.accel.attention.learned_bias.dropout import get_bit, get_byte, get_kept_scale
+from rapidformer.accel.attention.learned_bias.call import (
+    ALIGNMENT,
+    Call,
+    allocate_kept,
+    round_up,
+)
 
 LENGTHS = ("batch", "heads", "queries", "keys")
 """Parameters that change from batch to batch: Triton must not compile kernels for their values.
@@ -24,6 +28,8 @@ LENGTHS = ("batch", "heads", "queries", "keys")
 They are not in a tuple because Triton ignores ``do_not_specialize`` for the numbers in tuples.
 """
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+_ALL = 1 << 16
+"""The probability of dropout is rounded to a multiple of 1/65,536."""
 
 
 class Strided(NamedTuple):
@@ -71,7 +77,7 @@ def get_arguments(call: Call) -> Arguments:
         seen=None if seen is None else _get_shared(seen.view(torch.uint8), 1),
         kept=None if kept is None else get_strided(kept.view(*call.query.shape[:3], -1)),
         scale=call.scale,
-        kept_scale=get_kept_scale(call.dropout),
+        kept_scale=_ALL / _count_kept(call.dropout) if call.dropout else 1.0,
         lowest=torch.finfo(call.query.dtype).min,
     )
 
@@ -106,6 +112,42 @@ def launch(
     kernel[(triton.cdiv(tokens, block) * batch * heads,)](
         *arguments, batch=batch, heads=heads, queries=queries, keys=call.keys, size=size, **options
     )
+
+
+def draw(seed: Tensor, rows: int, keys: int, dropout: float) -> Tensor:
+    """Which weights dropout keeps, one bit for each: [rows, bytes].
+
+    Bit ``i`` of byte ``j`` in a group of 512 keys belongs to key ``64 i + j``. So a tile of 64 keys
+    reads 64 adjacent bytes and tests the same bit of each.
+    """
+    kept = allocate_kept(seed, rows, keys)
+    words = kept.view(torch.int32)
+    block = 512
+    _draw[(triton.cdiv(words.numel(), block),)](
+        seed, words, words.numel(), _count_kept(dropout), block=block, num_warps=4
+    )
+    return kept
+
+
+def _count_kept(dropout: float) -> int:
+    """How many of 65,536 weights are kept."""
+    return min(max(round((1 - dropout) * _ALL), 1), _ALL - 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw(seed, words, count, limit, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Each word has one bit of 32 random 16-bit numbers, so 32 numbers at a time are compared with
+    # the limit, from their lowest bit to their highest.
+    places = tl.program_id(0) * block + tl.arange(0, block)
+    start = tl.load(seed)
+    is_below = tl.zeros((block,), tl.int32)
+    for part in tl.static_range(4):
+        bits = tl.randint4x(start, places * 4 + part)
+        for index in tl.static_range(4):
+            random = bits[index].to(tl.int32, bitcast=True)
+            is_one = (limit >> (part * 4 + index)) & 1
+            is_below = tl.where(is_one != 0, is_below | random, is_below & random)
+    tl.store(words + places, is_below, mask=places < count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,5 +199,6 @@ def load_bias(call, row, head, queries, keys, mask):  # type: ignore[no-untyped-
 @triton.jit  # type: ignore[untyped-decorator]
 def load_kept(call, row, head, queries, keys, mask):  # type: ignore[no-untyped-def]
     """Which weights of a tile dropout keeps."""
-    kept = find_head(call.kept, row, head) + (queries * call.kept.row + get_byte(keys))
-    return (tl.load(kept, mask=mask, other=0).to(tl.int32) >> get_bit(keys)) & 1 != 0
+    byte = keys // 512 * 64 + keys % 64
+    kept = find_head(call.kept, row, head) + (queries * call.kept.row + byte)
+    return (tl.load(kept, mask=mask, other=0).to(tl.int32) >> (keys // 64 % 8)) & 1 != 0
