@@ -17,7 +17,7 @@ from rapidformer.config.parse import (
     ExtraArgumentsProvider,
     build_parser,
     list_flags,
-    parse_arguments,
+    parse_words,
 )
 from rapidformer.config.settings import Settings
 from rapidformer.context import is_started
@@ -32,13 +32,14 @@ _KERNELS = ("ipykernel_launcher", "colab_kernel_launcher")
 def read_command_line(extra_args_provider: ExtraArgumentsProvider | None = None) -> Settings:
     """The settings of this process, from its command line if that is meant for us."""
     words = sys.argv[1:]
-    known = list_flags(build_parser(extra_args_provider))
+    parser = build_parser(extra_args_provider)
+    known = list_flags(parser)
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     has_ours = any(flag in known or flag.replace("_", "-") in known for flag in flags)
     if _is_notebook(sys.argv) or not (has_ours or _is_started()):
         _warn_about_near_misses(flags, known)
         words = []
-    return parse_arguments(words, extra_args_provider)
+    return parse_words(parser, words)
 
 
 def _is_started() -> bool:
