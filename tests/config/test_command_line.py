@@ -76,10 +76,14 @@ def test_a_script_of_the_command_is_ours(read: Read) -> None:
 
 
 def test_a_scripts_own_flags_count_if_it_names_them(read: Read) -> None:
+    calls: list[Any] = []
+
     def provide(parser: Any) -> None:
+        calls.append(parser)
         parser.add_argument("--my-own-flag", type=int, default=5)
 
     assert read("script.py", "--my-own-flag", "3", provider=provide).my_own_flag == 3
+    assert len(calls) == 1
     assert read("ipykernel_launcher.py", "-f", "x.json", provider=provide).my_own_flag == 5
 
 

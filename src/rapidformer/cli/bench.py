@@ -1,7 +1,4 @@
-"""``rapidformer bench``: how fast is this run, where does its time go, and what would help?
-
-This process only starts the runs, each in new processes, and prints what they measured.
-"""
+"""``rapidformer bench``: how fast is this run, where does its time go, and what would help?"""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rapidformer.benchmarking.job import Job, Result, merge
 from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
-from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
-from rapidformer.cli.run_output import start_run, write_output_to
-from rapidformer.config import Settings
+from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
@@ -43,21 +40,16 @@ def run(argv: list[str]) -> None:
     if JOB_VARIABLE in os.environ and is_launched():
         _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
         return
-    try:
-        own, words = _build_parser().parse_known_args([with_dashes(word) for word in argv])
-    except HelpShownError:
-        return
+    parser = _build_parser()
+    options, words = parser.parse_known_args(with_dashes(argv))
     if not argv:
-        _build_parser().print_help()
+        parser.print_help()
         return
     command = read_flags(words)
-    args = command.args
-    plan = plan_launch(args)
-    processes = plan.processes
-    _check(command, own, plan)
+    plan = plan_launch(command.args)
+    _check(command, options, plan)
     folder = Path(tempfile.mkdtemp(prefix="rapidformer-bench-"))
-    benchmark = _Benchmark(words, args, own, processes, folder)
-    benchmark.run()
+    _Benchmark(words, command.args, options, plan.processes, folder).run()
     shutil.rmtree(folder)
 
 
@@ -88,110 +80,87 @@ def _build_parser() -> CommandParser:
     return parser
 
 
-def _check(command: CommandLine, own: Any, plan: LaunchPlan) -> None:
+def _check(command: CommandLine, options: Any, plan: LaunchPlan) -> None:
     """Check everything that can be wrong before a process is started."""
     args = command.args
     problems = [
-        f"--bench-{name} must be at least {least}, got {value}."
-        for name, value, least in (("steps", own.bench_steps, 1), ("warmup", own.bench_warmup, 1))
-        if value is not None and value < least
+        f"--bench-{name} must be at least 1, got {value}."
+        for name, value in (("steps", options.bench_steps), ("warmup", options.bench_warmup))
+        if value is not None and value < 1
     ]
-    if args.user_script is None:
-        problems += command.problems  # here every flag must be known
-        if args.task is None:
-            problems.append(
-                "nothing to measure: give the flags of a run, with --task (`rapidformer tasks` "
-                "lists them) or --user-script FILE.py."
-            )
+    problems += find_flag_problems(command, "measure")
     if plan.nodes > 1 or args.hostfile is not None:
         problems.append("a benchmark runs on one node: say --nnodes 1, and give no --hostfile.")
-    if own.against and plan.processes > 1:
+    if options.against and plan.processes > 1:
         problems.append("--against compares runs of one process: say --nproc-per-node 1.")
     problems += find_problems(args.replace("the processes to start", world_size=plan.processes))
     if problems:
         raise ConfigurationError(problems)
 
 
-class _Benchmark:
+@dataclass
+class _Benchmark(ChildRuns):
     """The runs, one after the other."""
 
-    def __init__(
-        self, words: list[str], args: Settings, own: Any, processes: int, folder: Path
-    ) -> None:
-        self._words = words
-        self._args = args
-        self._own = own
-        self._processes = processes
-        self._folder = folder
-        self._is_on_gpu = args.device != "cpu" and count_gpus() > 0
-        self._results: dict[str, Result] = {}
-        self._steps = 0
-        """How many steps to time; decided by the first run."""
+    results: dict[str, Result] = field(default_factory=dict)
+    steps: int = 0
+    """How many steps to time; decided by the first run."""
+
+    @cached_property
+    def _is_on_gpu(self) -> bool:
+        return self.args.device != "cpu" and count_gpus() > 0
 
     def run(self) -> None:
         base = self._measure("run", "the run as given")
-        if not self._own.json:
-            _write(["", _describe_run(base, self._processes), "", *describe_result(base), ""])
-        if self._own.against:
+        if not self.options.json:
+            _write("", _describe_run(base, self.processes), "", *describe_result(base), "")
+        if self.options.against:
             self._compare(base)
-        for flag in self._list_tries():
-            changed = self._try(flag)
-            if changed is not None:
-                self._tell(f"With {flag}: {describe_gain(base, changed)}")
-        if self._own.json:
-            _write([json.dumps({name: asdict(each) for name, each in self._results.items()})])
+        for flag, setting in () if self.options.no_tries else _CANDIDATES:
+            if not getattr(self.args, setting):
+                self._tell(f"With {flag}: {self._try(flag, base)}")
+        if self.options.json:
+            _write(json.dumps({name: asdict(one) for name, one in self.results.items()}))
 
     def _compare(self, base: Result) -> None:
         """Time the peers twice, in turn with the run: a machine is not always equally fast."""
-        peers = {peer: PEERS[peer] for peer in self._own.against}
+        peers = {peer: PEERS[peer] for peer in self.options.against}
         first = {peer: self._measure(peer, name, peer=peer) for peer, name in peers.items()}
         again = self._measure("run-2", "the run as given, again")
         for peer, name in peers.items():
             second = self._measure(f"{peer}-2", f"{name}, again", peer=peer)
             self._tell(f"{name}: {describe_ratio([base, again], [first[peer], second])}")
 
-    def _list_tries(self) -> list[str]:
-        if self._own.no_tries:
-            return []
-        return [flag for flag, setting in _CANDIDATES if not getattr(self._args, setting)]
-
-    def _try(self, flag: str) -> Result | None:
-        """The run with one more switch; None if it cannot have it."""
+    def _try(self, flag: str, base: Result) -> str:
+        """What the run gains by one more switch."""
         try:
-            return self._measure(flag.removeprefix("--"), f"the run with {flag}", flag)
+            changed = self._measure(flag.removeprefix("--"), f"the run with {flag}", flag)
         except RapidformerError as error:
-            self._tell(f"With {flag}: not possible. {str(error).splitlines()[0]}")
-            return None
+            return f"not possible. {str(error).splitlines()[0]}"
+        return describe_gain(base, changed)
 
     def _tell(self, line: str) -> None:
-        if not self._own.json:
-            _write([line])
+        if not self.options.json:
+            _write(line)
 
     def _measure(self, name: str, description: str, *more: str, peer: str | None = None) -> Result:
         """Run it in new processes and read what they measured."""
         least, warm_up = _GPU_STEPS if self._is_on_gpu else _CPU_STEPS
         # Later runs time as many steps as the first one, so that all see the same batches.
-        steps = self._own.bench_steps or self._steps
+        steps = self.options.bench_steps or self.steps
         job = Job(
-            folder=str(self._folder),
-            name=name,
-            steps=steps or least,
-            seconds=0.0 if steps else _SECONDS,
-            warm_up=self._own.bench_warmup or warm_up,
-            peer=peer,
-        )
+            folder=str(self.folder), name=name, steps=steps or least, peer=peer,
+            seconds=0.0 if steps else _SECONDS, warm_up=self.options.bench_warmup or warm_up,
+        )  # fmt: skip
         sys.stderr.write(f"running  {description}\n")
-        try:
-            start_run(
-                ["bench", *self._words, *more], self._args,
-                processes=self._processes, variable=JOB_VARIABLE, job=job.to_text(),
-            )  # fmt: skip
-        except RapidformerError as error:
-            error.args = (f"{error}\nThis was {description}; its output is in {self._folder}.",)
-            raise
-        result = merge([Result.load(job.get_path(rank)) for rank in range(self._processes)])
-        self._results[name] = result
-        self._steps = self._steps or len(result.step_times)
+        start_run(
+            ["bench", *self.words, *more], self.args,
+            processes=self.processes, variable=JOB_VARIABLE, job=job.to_text(),
+            note=f"This was {description}; its output is in {self.folder}.",
+        )  # fmt: skip
+        result = merge([Result.load(job.get_path(rank)) for rank in range(self.processes)])
+        self.results[name] = result
+        self.steps = self.steps or len(result.step_times)
         return result
 
 
@@ -217,6 +186,5 @@ def _describe_run(result: Result, processes: int) -> str:
     )
 
 
-def _write(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+def _write(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)

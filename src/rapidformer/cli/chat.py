@@ -23,9 +23,8 @@ def run_chat(engine: RapidformerEngine) -> None:
     from rapidformer.tasks.chat.conversation import Conversation
 
     conversation = Conversation(engine)
-    reader = _LineReader(is_reading=engine.is_main)
     _say(engine, "Type a message; /new starts over, /exit or Ctrl-D leaves.")
-    while (line := reader.read()) is not None and line not in _LEAVE:
+    while (line := _read_for_all(is_reading=engine.is_main)) not in (None, *_LEAVE):
         if line == _START_OVER:
             conversation.start_over()
         elif line:
@@ -35,43 +34,35 @@ def run_chat(engine: RapidformerEngine) -> None:
 
 def _say(engine: RapidformerEngine, text: str) -> None:
     if engine.is_main:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        print(text, file=sys.stderr, flush=True)
 
 
-class _LineReader:
-    """Lines of standard input on every rank; only the first rank reads.
+def _read_for_all(*, is_reading: bool) -> str | None:
+    """The next line of standard input on every rank, without its end; None at the end.
 
-    The others must not wait for a line longer than ranks wait for each other. So until there is
-    one, the first rank keeps sending them that there is none.
+    Only the first rank reads. Until there is a line, it keeps telling the others so: ranks wait for
+    each other only so long.
     """
-
-    def __init__(self, *, is_reading: bool) -> None:
-        self._is_reading = is_reading
-        self._lines: queue.Queue[str | None] = queue.Queue()
-
-    def read(self) -> str | None:
-        """The next line without its end; None at the end of the input."""
-        if is_alone():
-            return _read_line()
-        if self._is_reading:
-            threading.Thread(target=lambda: self._lines.put(_read_line()), daemon=True).start()
-        while (line := broadcast_object(self._poll())) == _WAITING:
-            beat("chat")
-        return line
-
-    def _poll(self) -> str | None:
-        if not self._is_reading:
-            return None
-        try:
-            return self._lines.get(timeout=_PATIENCE_SECONDS)
-        except queue.Empty:
-            return _WAITING
+    if is_alone():
+        return _read_line()
+    lines: queue.Queue[str | None] = queue.Queue()
+    if is_reading:
+        threading.Thread(target=lambda: lines.put(_read_line()), daemon=True).start()
+    while True:
+        line: str | None = None
+        if is_reading:
+            try:
+                line = lines.get(timeout=_PATIENCE_SECONDS)
+            except queue.Empty:
+                line = _WAITING
+        line = broadcast_object(line)
+        if line != _WAITING:
+            return line
+        beat("chat")
 
 
 def _read_line() -> str | None:
     if sys.stdin.isatty():
-        sys.stderr.write("> ")
-        sys.stderr.flush()
+        print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.strip() if line else None

@@ -1,7 +1,4 @@
-"""``rapidformer check``: verify every hash and every tensor of a checkpoint, run or model folder.
-
-Prints one line per problem and one per folder; the exit status is 1 if anything is wrong.
-"""
+"""``rapidformer check``: verify every hash and tensor of a checkpoint, run or model folder."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from pathlib import Path
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.inventory import is_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
-from rapidformer.cli.own_flags import CommandParser, HelpShownError
-from rapidformer.cli.run_table import format_size
+from rapidformer.cli.own_flags import CommandParser
+from rapidformer.cli.runs import format_size
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
 
@@ -30,10 +27,7 @@ class DamageError(CheckpointError):
 
 def run(argv: list[str]) -> None:
     """Check each folder that was given."""
-    try:
-        options = build_parser().parse_args(argv)
-    except HelpShownError:
-        return
+    options = build_parser().parse_args(argv)
     folders = [folder for path in options.paths for folder in _choose(Path(path).expanduser())]
     is_damaged = False
     with _show_progress(sum(map(_measure, folders))) as advance:
@@ -47,11 +41,9 @@ def build_parser() -> CommandParser:
     """The command's flags."""
     parser = CommandParser(
         prog="rapidformer check",
-        description=(
-            "Verify checkpoints: every file against its hash, and that the index covers every "
-            "tensor. Of a run, all checkpoints and models are checked. Exits with 1 if anything "
-            "is wrong."
-        ),
+        description="Verify checkpoints: every file against its hash, and that the index covers "
+        "every tensor. Of a run, all checkpoints and models are checked. Exits with 1 if anything "
+        "is wrong.",
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="a checkpoint, a run, or a model or adapter folder"
@@ -74,13 +66,13 @@ def _choose(path: Path) -> list[Path]:
     if is_checkpoint(path) or _is_model(path):
         return [path]
     models = [path / name for name in _MODELS if _is_model(path / name)]
-    found = [*(folder for folder in find_checkpoints(path) if is_checkpoint(folder)), *models]
-    if not found:
+    folders = [*filter(is_checkpoint, find_checkpoints(path)), *models]
+    if not folders:
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run nor a model folder: there is nothing to "
             "check. `rapidformer runs` lists the runs in a folder."
         )
-    return found
+    return folders
 
 
 def _is_model(folder: Path) -> bool:
@@ -97,14 +89,10 @@ def _measure(folder: Path) -> int:
 
 def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> bool:
     """Print what is wrong with a folder, and whether anything is."""
-    from rapidformer.checkpoint.inspection import (
-        has_hashes,
-        inspect_checkpoint,
-        inspect_model,
-        list_unlisted,
-    )
+    from rapidformer.checkpoint import inspection
 
-    inspect = inspect_checkpoint if is_checkpoint(folder) else inspect_model
+    kind = is_checkpoint(folder)
+    inspect = inspection.inspect_checkpoint if kind else inspection.inspect_model
     count = 0
     for problem in _guarded(inspect(folder, advance, finite=finite)):
         if not folder.is_dir():
@@ -115,11 +103,11 @@ def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> boo
     if count:
         _say(f"{folder}: damaged ({count} problem{'s' * (count > 1)})")
         return True
-    unlisted = list_unlisted(folder)
+    unlisted = inspection.list_unlisted(folder)
     if unlisted:
         shown = ", ".join(unlisted[:3]) + (f" and {len(unlisted) - 3} more" if unlisted[3:] else "")
         _say(f"{folder}: not checked: {shown} (not in the manifest)")
-    if has_hashes(folder):
+    if inspection.has_hashes(folder):
         _say(f"{folder}: complete ({format_size(_measure(folder))} verified)")
     else:
         _say(f"{folder}: readable, but not verified: it has no hashes")
@@ -156,5 +144,4 @@ def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    print(line, flush=True)

@@ -1,11 +1,7 @@
-"""Report every problem of a black-box run at once, before torch or any process is started.
-
-The command and the calls ``rapidformer.evaluate`` and ``rapidformer.predict`` are checked alike.
-"""
+"""Report every problem of a command or call at once, before torch or any process is started."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -27,12 +23,9 @@ def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan
     args = _choose_model(name, command.args, problems)
     if (args.stream or args.chat) and args.nproc_per_node is None:
         # One answer at a time: only the ranks that share the model have something to do.
-        sizes = (
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.context_parallel_size,
-        )
-        args = args.replace("--stream or --chat", nproc_per_node=math.prod(sizes))
+        ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        ranks *= args.context_parallel_size
+        args = args.replace("--stream or --chat", nproc_per_node=ranks)
     plan = plan_launch(args)
     if plan.nodes == 1:
         problems += _find_setting_problems(args, plan.world_size)
@@ -46,10 +39,7 @@ def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan
 def check_call(
     name: str, settings: Mapping[str, Any], data: Any = None, setting: str | None = None
 ) -> Settings:
-    """The settings of a call, or an error with all problems.
-
-    ``data`` are the rows it was given, or the value of a ``setting``: a file or texts.
-    """
+    """The settings of a call, or all problems; ``data``: rows, or the value of a ``setting``."""
     problems: list[str] = []
     named = {} if setting is None else {setting: data}
     args = _choose_model(name, arguments_from_mapping({**settings, **named}), problems)
@@ -59,9 +49,9 @@ def check_call(
         )
     if data is not None:
         problems += [
-            f"data= and {each}= exclude each other: give only one of them."
-            for each in ("input", "data_path")
-            if settings.get(each) is not None
+            f"data= and {name}= exclude each other: give only one of them."
+            for name in ("input", "data_path")
+            if settings.get(name) is not None
         ]
     # A call starts no processes: it runs in those that a launcher has started, or alone.
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
@@ -91,12 +81,7 @@ def _find_setting_problems(args: Settings, world_size: int) -> list[str]:
     return []
 
 
-def _check(
-    name: str,
-    args: Settings,
-    problems: list[str],
-    rows: list[Any] | None = None,
-) -> None:
+def _check(name: str, args: Settings, problems: list[str], rows: list[Any] | None = None) -> None:
     gpus = count_gpus() if args.device == "cuda" else 0
     problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
     if problems:

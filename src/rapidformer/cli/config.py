@@ -1,18 +1,18 @@
 """``rapidformer config``: ask a few questions, and write a YAML file for --config.
 
-The file is written where the user says (default: ``rapidformer.yaml`` in the current folder) and
-read only if it is named. There is no file in the home folder that changes runs silently: the same
-command must mean the same tomorrow.
+The file is read only if it is named. There is none in the home folder that changes runs silently:
+the same command must mean the same tomorrow.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.cli.own_flags import CommandParser, HelpShownError
+from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.dialects.accelerate.questions import START, ask_as_accelerate
@@ -24,19 +24,23 @@ _QUESTIONS = [switch.question for switch in SWITCHES if switch.question is not N
 _MEETING = ("variables", "hostfile", "slurm")
 
 
+@dataclass
 class _Questions:
     """Asks on the terminal, except for answers that were given or if asking is off."""
 
-    def __init__(self, given: dict[str, str | None], *, is_asking: bool) -> None:
-        self._given = given
-        self._is_asking = is_asking
+    answers: dict[str, str | None]
+    """Those that were given as flags."""
+    is_asking: bool
 
     def ask(self, name: str, question: str, default: str, check: Callable[[str], str] = str) -> str:
         """An answer that passes the check; asks again after a wrong one."""
-        answer = self._given.get(name)
+        answer = self.answers.get(name)
         if answer is not None:
-            return self._check_given(name, answer, check)
-        while self._is_asking:
+            try:
+                return check(answer)
+            except ValueError as reason:
+                raise ConfigurationError(f"--{name.replace('_', '-')}: {reason}") from None
+        while self.is_asking:
             sys.stdout.write(f"{question} [{default}]: ")
             sys.stdout.flush()
             line = sys.stdin.readline()
@@ -52,19 +56,10 @@ class _Questions:
                 sys.stdout.write(f"  {reason}\n")
         return check(default)
 
-    def _check_given(self, name: str, answer: str, check: Callable[[str], str]) -> str:
-        try:
-            return check(answer)
-        except ValueError as reason:
-            raise ConfigurationError(f"--{name.replace('_', '-')}: {reason}") from None
-
 
 def run(argv: list[str]) -> None:
     """Ask, and write the file."""
-    try:
-        options = vars(_build_parser().parse_args([_dashed(word) for word in argv]))
-    except HelpShownError:
-        return
+    options = vars(_build_parser().parse_args(with_dashes(argv)))
     path = Path(options.pop("output")).expanduser()
     is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")
     if path.exists() and not is_overwriting:
@@ -77,19 +72,18 @@ def run(argv: list[str]) -> None:
         raise ConfigurationError("there is no terminal to ask on: add --yes.")
     values, notes = _collect(_Questions(options, is_asking=not takes_defaults))
     path.write_text(_render(values, notes, path), encoding="utf-8")
-    sys.stdout.write(f"written: {path}\n")
-    sys.stdout.write(f"rapidformer --config {path} ...   or   rapidformer launch --config {path} ")
-    sys.stdout.write("SCRIPT ...\n")
+    sys.stdout.write(
+        f"written: {path}\n"
+        f"rapidformer --config {path} ...   or   rapidformer launch --config {path} SCRIPT ...\n"
+    )
 
 
 def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     values: dict[str, Any] = {}
     notes: list[str] = []
     gpus = count_gpus()
-    device = questions.ask(
-        "device", "Which device? (cpu, cuda)", "cuda" if gpus else "cpu",
-        _check_device,
-    )  # fmt: skip
+    default = "cuda" if gpus else "cpu"
+    device = questions.ask("device", "Which device? (cpu, cuda)", default, _check_device)
     if device == START:
         return ask_as_accelerate(questions.ask), []
     values["device"] = device
@@ -98,9 +92,8 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
         values |= _ask_about_nodes(questions, nodes, notes)
     if "hostfile" not in values:
         default = str(gpus or 1) if values["device"] == "cuda" else "1"
-        count = questions.ask(
-            "nproc_per_node", "How many processes per machine?", default, _whole_number
-        )
+        text = "How many processes per machine?"
+        count = questions.ask("nproc_per_node", text, default, _whole_number)
         values["nproc_per_node"] = int(count)
     for question in _QUESTIONS:
         choices = _one_of(("no", *question.answers))
@@ -110,24 +103,19 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
 
 
 def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dict[str, Any]:
-    way = questions.ask(
-        "start",
+    text = (
         "How are they started? (variables: run the command on each, with NODE_RANK; hostfile: over "
-        "ssh from one; slurm: with srun)",
-        "variables",
-        _one_of(_MEETING),
+        "ssh from one; slurm: with srun)"
     )
+    way = questions.ask("start", text, "variables", _one_of(_MEETING))
     if way == "slurm":
         notes.append(f"{nodes} nodes: srun --ntasks-per-node=1 determines how many and which.")
         return {}
     if way == "hostfile":
-        file = questions.ask(
-            "hostfile", "Where is the hostfile (lines `host slots=N`)?", "hostfile"
-        )
-        return {"hostfile": file}
-    address = questions.ask(
-        "master_addr", "What is the address of the first machine?", "127.0.0.1", _no_spaces
-    )
+        text = "Where is the hostfile (lines `host slots=N`)?"
+        return {"hostfile": questions.ask("hostfile", text, "hostfile")}
+    text = "What is the address of the first machine?"
+    address = questions.ask("master_addr", text, "127.0.0.1", _no_spaces)
     port = questions.ask("master_port", "Which port is free there?", "29500", _port)
     notes.append("on each machine, put NODE_RANK=0 (on the first), 1, ... before the command")
     return {"nnodes": nodes, "master_addr": address, "master_port": int(port)}
@@ -174,11 +162,6 @@ def _no_spaces(answer: str) -> str:
     if not answer or any(letter.isspace() for letter in answer):
         raise ValueError(f"must be a name or an address, not {answer!r}.")
     return answer
-
-
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _build_parser() -> CommandParser:

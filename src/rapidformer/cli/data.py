@@ -1,7 +1,4 @@
-"""``rapidformer data``: look at a run's data; inspect Megatron's ``.bin/.idx`` files, merge them.
-
-Help and flag errors do not import torch; a tokenizer is loaded only if ``head`` needs one.
-"""
+"""``rapidformer data``: look at a run's data; inspect and merge Megatron's ``.bin/.idx`` files."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -38,10 +35,7 @@ def run(argv: list[str]) -> None:
 
         show(argv[1:])
         return
-    try:
-        options = _build_parser().parse_args([with_dashes(word) for word in argv])
-    except HelpShownError:
-        return
+    options = _build_parser().parse_args(with_dashes(argv))
     options.function(options)
 
 
@@ -58,33 +52,15 @@ def _build_parser() -> CommandParser:
     info.add_argument("prefixes", nargs="+", metavar="PREFIX")
     info.add_argument("--json", action="store_true", help="one JSON object per line and PREFIX")
     info.set_defaults(function=_info)
-    _add_head(commands.add_parser("head", help="the first documents, as text or as ids"))
-    merge = commands.add_parser("merge", help="merge several pairs into one")
-    merge.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PREFIX|FOLDER",
-        help="pairs in the order given; for a folder, all its pairs, sorted by name",
-    )
-    merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    merge.add_argument("--overwrite", action="store_true", help="replace a pair of that name")
-    merge.set_defaults(function=_merge)
-    return parser
-
-
-def _add_head(head: argparse.ArgumentParser) -> None:
+    head = commands.add_parser("head", help="the first documents, as text or as ids")
     head.add_argument("prefix", metavar="PREFIX")
     head.add_argument(
         "-n", "--documents", type=int, default=3, help="number of documents (default: 3)"
     )
     head.add_argument(
-        "--tokens",
-        type=int,
-        default=256,
-        metavar="N",
+        "--tokens", type=int, default=256, metavar="N",
         help="at most N tokens of each document (default: 256; 0: all)",
-    )
+    )  # fmt: skip
     names = head.add_argument_group("tokenizer", "without one, ids are shown")
     names.add_argument("--tokenizer-type", metavar="TYPE")
     names.add_argument("--vocab-file", "--vocab", metavar="FILE")
@@ -94,9 +70,15 @@ def _add_head(head: argparse.ArgumentParser) -> None:
     names.add_argument("--vocab-size", type=int, metavar="N")
     names.add_argument("--vocab-extra-ids", type=int, metavar="N", default=0)
     head.set_defaults(function=_head)
-
-
-# --- info ----------------------------------------------------------------------------------------
+    merge = commands.add_parser("merge", help="merge several pairs into one")
+    merge.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX|FOLDER",
+        help="pairs in the order given; for a folder, all its pairs, sorted by name",
+    )  # fmt: skip
+    merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    merge.add_argument("--overwrite", action="store_true", help="replace a pair of that name")
+    merge.set_defaults(function=_merge)
+    return parser
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -123,8 +105,7 @@ def _format_facts(facts: dict[str, Any]) -> str:
     kind = "mmap" if facts["format"] == "mmap" else "lazy/cached (older format)"
     rows = {
         "format": kind + (", with multimodal modes" if facts["multimodal"] else ""),
-        "documents": f"{facts['documents']:,}",
-        "sequences": f"{facts['sequences']:,}",
+        **{name: f"{facts[name]:,}" for name in ("documents", "sequences")},
         "tokens": f"{facts['tokens']:,} of {facts['dtype']}",
         "bytes": listed,
         "per document": _format_lengths(facts["document_length"]),
@@ -138,9 +119,6 @@ def _format_lengths(lengths: dict[str, float] | None) -> str:
     if lengths is None:
         return "none"
     return ", ".join(f"{name} {value:,.10g}" for name, value in lengths.items()) + " tokens"
-
-
-# --- head ----------------------------------------------------------------------------------------
 
 
 def _head(options: argparse.Namespace) -> None:
@@ -212,24 +190,19 @@ def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
     return tokenizer.detokenize(ids)
 
 
-# --- merge ---------------------------------------------------------------------------------------
-
-
 def _merge(options: argparse.Namespace) -> None:
     from rapidformer.data.indexed import has_indexed, list_prefixes, merge_indexed
     from rapidformer.data.indexed.commands import describe_indexed
     from rapidformer.data.indexed.layout import get_data_path, get_index_path, is_file, name_target
 
     prefixes: list[str] = []
-    for given in options.input:
-        folder = Path(given)
-        if folder.is_dir() and not has_indexed(given):
-            found = [str(folder / name) for name in list_prefixes(folder)]
-            if not found:
-                raise DataError(f"--input {given}: the folder has no .bin/.idx pair.")
-            prefixes += found
-        else:
-            prefixes.append(given)
+    for word in options.input:
+        folder = Path(word)
+        is_folder = folder.is_dir() and not has_indexed(word)
+        pairs = [str(folder / name) for name in list_prefixes(folder)] if is_folder else [word]
+        if not pairs:
+            raise DataError(f"--input {word}: the folder has no .bin/.idx pair.")
+        prefixes += pairs
     output = name_target(options.output_prefix)
     paths = get_data_path(output), get_index_path(output)
     existing = [path for path in paths if is_file(path)]

@@ -1,7 +1,4 @@
-"""``rapidformer data show``: the first rows of a run's data as the model sees them.
-
-Tokens that are trained on are coloured; without colours they stand in brackets.
-"""
+"""``rapidformer data show``: the first rows of a run's data as the model sees them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import Settings, parse_arguments, resolve
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import configure_logging
@@ -62,10 +59,7 @@ def build_parser() -> CommandParser:
 
 def run(argv: list[str]) -> None:
     """Prepare the data as training would, and print its first rows."""
-    try:
-        options, words = build_parser().parse_known_args([with_dashes(word) for word in argv])
-    except HelpShownError:
-        return
+    options, words = build_parser().parse_known_args(with_dashes(argv))
     args = _read_settings(options, words)
     from rapidformer.tasks.registry import get_task
 

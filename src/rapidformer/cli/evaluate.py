@@ -1,7 +1,4 @@
-"""``rapidformer evaluate`` and ``rapidformer.evaluate``: a model's metrics on a split of the data.
-
-Tables are for people and go to stderr; if stdout is not a terminal, it gets the report as JSON.
-"""
+"""``rapidformer evaluate`` and ``rapidformer.evaluate``: a model's metrics on a split."""
 
 from __future__ import annotations
 
@@ -36,25 +33,22 @@ def run(command: CommandLine) -> None:
         return
     from rich.console import Console
 
+    # Tables are for people; a program that reads stdout gets JSON.
     report.show(Console(stderr=True))
     if not sys.stdout.isatty():
         sys.stdout.write(format_json(report.to_json(), indent=1) + "\n")
     file = _choose_file(asked, report.split)
-    if file is not None:
-        _save(report, file, is_wanted=asked.output is not None)
-
-
-def _save(report: EvaluationReport, file: Path, *, is_wanted: bool) -> None:
-    """A file that nobody asked for may fail: the run may be somebody else's, and read-only."""
+    if file is None:
+        return
     try:
         report.save(file)
     except OSError as error:
-        if is_wanted:
+        # A file that nobody asked for may fail: the run may be somebody else's, and read-only.
+        if asked.output is not None:
             raise
         get_logger().warning(
-            "%s cannot be written: %s. --output FILE writes the metrics elsewhere.",
-            file,
-            error.strerror,
+            f"{file} cannot be written: {error.strerror}. --output FILE writes the metrics "
+            "elsewhere."
         )
     else:
         get_logger().info("written   %s", file)

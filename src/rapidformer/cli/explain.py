@@ -1,8 +1,7 @@
 """``rapidformer explain [FLAGS]``: every change that a run with these flags would make, and why.
 
-Answers from the settings alone, without torch. What depends on the model (has it embeddings of a
-few rows, does it compute the same without padding) is decided when the run starts, and
-``engine.explain()`` knows.
+Answers from the settings alone, without torch. What depends on the model is decided when the run
+starts, and ``engine.explain()`` knows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
+from argparse import BooleanOptionalAction
+
+from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging
 
@@ -14,11 +16,7 @@ logits are compared with the trained model's; it gets its name only if they agre
 
 def run(argv: list[str]) -> None:
     """Export, and say what was proven."""
-    parser = _build_parser()
-    try:
-        args = parser.parse_args([with_dashes(word) for word in argv])
-    except HelpShownError:
-        return
+    args = _build_parser().parse_args(with_dashes(argv))
     checkpoint, out = args.checkpoint or args.load, args.out or args.save
     if args.load and args.checkpoint and not args.out:  # export --load RUN OUT
         checkpoint, out = args.load, out or args.checkpoint
@@ -31,26 +29,18 @@ def run(argv: list[str]) -> None:
     from rapidformer.checkpoint.exporting.export import export
 
     export(
-        checkpoint,
-        out,
-        dtype=args.dtype,
-        max_shard_size=args.max_shard_size,
-        merge=args.merge,
-        verify=args.verify,
-        allow_unchanged=args.allow_unchanged,
-        base=args.base,
-    )
+        checkpoint, out, dtype=args.dtype, max_shard_size=args.max_shard_size, merge=args.merge,
+        verify=args.verify, allow_unchanged=args.allow_unchanged, base=args.base,
+    )  # fmt: skip
 
 
 def _build_parser() -> CommandParser:
     parser = CommandParser(prog="rapidformer export", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        metavar="CHECKPOINT",
+        "checkpoint", nargs="?", metavar="CHECKPOINT",
         help="a run (its best model, or the last, or the newest checkpoint), a checkpoint, a model "
         "or an adapter; --load is the same",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "out", nargs="?", metavar="OUT", help="the folder to write; --save is the same"
     )
@@ -62,15 +52,15 @@ def _build_parser() -> CommandParser:
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
     )
-    _add_switch(
-        parser, "merge", "merge an adapter into the weights (--no-merge: the adapter alone)"
-    )
-    _add_switch(parser, "verify", "prove the export in a new process (--no-verify: do not)")
+    for name, text in (
+        ("merge", "merge an adapter into the weights (--no-merge: the adapter alone)"),
+        ("verify", "prove the export in a new process (--no-verify: do not)"),
+    ):
+        parser.add_argument(f"--{name}", action=BooleanOptionalAction, default=True, help=text)
     parser.add_argument(
-        "--allow-unchanged",
-        action="store_true",
+        "--allow-unchanged", action="store_true",
         help="export a model although all of its weights are those of the base model",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--base", metavar="MODEL", help="the model that training started from, if it has moved"
     )
@@ -78,9 +68,3 @@ def _build_parser() -> CommandParser:
         "--log-level", default="info", choices=("debug", "info", "warning", "error")
     )
     return parser
-
-
-def _add_switch(parser: CommandParser, name: str, text: str) -> None:
-    from argparse import BooleanOptionalAction
-
-    parser.add_argument(f"--{name}", action=BooleanOptionalAction, default=True, help=text)

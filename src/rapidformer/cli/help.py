@@ -7,7 +7,7 @@ import sys
 import textwrap
 from itertools import groupby
 
-from rapidformer.cli.commands import COMMANDS
+from rapidformer.cli import COMMANDS
 from rapidformer.config import Setting, get_settings, parse_arguments, resolve
 from rapidformer.config.schema import render_arguments
 from rapidformer.errors import ConfigurationError
@@ -45,19 +45,11 @@ _COMMON = {
     ),
 }  # fmt: skip
 TOPICS = {
-    "run": "What to run",
-    "model": "Model",
-    "data": "Data",
-    "generation": "Text generation",
-    "training": "Training",
-    "optimizer": "Optimizer and learning rate",
-    "adapters": "Adapters",
-    "switches": "Acceleration switches",
-    "parallelism": "Parallelism",
-    "checkpoints": "Checkpoints",
-    "logging": "Logging",
-    "launch": "Launch",
-}
+    "run": "What to run", "model": "Model", "data": "Data", "generation": "Text generation",
+    "training": "Training", "optimizer": "Optimizer and learning rate", "adapters": "Adapters",
+    "switches": "Acceleration switches", "parallelism": "Parallelism",
+    "checkpoints": "Checkpoints", "logging": "Logging", "launch": "Launch",
+}  # fmt: skip
 _ENDING = """
 Every switch has a --no- form. Names that other trainers use are accepted too
 (--learning-rate, ...; docs/coming_from/flags.md has them), as are underscores.
@@ -91,8 +83,8 @@ def show_help(command: str | None, topic: str | None = None) -> None:
 
 def _format_introduction(command: str | None) -> str:
     if command in _USAGES:
-        return f"usage: {_USAGES[command]}\n\n{COMMANDS[command][2]}\n"
-    lines = [f"  {name:<12}{text}\n" for name, (_, _, text) in COMMANDS.items()]
+        return f"usage: {_USAGES[command]}\n\n{COMMANDS[command]}\n"
+    lines = [f"  {name:<12}{text}\n" for name, text in COMMANDS.items()]
     return f"{_INTRODUCTION}\ncommands\n{''.join(lines)}"
 
 
@@ -159,7 +151,7 @@ def _format_value(setting: Setting) -> str:
 
 def print_config(argv: list[str]) -> None:
     """Every setting as YAML that ``--config`` reads back, with the origin of each value."""
-    given = parse_arguments(argv)
+    args = parse_arguments(argv)
     # Accumulation depends on the number of processes that this command would start.
-    for line in render_arguments(resolve(given, world_size=plan_launch(given).world_size)):
+    for line in render_arguments(resolve(args, world_size=plan_launch(args).world_size)):
         sys.stdout.write(line + "\n")

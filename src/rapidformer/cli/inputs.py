@@ -47,8 +47,7 @@ def _is_data_file(text: str) -> bool:
 
 
 def _read_lines(lines: Iterable[str], place: str) -> list[Row]:
-    found = (line.rstrip("\r\n") for line in lines)
-    rows = [_read_one(line, place) for line in found if line.strip()]
+    rows = [_read_one(line.rstrip("\r\n"), place) for line in lines if line.strip()]
     if not rows:
         raise DataError(f"{place} is empty: give one text or JSON object per line.")
     if len({type(row) for row in rows}) > 1:

@@ -1,7 +1,7 @@
 """``rapidformer launch [flags] SCRIPT [the script's flags]``: run any script in every process.
 
-Flags before the script are for the launcher; those after it are passed to the script unchanged.
-Launch flags after the script are obeyed too, since a script of ours would silently accept them.
+Flags after the script are the script's. Those of the launcher among them are obeyed too, since a
+script of ours would silently accept them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 from rapidformer.config import Settings, get_settings, parse_arguments
@@ -31,7 +32,12 @@ usage: rapidformer launch [flags] SCRIPT [the script's flags]
 def run(argv: list[str]) -> None:
     """In a worker, or if one process is enough: run the script as ``python SCRIPT`` would."""
     if wants_help(argv):
-        _show_help()
+        from rapidformer.cli.help import format_setting
+
+        sys.stdout.write(_USAGE)
+        for name, setting in get_settings().items():
+            if setting.section == "Launch" or name == "config":
+                sys.stdout.write(format_setting(setting))
         return
     from rapidformer.cli.train import run_script
 
@@ -45,7 +51,7 @@ def wants_help(words: list[str]) -> bool:
 
 def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
     """The launcher's flags, the script, and the script's arguments."""
-    known = _get_flags()
+    known = _spell_flags("config")
     position = 0
     while position < len(words) and words[position].startswith("-"):
         name, equals, _ = words[position].partition("=")
@@ -65,65 +71,42 @@ def split_words(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 def read_launch_settings(words: list[str]) -> Settings:
     """The launcher's settings; its flags are passed on to the script's engine."""
-    own, _, rest = split_words(words)
-    args = parse_arguments([*_find_launch_flags(rest), *own])
+    flags, _, rest = split_words(words)
+    args = parse_arguments([*_find_launch_flags(rest), *flags])
     problems = find_problems(args)
     if problems:
         raise ConfigurationError(problems)
-    os.environ[FLAGS_VARIABLE] = f"{os.environ.get(FLAGS_VARIABLE, '')} {shlex.join(own)}".strip()
+    os.environ[FLAGS_VARIABLE] = f"{os.environ.get(FLAGS_VARIABLE, '')} {shlex.join(flags)}".strip()
     return args
 
 
-def _get_flags() -> set[str]:
-    launch = {name for name, setting in get_settings().items() if setting.section == "Launch"}
-    return _spell(launch | {"config"})
-
-
-def _spell(names: set[str]) -> set[str]:
-    """The flags of these settings, with other systems' names for them."""
+def _spell_flags(other: str) -> dict[str, str]:
+    """The settings of the launcher and another one by their flags, in other systems' words too."""
     aliases = get_foreign_flags().aliases
-    spelt = names | {alias for alias, name in aliases.items() if name in names}
-    return {"--" + name.replace("_", "-") for name in spelt}
+    settings = {name for name, one in get_settings().items() if one.section == "Launch"} | {other}
+    spelt = {name: name for name in settings}
+    spelt |= {alias: name for alias, name in aliases.items() if name in settings}
+    return {"--" + spelling.replace("_", "-"): name for spelling, name in spelt.items()}
 
 
 def _find_launch_flags(rest: list[str]) -> list[str]:
-    """Launch flags among the script's, if their values are valid for them.
-
-    ``--save`` too: the ranks' logs are written there.
-    """
-    known = (_get_flags() - {"--config"}) | _spell({"save"})
+    """Launch flags (and ``--save``, for logs) among the script's, if their values are valid."""
+    known = _spell_flags("save")
     flags: list[str] = []
-    for index, word in enumerate(rest):
-        name, equals, value = word.partition("=")
-        if _dashed(name) not in known:
+    for word, after in zip_longest(rest, rest[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        flag, value = _dashed(flag), value if equals else after
+        if flag not in known or value.startswith("--"):
             continue
-        if not equals and index + 1 < len(rest):
-            value = rest[index + 1]
-        setting = get_settings()[_get_name(name)]
-        if value.startswith("--"):
-            continue
+        setting = get_settings()[known[flag]]
         try:
             values = get_foreign_flags().values.get(setting.name, {})
             setting.convert(values.get(value.lower(), value))
         except ValueError:
             continue  # one of the script's own flags, such as --device cuda:1
-        flags += [_dashed(name), value]
+        flags += [flag, value]
     return flags
-
-
-def _get_name(flag: str) -> str:
-    name = flag.lstrip("-").replace("-", "_")
-    return get_foreign_flags().aliases.get(name, name)
 
 
 def _dashed(name: str) -> str:
     return name[:2] + name[2:].replace("_", "-")
-
-
-def _show_help() -> None:
-    from rapidformer.cli.help import format_setting
-
-    sys.stdout.write(_USAGE)
-    for name, setting in get_settings().items():
-        if setting.section == "Launch" or name == "config":
-            sys.stdout.write(format_setting(setting))

@@ -7,16 +7,31 @@ the same command resumes from it after a crash, and ``FILE`` is always complete.
 from __future__ import annotations
 
 import csv
+import dataclasses
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config import Settings, sections
+from rapidformer.models.location import get_model_location
 from rapidformer.strict_json import format_json
 
 Row = dict[str, Any]
 _KEY = "rapidformer_run"
+# What predictions depend on; what only changes speed (processes, parallelism, logging) is left out,
+# so a run may be resumed on another number of GPUs.
+_SECTIONS = (
+    sections.RunArguments, sections.ModelArguments, sections.DataArguments,
+    sections.GenerationArguments,
+)  # fmt: skip
+_BESIDES = ("load", "mixed_precision", "fp16", "bf16")
+_WITHOUT_EFFECT = (
+    "input", "output", "config", "local_rank", "data_path", "num_workers", "preprocessing_workers",
+    "cache_dir",
+)  # fmt: skip
 
 
 class PartialPredictions:
@@ -123,13 +138,10 @@ def _format_table(rows: Iterable[Row], separator: str) -> Iterator[str]:
     writer.writeheader()
     yield line.text
     for row in rows:
-        writer.writerow({name: _to_cell(value) for name, value in row.items()})
+        # Tables cannot hold lists and objects: they are written as JSON.
+        nested = {n: format_json(v) for n, v in row.items() if isinstance(v, (list, dict))}
+        writer.writerow(row | nested)
         yield line.text
-
-
-def _to_cell(value: Any) -> Any:
-    """Tables cannot hold lists and objects: write them as JSON."""
-    return format_json(value) if isinstance(value, (list, dict)) else value
 
 
 def _write_parquet(rows: list[Row], path: Path) -> None:
@@ -138,3 +150,28 @@ def _write_parquet(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}
     import_datasets().Dataset.from_dict(columns).to_parquet(str(path))
+
+
+def compute_key(args: Settings, rows: Sequence[Any], batch_size: int) -> str:
+    """A hash of everything that the predictions depend on."""
+    names = [field.name for section in _SECTIONS for field in dataclasses.fields(section)]
+    values = {
+        name: getattr(args, name) for name in (*names, *_BESIDES) if name not in _WITHOUT_EFFECT
+    }
+    digest = hashlib.sha256()
+    for part in (values, _describe_weights(args), batch_size, len(rows)):
+        digest.update(json.dumps(part, default=str).encode())
+    for row in rows:
+        # Of an object (an image, say) the type: its bytes need not be read to recognise the run.
+        text = json.dumps(row, default=lambda value: type(value).__name__)
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _describe_weights(args: Settings) -> list[Any]:
+    """Name, size and time of the model's files: a folder may hold another model by now."""
+    location = Path(get_model_location(args) or "")
+    if not location.is_dir():
+        return []
+    files = sorted(path for path in location.iterdir() if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

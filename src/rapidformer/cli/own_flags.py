@@ -22,7 +22,10 @@ class CommandParser(argparse.ArgumentParser):
         raise HelpShownError
 
 
-def with_dashes(word: str) -> str:
+def with_dashes(words: list[str]) -> list[str]:
     """Accept --output_prefix for --output-prefix."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    spelt = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        spelt.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
+    return spelt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.checks import check_call
 from rapidformer.cli.inputs import name_input_files, read_input, reads_standard_input
-from rapidformer.cli.output import PartialPredictions, format_lines, write_predictions
+from rapidformer.cli.output import PartialPredictions, compute_key, format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings
 from rapidformer.config.parse import CommandLine
@@ -54,11 +54,9 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
         data = [data] if isinstance(data, dict) else [str(data)]
     data = keep_rows(data)
     rows: Rows | None
-    if data is None:
-        args = check_call("predict", settings)
-        rows = _read_early(args)
-    elif data and all(isinstance(row, str) for row in data):
-        args = check_call("predict", settings, list(data), "input")
+    if data is None or (data and all(isinstance(row, str) for row in data)):
+        named = () if data is None else (list(data), "input")
+        args = check_call("predict", settings, *named)
         rows = _read_early(args)
     else:
         args = check_call("predict", settings, data)
@@ -77,10 +75,7 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
 
 
 def _read_early(args: Settings) -> Rows | None:
-    """Read before there is an engine, so that bad files are found at once.
-
-    None for standard input: all ranks have the same one, and only one of them may read it.
-    """
+    """Bad files are found at once; None for standard input, which only one rank may read."""
     return None if args.chat or reads_standard_input(args) else read_input(args)
 
 
@@ -103,7 +98,6 @@ def _predict(engine: RapidformerEngine, rows: Rows) -> None:
 
 
 def _predict_to_file(engine: RapidformerEngine, rows: Rows, target: Path) -> None:
-    from rapidformer.cli.prediction_key import compute_key
     from rapidformer.dist.collectives import broadcast_object
     from rapidformer.engine.evaluation import GROUP_BATCHES
     from rapidformer.tasks.evaluation.predicting import get_batch_size, iterate_predictions

@@ -1,7 +1,7 @@
 """``rapidformer preprocess``: turn a corpus into Megatron's mmap files.
 
-Values are parsed as text and converted here, not by argparse, so that every problem of a command
-line is reported at once. Help and flag errors import neither torch nor transformers.
+Values are converted here, not by argparse, so that every problem of a command line is reported at
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,53 @@ To resume a run that was stopped or killed, run the same command again.
 _WITHOUT_VALUE = "\0"
 _TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
               "tokenizer_name_or_path", "vocab_size")  # fmt: skip
+_NUMBERS = ("max_documents", "vocab_size", "workers", "log_interval", "partitions")
 _NOT_FIELDS = ("dataset_impl", "partitions", "part_megabytes", "help")
+# By group: a flag (with another name for it), its value (none: a switch) and its meaning.
+_FLAGS: dict[str, list[tuple[str, str, str]]] = {
+    "input": [
+        ("--input", "FILE ...", "files, patterns and folders: JSON lines, plain text or Parquet, "
+         "also compressed with gzip or zstd"),
+        ("--json-keys", "KEY ...", "fields to read from each JSON object or table row, each "
+         "written to separate files (default: text)"),
+        ("--text-documents", "HOW", "what counts as a document in a plain text file: the whole "
+         "file, each line, or each block between blank lines (file|lines|blank-line, default: "
+         "file)"),
+        ("--max-documents", "N", "only the first N lines (rows, files) of the input"),
+        ("--strict", "", "stop at the first bad line, instead of counting and reporting bad lines"),
+    ],
+    "tokenizer": [
+        ("--tokenizer-type", "TYPE", "BertWordPieceLowerCase, BertWordPieceCase, GPT2BPETokenizer, "
+         "SentencePieceTokenizer, GPTSentencePieceTokenizer, NullTokenizer or "
+         "HuggingFaceTokenizer"),
+        ("--vocab-file --vocab", "FILE", "BERT's vocab.txt or GPT-2's vocab.json"),
+        ("--merge-file", "FILE", "GPT-2's merges.txt"),
+        ("--tokenizer-model", "FILE", "a SentencePiece model"),
+        ("--tokenizer-name-or-path", "NAME", "a folder with a Hugging Face tokenizer, or its name "
+         "on the Hub"),
+        ("--vocab-size", "N", "for NullTokenizer, whose texts are already token ids"),
+        ("--append-eod", "", "end each document with the end-of-document token"),
+        ("--split-sentences", "", "one sequence per sentence, as BERT needs"),
+        ("--keep-newlines", "", "keep the whitespace after each sentence"),
+        ("--lang", "LANGUAGE", "language of the sentences; only english has rules for "
+         "abbreviations (default: english)"),
+    ],
+    "output": [
+        ("--output-prefix", "PREFIX", "prefix of the file names; `_KEY_document` or "
+         "`_KEY_sentence` is appended"),
+        ("--dataset-impl", "mmap", "format of the files; only mmap can be written"),
+        ("--overwrite", "", "replace existing files"),
+    ],
+    "run": [
+        ("--workers", "N", "processes that tokenize, one core each (default: all available cores)"),
+        ("--log-interval", "N", "documents between progress lines, if there is no terminal for a "
+         "progress bar (default: 1000)"),
+        ("--part-megabytes", "X", "size of a part of the input, which is what each worker repeats "
+         "after a kill (default: 1 to 32, depending on the input)"),
+        ("--partitions", "N", "ignored: the input is split automatically"),
+        ("-h --help", "", "show this page"),
+    ],
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,8 +109,8 @@ def run(argv: list[str]) -> None:
     if "--help" in argv or "-h" in argv:
         sys.stdout.write(parser.format_help())
         return
-    given, problems = _parse(parser, argv)
-    values = _convert(given, problems)
+    texts, problems = _parse(parser, argv)
+    values = _convert(texts, problems)
     settings, tokenizer = _build(values, problems)
     from rapidformer.data.preprocess import format_summary, preprocess
     from rapidformer.log import configure_logging, warn_once
@@ -76,104 +122,40 @@ def run(argv: list[str]) -> None:
     sys.stdout.write(format_summary(summary))
 
 
-# --- the flags ------------------------------------------------------------------------------------
-
-
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="rapidformer preprocess",
         usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX [flags]",
         description="Turn a corpus into the .bin/.idx files that pre-training reads.",
-        epilog=_EXAMPLES,
-        formatter_class=_Help,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        add_help=False,
-    )
-    _add_input(parser.add_argument_group("input"))
-    _add_tokenizer(parser.add_argument_group("tokenizer"))
-    _add_output(parser.add_argument_group("output"))
-    _add_course(parser.add_argument_group("run"))
+        epilog=_EXAMPLES, formatter_class=_Help, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS, add_help=False,
+    )  # fmt: skip
+    for title, flags in _FLAGS.items():
+        group = parser.add_argument_group(title)
+        for names, value, text in flags:
+            options: dict[str, Any] = {"action": "store_true"}
+            if value.endswith(" ..."):
+                options = {"nargs": "*", "action": "extend", "metavar": value[:-4]}
+            elif value:
+                options = {"nargs": "?", "const": _WITHOUT_VALUE, "metavar": value}
+            group.add_argument(*names.split(), **options, help=text)
     return parser
-
-
-def _add_input(group: Any) -> None:
-    _add_list(group, "--input", "FILE", "files, patterns and folders: JSON lines, plain text or "
-              "Parquet, also compressed with gzip or zstd")  # fmt: skip
-    _add_list(group, "--json-keys", "KEY", "fields to read from each JSON object or table row, "
-              "each written to separate files (default: text)")  # fmt: skip
-    _add_text(group, "--text-documents", "HOW", "what counts as a document in a plain text "
-              "file: the whole file, each line, or each block between blank lines "
-              "(file|lines|blank-line, default: file)")  # fmt: skip
-    _add_text(group, "--max-documents", "N", "only the first N lines (rows, files) of the input")
-    _add_switch(group, "--strict", "stop at the first bad line, instead of counting and "
-                "reporting bad lines")  # fmt: skip
-
-
-def _add_tokenizer(group: Any) -> None:
-    _add_text(group, "--tokenizer-type", "TYPE", "BertWordPieceLowerCase, BertWordPieceCase, "
-              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
-              "NullTokenizer or HuggingFaceTokenizer")  # fmt: skip
-    _add_text(group, "--vocab-file", "FILE", "BERT's vocab.txt or GPT-2's vocab.json", "--vocab")
-    _add_text(group, "--merge-file", "FILE", "GPT-2's merges.txt")
-    _add_text(group, "--tokenizer-model", "FILE", "a SentencePiece model")
-    _add_text(group, "--tokenizer-name-or-path", "NAME", "a folder with a Hugging Face tokenizer, "
-              "or its name on the Hub")  # fmt: skip
-    _add_text(group, "--vocab-size", "N", "for NullTokenizer, whose texts are already token ids")
-    _add_switch(group, "--append-eod", "end each document with the end-of-document token")
-    _add_switch(group, "--split-sentences", "one sequence per sentence, as BERT needs")
-    _add_switch(group, "--keep-newlines", "keep the whitespace after each sentence")
-    _add_text(group, "--lang", "LANGUAGE", "language of the sentences; only english has rules for "
-              "abbreviations (default: english)")  # fmt: skip
-
-
-def _add_output(group: Any) -> None:
-    _add_text(group, "--output-prefix", "PREFIX", "prefix of the file names; `_KEY_document` or "
-              "`_KEY_sentence` is appended")  # fmt: skip
-    _add_text(group, "--dataset-impl", "mmap", "format of the files; only mmap can be written")
-    _add_switch(group, "--overwrite", "replace existing files")
-
-
-def _add_course(group: Any) -> None:
-    _add_text(group, "--workers", "N", "processes that tokenize, one core each (default: all "
-              "available cores)")  # fmt: skip
-    _add_text(group, "--log-interval", "N", "documents between progress lines, if there is no "
-              "terminal for a progress bar (default: 1000)")  # fmt: skip
-    _add_text(group, "--part-megabytes", "X", "size of a part of the input, which is what each "
-              "worker repeats after a kill (default: 1 to 32, depending on the input)")  # fmt: skip
-    _add_text(group, "--partitions", "N", "ignored: the input is split automatically")
-    group.add_argument("-h", "--help", action="store_true", help="show this page")
-
-
-def _add_text(group: Any, flag: str, value: str, text: str, *more: str) -> None:
-    group.add_argument(flag, *more, nargs="?", const=_WITHOUT_VALUE, metavar=value, help=text)
-
-
-def _add_list(group: Any, flag: str, value: str, text: str) -> None:
-    group.add_argument(flag, nargs="*", action="extend", metavar=value, help=text)
-
-
-def _add_switch(group: Any, flag: str, text: str) -> None:
-    group.add_argument(flag, action="store_true", help=text)
-
-
-# --- parsing the values ---------------------------------------------------------------------------
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The given values, and what is wrong with the flags themselves."""
     known = parser._option_string_actions
-    namespace, unknown = parser.parse_known_args([with_dashes(word) for word in argv])
-    given = vars(namespace)
+    namespace, unknown = parser.parse_known_args(with_dashes(argv))
+    texts = vars(namespace)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if unknown and not problems:
         problems.append(
             f"unexpected {' '.join(unknown)!r}: every value needs a --flag in front of it."
         )
-    for name, value in given.items():
+    for name, value in texts.items():
         if value == _WITHOUT_VALUE or value == []:
             problems.append(f"{_flag(name)} needs a value.")
-    return given, problems
+    return texts, problems
 
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
@@ -185,13 +167,10 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     return f"unknown flag {name}: {hint}"
 
 
-def _convert(given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    values = {name: value for name, value in given.items() if value not in (_WITHOUT_VALUE, [])}
+def _convert(texts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    values = {name: value for name, value in texts.items() if value not in (_WITHOUT_VALUE, [])}
     kinds: dict[str, tuple[Callable[[str], Any], str]] = {
-        **dict.fromkeys(
-            ("max_documents", "vocab_size", "workers", "log_interval", "partitions"),
-            (int, "a whole number"),
-        ),
+        **dict.fromkeys(_NUMBERS, (int, "a whole number")),
         "part_megabytes": (_read_size, "a positive number"),
     }
     for name, (convert, what) in kinds.items():
@@ -243,11 +222,9 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
     except RapidformerError as error:
         problems.append(str(error))
     reported = {problem.split()[0] for problem in problems}  # a flag without its value
-    problems += [
-        problem
-        for problem in find_problems(settings)
-        if not (" is missing:" in problem and problem.split()[0] in reported)
-    ]
+    for problem in find_problems(settings):
+        if " is missing:" not in problem or problem.split()[0] not in reported:
+            problems.append(problem)
     if problems:
         raise ConfigurationError(problems)
     return settings, tokenizer

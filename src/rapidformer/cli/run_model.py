@@ -63,7 +63,12 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
     if is_model_folder(folder):
         return args
     if not folder.is_dir():
-        return args if _is_meant_as_path(folder, str(args.load)) else _name_hub_model(args)
+        # A missing folder, or a name on the Hub such as org/model?
+        text = str(args.load)
+        is_path = looks_like_path(text) or text.count("/") > 1
+        if is_path or ("/" in text and folder.parent.is_dir()):
+            return args
+        return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
     for name in ("best", "last"):
         if is_model_folder(folder / name):
             return args.replace(f"the {name} model of {folder}", load=str(folder / name))
@@ -77,21 +82,12 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
     return args.replace(f"the checkpoint {checkpoint}", load=str(checkpoint / DESCRIPTION))
 
 
-def _is_meant_as_path(folder: Path, text: str) -> bool:
-    """Whether a missing folder was meant, rather than a name on the Hub such as org/model."""
-    return looks_like_path(text) or text.count("/") > 1 or ("/" in text and folder.parent.is_dir())
-
-
-def _name_hub_model(args: Settings) -> Settings:
-    return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
-
-
 def _find_checkpoint(folder: Path) -> Path | None:
     """The folder itself, or the newest checkpoint in it."""
     if (folder / "run.json").is_file():
         return folder
-    found = [path for path in folder.glob("iter_*") if (path / "run.json").is_file()]
-    return max(found, key=lambda path: path.name, default=None)
+    checkpoints = [path for path in folder.glob("iter_*") if (path / "run.json").is_file()]
+    return max(checkpoints, key=lambda path: path.name, default=None)
 
 
 def _check_has_description(checkpoint: Path) -> None:
@@ -110,26 +106,20 @@ def _check_has_description(checkpoint: Path) -> None:
 
 def guess_task(location: str | None) -> str | None:
     """The task that a local model was trained for, by the class it names; None if unknown."""
-    folder = Path(location or "")
-    adapter = _read_json(folder / "adapter_config.json") if location else {}
-    if adapter:
+    if not location:
+        return None
+    if adapter := _read(Path(location) / "adapter_config.json"):
         return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
-    config = _read_json(folder / "config.json") if location else {}
+    config = _read(Path(location) / "config.json")
     name = str(next(iter(config.get("architectures") or ()), ""))
     return next((task for end, task in _ARCHITECTURES.items() if name.endswith(end)), None)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     """The settings of the run that the user does not give again."""
-    file = next((p for p in _get_places(folder) if p.is_file()), None)
+    # `--load` may name the run's folder, or one of its models and checkpoints.
+    files = (place / _ARGUMENTS_FILE for place in (folder, folder.parent))
+    file = next(filter(Path.is_file, files), None)
     if file is None:
         return args
     stored = _read(file)
@@ -149,16 +139,13 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     return args.replace(f"the run of {file.parent}", **values)
 
 
-def _get_places(folder: Path) -> tuple[Path, ...]:
-    """``--load`` may name the run's folder, or one of its models and checkpoints."""
-    return folder / _ARGUMENTS_FILE, folder.parent / _ARGUMENTS_FILE
-
-
 def _read(file: Path) -> dict[str, Any]:
+    """What a JSON or YAML file holds; nothing if it cannot be read."""
     import yaml
 
+    load: Any = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,17 +1,49 @@
-"""Runs that another command starts in new processes, and where their output goes."""
+"""Runs that ``bench`` and ``verify`` start in new processes, and where their output goes."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.parse import CommandLine
+from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan
 
 
-def start_run(words: list[str], args: Settings, *, processes: int, variable: str, job: str) -> None:
-    """Run a command of ours in new processes on this machine, which find ``job`` in a variable."""
+@dataclass
+class ChildRuns:
+    """What the runs of a command have in common."""
+
+    words: list[str]
+    args: Settings
+    options: Any
+    """The command's own flags."""
+    processes: int
+    folder: Path
+    """Their output and results."""
+
+
+def find_flag_problems(command: CommandLine, verb: str) -> list[str]:
+    """Problems with the flags of a run; those of a script are its own business."""
+    if command.args.user_script is not None:
+        return []
+    problems = list(command.problems)  # here every flag must be known
+    if command.args.task is None:
+        problems.append(
+            f"nothing to {verb}: give the flags of a run, with --task (`rapidformer tasks` lists "
+            "them) or --user-script FILE.py."
+        )
+    return problems
+
+
+def start_run(
+    words: list[str], args: Settings, *, processes: int, variable: str, job: str, note: str
+) -> None:
+    """Run a command in new processes, which find ``job`` in a variable; errors get the note."""
     from rapidformer.launch.local import launch
 
     plan = LaunchPlan(
@@ -20,6 +52,9 @@ def start_run(words: list[str], args: Settings, *, processes: int, variable: str
     os.environ[variable] = job
     try:
         launch(plan, words, args)
+    except RapidformerError as error:
+        error.args = (f"{error}\n{note}",)
+        raise
     finally:
         del os.environ[variable]
 

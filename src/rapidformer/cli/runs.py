@@ -1,7 +1,4 @@
-"""``rapidformer runs``: the runs and checkpoints in a folder, with their state.
-
-Imports no torch and hashes nothing, so it answers at once; ``rapidformer check`` verifies contents.
-"""
+"""``rapidformer runs``: the runs and checkpoints in a folder; without hashing, so at once."""
 
 from __future__ import annotations
 
@@ -9,30 +6,35 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rapidformer.checkpoint.inventory import (
-    CheckpointEntry,
-    Inventory,
-    RunEntry,
-    take_inventory,
-)
-from rapidformer.cli.own_flags import CommandParser, HelpShownError
-from rapidformer.cli.run_table import draw, list_rows
+from rapidformer.checkpoint.inventory import CheckpointEntry, Inventory, RunEntry, take_inventory
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
 from rapidformer.strict_json import format_json
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
 _NOT_VERIFIED = "Only sizes were compared: `rapidformer check` verifies the contents."
+_SHOWN = 3
+"""Checkpoints of each run, if there are several runs."""
+_COLUMNS = ("step", "loss", "metric", "size", "age")
+_DROPPED = ("size", "loss", "age")
+"""Left out on a narrow terminal, in this order."""
+_NARROWEST_NAME = 16
+_COLOURS = {
+    "running": "green", "in progress": "green", "damaged": "red", "killed": "yellow",
+    "abandoned": "yellow",
+}  # fmt: skip
 
 
 def run(argv: list[str]) -> None:
     """Print a table, or JSON."""
-    try:
-        options = build_parser().parse_args(argv)
-    except HelpShownError:
-        return
+    options = build_parser().parse_args(argv)
     folder = Path(options.folder).expanduser()
     if not folder.is_dir():
         reason = "is a file" if folder.exists() else "does not exist"
@@ -52,26 +54,17 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer runs",
         description="List the runs and checkpoints in a folder, the newest first.",
-        epilog=(
-            "A run is running, complete, damaged (its newest checkpoint is), killed or without a "
-            "checkpoint; a checkpoint is complete, damaged, in progress or abandoned. Contents are "
-            "not verified: `rapidformer check` does that."
-        ),
+        epilog="A run is running, complete, damaged (its newest checkpoint is), killed or without "
+        "a checkpoint; a checkpoint is complete, damaged, in progress or abandoned. Contents are "
+        "not verified: `rapidformer check` does that.",
     )
-    default = os.environ.get("RAPIDFORMER_RUNS") or "runs"
     parser.add_argument(
-        "folder",
-        nargs="?",
-        default=default,
-        metavar="DIR",
+        "folder", nargs="?", metavar="DIR", default=os.environ.get("RAPIDFORMER_RUNS") or "runs",
         help="a folder of runs, a run or a checkpoint (default: runs)",
-    )
+    )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="show all checkpoints of every run")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
-
-
-# ---- for people ----------------------------------------------------------------------------------
 
 
 def _show(inventory: Inventory, *, shows_all: bool) -> None:
@@ -86,57 +79,40 @@ def _show(inventory: Inventory, *, shows_all: bool) -> None:
         for line in draw("run" if inventory.runs else "checkpoint", rows, console.width):
             console.print(line, soft_wrap=True)
         console.print()
-        for problem in _list_problems(inventory):
-            console.print(problem, markup=False, soft_wrap=True)
+        runs = inventory.runs
+        for entry in [*inventory.checkpoints, *(c for one in runs for c in one.checkpoints)]:
+            if entry.problem is not None:
+                problem = f"{entry.state}: {entry.path}: {entry.problem}."
+                console.print(problem, markup=False, soft_wrap=True)
         console.print(_NOT_VERIFIED, style="dim", markup=False)
     for unreadable in inventory.unreadable:
         sys.stderr.write(unreadable + "\n")
-
-
-def _list_problems(inventory: Inventory) -> Iterator[str]:
-    entries = [*inventory.checkpoints, *(c for found in inventory.runs for c in found.checkpoints)]
-    for entry in entries:
-        if entry.problem is not None:
-            yield f"{entry.state}: {entry.path}: {entry.problem}."
-
-
-# ---- for machines --------------------------------------------------------------------------------
 
 
 def _to_json(inventory: Inventory) -> dict[str, Any]:
     return {
         "folder": str(inventory.folder),
         "verified": False,
-        "runs": [_run_to_json(found) for found in inventory.runs],
-        "checkpoints": [_checkpoint_to_json(entry) for entry in inventory.checkpoints],
+        "runs": list(map(_run_to_json, inventory.runs)),
+        "checkpoints": list(map(_checkpoint_to_json, inventory.checkpoints)),
         "unreadable": inventory.unreadable,
     }
 
 
-def _run_to_json(found: RunEntry) -> dict[str, Any]:
-    is_evaluated = found.best_value is not None
-    best = {"metric": found.best_metric, "value": found.best_value, "step": found.best_step}
+def _run_to_json(run: RunEntry) -> dict[str, Any]:
+    best = {"metric": run.best_metric, "value": run.best_value, "step": run.best_step}
     return {
-        "path": str(found.path),
-        "state": found.state,
-        "step": found.step,
-        "loss": found.loss,
-        "best": best if is_evaluated else None,
-        **_size_to_json(found),
-        "checkpoints": [_checkpoint_to_json(entry) for entry in found.checkpoints],
-    }
+        "path": str(run.path), "state": run.state, "step": run.step, "loss": run.loss,
+        "best": best if run.best_value is not None else None, **_size_to_json(run),
+        "checkpoints": [_checkpoint_to_json(entry) for entry in run.checkpoints],
+    }  # fmt: skip
 
 
 def _checkpoint_to_json(entry: CheckpointEntry) -> dict[str, Any]:
     return {
-        "path": str(entry.path),
-        "state": entry.state,
-        "problem": entry.problem,
-        "step": entry.step,
-        "loss": entry.loss,
-        "metrics": entry.metrics,
-        **_size_to_json(entry),
-    }
+        "path": str(entry.path), "state": entry.state, "problem": entry.problem,
+        "step": entry.step, "loss": entry.loss, "metrics": entry.metrics, **_size_to_json(entry),
+    }  # fmt: skip
 
 
 def _size_to_json(entry: RunEntry | CheckpointEntry) -> dict[str, Any]:
@@ -145,3 +121,108 @@ def _size_to_json(entry: RunEntry | CheckpointEntry) -> dict[str, Any]:
         "modified": entry.modified,
         "age_seconds": round(max(time.time() - entry.modified, 0), 1),
     }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run or a checkpoint, with its cells by column."""
+
+    name: str
+    cells: dict[str, str]
+    state: str
+    is_run: bool = False
+
+
+def list_rows(inventory: Inventory, *, shows_all: bool) -> list[Row]:
+    """Every run with its checkpoints below it: the newest ones, or all."""
+    rows = [_describe_checkpoint(entry, entry.path.name) for entry in inventory.checkpoints]
+    for one in inventory.runs:
+        is_folder = one.path == inventory.folder
+        name = one.path.resolve().name if is_folder else one.path.relative_to(inventory.folder)
+        value = one.best_value
+        best = "" if value is None else f"best {one.best_metric} {_format_number(value)}"
+        rows.append(Row(str(name), _format_cells(one, best), one.state, is_run=True))
+        shown = one.checkpoints if shows_all else one.checkpoints[:_SHOWN]
+        for entry in shown:
+            # Staging folders and folders of abandoned checkpoints say so in the last column.
+            name = "  " + entry.path.name[entry.path.name.find("iter_") :]
+            rows.append(_describe_checkpoint(entry, name, one.best_metric))
+        if hidden := one.checkpoints[len(shown) :]:
+            damaged = sum(entry.state == "damaged" for entry in hidden)
+            state = f"{damaged} damaged" if damaged else ""
+            rows.append(Row(f"  and {len(hidden)} more", {}, state))
+    return rows
+
+
+def draw(title: str, rows: list[Row], width: int) -> Iterator[Text]:
+    """The lines of the table; a name that is too long for its column gets a line of its own."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    heading = Row(title, {name: name for name in _COLUMNS}, "state")
+    widths, room = _measure([heading, *rows], width)
+    room = min(room, max(cell_len(row.name) for row in (heading, *rows)))
+
+    def join(row: Row, style: str) -> Text:
+        cells = "".join("  " + row.cells.get(name, "").rjust(size) for name, size in widths.items())
+        state = (row.state, _COLOURS.get(row.state, ""))
+        line = Text.assemble((set_cell_size(row.name, room), style), cells, "  ", state)
+        line.rstrip()
+        return line
+
+    top = join(heading, "")
+    top.stylize("bold")
+    lines = []
+    for row in rows:
+        style = "bold" if row.is_run else ""
+        if cell_len(row.name) > room:
+            lines.append(Text(row.name, style))
+            row = replace(row, name="")
+        lines.append(join(row, style))
+    longest = max(line.cell_len for line in (top, *lines))
+    yield from (top, Text("─" * min(width, longest)), *lines)
+
+
+def _measure(rows: list[Row], width: int) -> tuple[dict[str, int], int]:
+    """The widths of the columns that fit next to a name and a state, and the room for names."""
+    widths = {name: max(len(row.cells.get(name, "")) for row in rows) for name in _COLUMNS}
+    room = width - 2 - max(len(row.state) for row in rows)
+    for name in _DROPPED:
+        if room - sum(size + 2 for size in widths.values()) < _NARROWEST_NAME:
+            del widths[name]
+    return widths, max(room - sum(size + 2 for size in widths.values()), _NARROWEST_NAME)
+
+
+def _describe_checkpoint(entry: CheckpointEntry, name: str, metric: str | None = None) -> Row:
+    shown = metric if metric in entry.metrics else next(iter(entry.metrics), None)
+    result = "" if shown is None else f"{shown} {_format_number(entry.metrics[shown])}"
+    return Row(name, _format_cells(entry, result), entry.state)
+
+
+def _format_cells(entry: RunEntry | CheckpointEntry, metric: str) -> dict[str, str]:
+    step = "" if entry.step is None else str(entry.step)
+    return {
+        "step": step, "loss": _format_number(entry.loss), "metric": metric,
+        "size": format_size(entry.size), "age": _format_age(entry.modified),
+    }  # fmt: skip
+
+
+def _format_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def format_size(size: float) -> str:
+    """Bytes in a unit that gives a short number."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    unit = units[0]
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def _format_age(modified: float) -> str:
+    seconds = max(time.time() - modified, 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,7 +1,6 @@
 """``rapidformer verify``: do these switches change the result of your own run?
 
-A small version of the run is executed twice on this machine: as given, and in one process without
-any switch. This process only starts the runs and compares their traces; it never trains.
+A small version of it is run twice here: as given, and in one process without any switch.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rapidformer.cli.own_flags import CommandParser, HelpShownError, with_dashes
-from rapidformer.cli.run_output import start_run, write_output_to
-from rapidformer.config import Settings
+from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
@@ -74,19 +72,16 @@ def run(argv: list[str]) -> None:
     if JOB_VARIABLE in os.environ and is_launched():
         _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
         return
-    try:
-        own, words = _build_parser().parse_known_args([with_dashes(word) for word in argv])
-    except HelpShownError:
-        return
+    parser = _build_parser()
+    options, words = parser.parse_known_args(with_dashes(argv))
     if not argv:
-        _build_parser().print_help()
+        parser.print_help()
         return
     command = read_flags(words)
-    args = command.args
-    processes = count_processes(args)
-    _check(command, processes, own.verify_steps)
+    processes = count_processes(command.args)
+    _check(command, processes, options.verify_steps)
     folder = Path(tempfile.mkdtemp(prefix="rapidformer-verify-"))
-    verification = _Verification(words, args, own, processes, folder)
+    verification = _Verification(words, command.args, options, processes, folder)
     verification.run()
     shutil.rmtree(folder)
     verification.conclude()
@@ -122,13 +117,7 @@ def _check(command: CommandLine, processes: int, updates: int) -> None:
     """Check everything that can be wrong before a process is started."""
     args = command.args
     problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
-    if args.user_script is None:
-        problems += command.problems  # here every flag must be known
-        if args.task is None:
-            problems.append(
-                "nothing to verify: give the flags of a run, with --task (`rapidformer tasks` "
-                "lists them) or --user-script FILE.py."
-            )
+    problems += find_flag_problems(command, "verify")
     problems += [
         f"{switch.describe(args)} cannot be verified: {switch.why}."
         for switch in SWITCHES
@@ -148,27 +137,20 @@ def _check(command: CommandLine, processes: int, updates: int) -> None:
         raise ConfigurationError(problems)
 
 
-class _Verification:
+@dataclass
+class _Verification(ChildRuns):
     """The runs, one after the other, and the verdict."""
 
-    def __init__(
-        self, words: list[str], args: Settings, own: Any, processes: int, folder: Path
-    ) -> None:
-        self._words = words
-        self._args = args
-        self._own = own
-        self._processes = processes
-        self._folder = folder
-        self._batch: int | None = None
-        self._micro_batch: int | None = None
-        self._notes: list[str] = []
-        self._comparison = Comparison(quantities={})
-        self._verdict = "equal: these switches change nothing."
-        self._status = 0
+    _batch: int | None = None
+    _micro_batch: int | None = None
+    _notes: list[str] = field(default_factory=list)
+    _comparison: Comparison = field(default_factory=lambda: Comparison(quantities={}))
+    _verdict: str = "equal: these switches change nothing."
+    _status: int = 0
 
     def run(self) -> None:
         """Run what is needed: two runs, and more single-process runs to explain a difference."""
-        args, processes = self._args, self._processes
+        args, processes = self.args, self.processes
         _say(f"verify   {', '.join(list_switches(args, processes))}")
         for line in list_left_out(args):
             _say(f"left out {line}")
@@ -176,7 +158,7 @@ class _Verification:
         self._batch = max(rows for rows, _ in count_samples(switched))
         self._micro_batch = switched[0].facts["micro_batch_size"]
         _say(_describe(switched, self._batch))
-        is_cut = self._own.same_micro_batches
+        is_cut = self.options.same_micro_batches
         reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
         self._comparison = compare(reference, switched)
         if not self._comparison.is_equal:
@@ -187,9 +169,8 @@ class _Verification:
         if self._comparison.causes:
             self._status, self._verdict = DIFFERS, _DIFFERENT
             return
-        again = self._start(
-            "disturbed", "one process, other random numbers, same micro-batches", True
-        )[0]
+        other = "one process, other random numbers"
+        again = self._start("disturbed", f"{other}, same micro-batches", True)[0]
         if not compare(reference, [again]).has_same_samples:
             reference, is_cut = self._start("pieces", "one process, same micro-batches")[0], True
             self._notes.append(_DRAWN)
@@ -231,30 +212,23 @@ class _Verification:
 
     def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
         """Run it in new processes and read their traces."""
-        processes = self._processes if kind == "switched" else 1
+        from rapidformer.verification.verified_run import get_trace_path
+
+        processes = self.processes if kind == "switched" else 1
         job = Job(
-            folder=str(self._folder),
-            kind=kind,
-            updates=self._own.verify_steps,
-            processes=self._processes,
-            is_full_size=self._own.full_size,
+            folder=str(self.folder), kind=kind, updates=self.options.verify_steps,
+            processes=self.processes, is_full_size=self.options.full_size,
             global_batch_size=self._batch,
             micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
-        )
+        )  # fmt: skip
         _say(f"running  {description}")
-        try:
-            start_run(
-                ["verify", *self._words], self._args,
-                processes=processes, variable=JOB_VARIABLE, job=job.to_text(),
-            )  # fmt: skip
-        except RapidformerError as error:
-            hint = "" if self._own.full_size else " --full-size keeps the sizes of the run."
-            error.args = (
-                f"{error}\nThis was the run with {description}; its output is in {self._folder}."
-                f"{hint}",
-            )
-            raise
-        return [Trace.load(job.get_path(rank)) for rank in range(processes)]
+        hint = "" if self.options.full_size else " --full-size keeps the sizes of the run."
+        start_run(
+            ["verify", *self.words], self.args,
+            processes=processes, variable=JOB_VARIABLE, job=job.to_text(),
+            note=f"This was the run with {description}; its output is in {self.folder}.{hint}",
+        )  # fmt: skip
+        return [Trace.load(get_trace_path(job, rank)) for rank in range(processes)]
 
 
 def _work(job: Job, words: list[str]) -> None:
@@ -284,5 +258,4 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    print(text, file=sys.stderr, flush=True)

@@ -84,7 +84,11 @@ def parse_arguments(
     argv: Sequence[str], extra_args_provider: ExtraArgumentsProvider | None = None
 ) -> Settings:
     """Read a command line; a single ConfigurationError lists all of its problems."""
-    parser = build_parser(extra_args_provider)
+    return parse_words(build_parser(extra_args_provider), argv)
+
+
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Settings:
+    """The same with a parser that is there already."""
     known = parser._option_string_actions
     problems: list[str] = []
     inherited = os.environ.get(FLAGS_VARIABLE, "")

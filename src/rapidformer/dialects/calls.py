@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,17 @@ def describe_unknown(function: str, name: str, known: Iterable[str]) -> str:
     return f"{function} has no argument {name!r}{hint}"
 
 
+def flatten(
+    values: Mapping[str, Any], separator: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The entries of nested dictionaries, under their names joined."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, separator, f"{prefix}{name}{separator}")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def add_launch_flags(settings: Settings, said: Iterable[str] = ()) -> Settings:
     """The settings with the flags of `rapidformer launch`, except for what the script has said."""
     launched = parse_arguments([])
@@ -57,7 +68,7 @@ def check_trainer_call(
     """Refuse arguments that Hugging Face's trainer does not have; ``others`` are unknown names."""
     # MindFormers' arguments come before the task; a model may be a name, and `args` its YAML file.
     is_named = isinstance(model, (str, Path)) or isinstance(args, (str, Path))
-    is_theirs = any(getattr(each, "room", room) == MINDFORMERS != room for each in (model, args))
+    is_theirs = any(getattr(part, "room", room) == MINDFORMERS != room for part in (model, args))
     if is_named or is_theirs or others.keys() & TRAINER.keys():
         _refuse(others.keys() & TRAINER.keys(), "MindFormers' Trainer", MINDFORMERS, "Trainer")
     if model is None and args is None and others.keys() & FLAGAI.keys():

@@ -1,13 +1,16 @@
 """Other systems' names as flags and YAML keys: the tables of all dialects, joined for the parser.
 
 A name works wherever one of ours does: as a flag (with dashes), as a YAML key and as an attribute
-of the arguments. Megatron's flags are here since importing ``dialects.megatron`` has an effect.
+of the arguments. Megatron's flags are here since importing ``dialects.megatron`` has an effect, and
+EasyNLP's: keys of ``--user-defined-parameters`` that are a setting of ours, in any dialect, set it
+(a flag on the command line wins); ``get_args().key`` gives the text of any other.
 """
 
 from __future__ import annotations
 
+from rapidformer.config.reading import split_words
+from rapidformer.config.schema import get_settings
 from rapidformer.dialects.accelerate.file import translate_file
-from rapidformer.dialects.easynlp import APPLICATIONS, EASYNLP, take_user_defined
 from rapidformer.dialects.flagai.names import FLAGAI_FLAGS
 from rapidformer.dialects.huggingface.names import HUGGING_FACE_FLAGS, HUGGING_FACE_VALUES
 from rapidformer.dialects.mindformers.names import MINDFORMERS_FLAGS
@@ -16,6 +19,7 @@ from rapidformer.foreign_names import (
     ForeignName,
     Table,
     find_names,
+    honoured,
     ignored,
     mapped,
     refused,
@@ -28,24 +32,18 @@ _CURRENT = "current settings always override those of a checkpoint"
 _BLOCKS = "every block is recomputed by itself"
 _CAPACITY = "experts have no capacity limit, so no token is dropped"
 
-# Spellings found in Rapidformer's own documentation
-_DOCUMENTED: dict[str, ForeignName] = {
-    "dataset_path": mapped("data_path"),
-    "dataset_name": mapped("data_name"),
-}
-# Megatron and Megatron-DeepSpeed. What is refused would change the result.
+# Spellings found in Rapidformer's own documentation, and those of Megatron and Megatron-DeepSpeed.
+_OTHER_SPELLINGS = {
+    "dataset_path": "data_path", "dataset_name": "data_name", "encoder_seq_length": "seq_length",
+    "vocab": "vocab_file", "merges": "merge_file", "moe_aux_loss_coeff": "moe_loss_coeff",
+    "norm_epsilon": "layernorm_epsilon", "recompute_activations": "checkpoint_activations",
+    "lr_scheduler_type": "lr_decay_style",
+    "use_distributed_optimizer": "zero_1_memory_optimization",
+    "valid_batch_size": "eval_micro_batch_size", "cpu_optimizer": "cpu_offload",
+    "remote_device": "cpu_offload",
+}  # fmt: skip
+# Other flags of Megatron and Megatron-DeepSpeed. What is refused would change the result.
 _MEGATRON: dict[str, ForeignName] = {
-    "encoder_seq_length": mapped("seq_length"),
-    "vocab": mapped("vocab_file"),
-    "merges": mapped("merge_file"),
-    "moe_aux_loss_coeff": mapped("moe_loss_coeff"),
-    "norm_epsilon": mapped("layernorm_epsilon"),
-    "recompute_activations": mapped("checkpoint_activations"),
-    "lr_scheduler_type": mapped("lr_decay_style"),
-    "use_distributed_optimizer": mapped("zero_1_memory_optimization"),
-    "valid_batch_size": mapped("eval_micro_batch_size"),
-    "cpu_optimizer": mapped("cpu_offload"),
-    "remote_device": mapped("cpu_offload"),
     "DDP_impl": ignored(_REDUCED),
     "no_contiguous_buffers_in_local_ddp": ignored(_REDUCED),
     "distributed_backend": ignored("NCCL is used on GPUs and gloo on CPUs"),
@@ -83,36 +81,66 @@ _MEGATRON: dict[str, ForeignName] = {
     "log_params_norm": refused("the norm of the weights is not logged; grad_norm is"),
     "log_num_zeros_in_grad": refused("zeros in gradients are not counted; grad_norm is logged"),
 }
+_USER_DEFINED = "--user-defined-parameters"
+# The spelling of EasyNLP's scripts.
+_EASYNLP_SPELLINGS = {"pretrain_model_name_or_path": "pretrained_model_name_or_path"}
+_EASYNLP: dict[str, ForeignName] = {
+    "user_defined_parameters": honoured("key=value pairs: settings, and names of the script's own"),
+    "app_name": ignored("--task overrides it; without --task, it chooses the task"),
+}
+_APPLICATIONS = {
+    "text_classify": "sequence_classification", "text_match": "sequence_classification",
+    "sequence_labeling": "token_classification",
+    "machine_reading_comprehension": "question_answering", "sequence_generation": "seq2seq_lm",
+    "text_generation": "causal_lm", "language_modeling": "pretraining",
+}  # fmt: skip
+"""EasyNLP's applications, as tasks."""
 _NAMES: Table = {
-    **_DOCUMENTED, **_MEGATRON, **HUGGING_FACE_FLAGS, **FLAGAI_FLAGS, **MINDFORMERS_FLAGS,
-    **EASYNLP,
+    **{name: mapped(setting) for name, setting in _OTHER_SPELLINGS.items()}, **_MEGATRON,
+    **HUGGING_FACE_FLAGS, **FLAGAI_FLAGS, **MINDFORMERS_FLAGS, **_EASYNLP,
 }  # fmt: skip
 
 
+def _take_user_defined(words: list[str], problems: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words with the settings among the parameters in front, and the script's own ones."""
+    places = (i for i, word in enumerate(words) if word.partition("=")[0] == _USER_DEFINED)
+    place = next(places, None)
+    if place is None:
+        return words, {}
+    _, equals, text = words[place].partition("=")
+    after = place + 1
+    if not equals:
+        text, after = "".join(words[after : after + 1]), after + 1
+    settings, flags = get_settings(), []
+    extras = {"user_defined_parameters": text}
+    for part in split_words(text, problems, _USER_DEFINED):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            problems.append(f"{_USER_DEFINED}: {part!r} must be key=value.")
+            continue
+        key = key.replace("-", "_")
+        name = _EASYNLP_SPELLINGS.get(key, FLAGS.aliases.get(key, key))
+        if name in settings:
+            flags += [settings[name].flag, value]
+        else:
+            extras[key] = value
+    return [*flags, *words[:place], *words[after:]], extras
+
+
 def _rewrite(words: list[str], problems: list[str]) -> tuple[list[str], dict[str, str]]:
-    words, extras = take_user_defined(words, problems)
-    return _drop_bare_deepspeed(words), extras
-
-
-def _drop_bare_deepspeed(words: list[str]) -> list[str]:
-    """``--deepspeed --deepspeed-config FILE``, as DeepSpeed's launcher has it, is just the file."""
-    has_file = any(word.partition("=")[0] == "--deepspeed-config" for word in words)
-    return [
-        word
-        for place, word in enumerate(words)
-        if not (has_file and word == "--deepspeed" and _is_bare(words, place))
-    ]
-
-
-def _is_bare(words: list[str], place: int) -> bool:
-    return place + 1 == len(words) or words[place + 1].startswith("--")
+    words, extras = _take_user_defined(words, problems)
+    if any(word.partition("=")[0] == "--deepspeed-config" for word in words):
+        # `--deepspeed --deepspeed-config FILE`, as DeepSpeed's launcher has it, is just the file.
+        pairs = zip(words, [*words[1:], "--"], strict=True)
+        words = [word for word, after in pairs if word != "--deepspeed" or after[:2] != "--"]
+    return words, extras
 
 
 FLAGS = ForeignFlags(
     names=_NAMES,
     aliases={name: _NAMES[name].setting for name in find_names(_NAMES, "mapped")},
     values={"cpu_offload": {"cpu": True, "none": False}, **HUGGING_FACE_VALUES},
-    tasks={"app_name": APPLICATIONS},
+    tasks={"app_name": _APPLICATIONS},
     rewrite=_rewrite,
     read_file=translate_file,
 )

@@ -1,8 +1,7 @@
 """Megatron's module names: after ``import rapidformer.dialects.megatron``, they import our names.
 
-Scripts written for Megatron import a few of its names (``from megatron import mpu``). If Megatron
-is not installed, they get ours, which do the same; if it is, nothing changes. This import is the
-one that changes something in the process: it adds modules to ``sys.modules``.
+If Megatron is installed, nothing changes. This import is the one that changes something in the
+process: it adds modules to ``sys.modules``.
 """
 
 from __future__ import annotations

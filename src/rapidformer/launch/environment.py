@@ -11,10 +11,13 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_int, read_slurm_step
+
+if TYPE_CHECKING:  # a new process ties itself to its launcher before it reads the settings
+    from rapidformer.config.sections import LaunchArguments
 
 # Set on a node that the hostfile's launcher started; overrides flags and variables.
 NODE_VARIABLE = "RAPIDFORMER_NODE"

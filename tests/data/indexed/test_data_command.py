@@ -170,7 +170,8 @@ def test_user_errors_are_ours(tmp_path: Path) -> None:
 
 def test_help_answers_without_torch() -> None:
     code = (
-        "import sys\nfrom rapidformer.cli.data import run\nrun(['--help'])\nrun(['merge', '-h'])\n"
+        "import sys\nfrom rapidformer.cli.main import main\nmain(['data', '--help'])\n"
+        "main(['data', 'merge', '-h'])\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

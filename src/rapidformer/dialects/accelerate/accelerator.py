@@ -1,9 +1,5 @@
 """``Accelerator``: the engine in Accelerate's words, for a loop that stays the user's own.
 
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accelerator.backward(loss)
-
 Inside ``accumulate(model)``, the engine counts micro-batches and decides when an update is due.
 Outside it, ``optimizer.step()`` ends an update: the gradients of several ``backward`` calls add up,
 as in a plain loop, and the script divides the loss by their number itself.
@@ -35,7 +31,7 @@ from rapidformer.dialects.accelerate.settings import (
     list_trackers,
     splits_batches,
 )
-from rapidformer.dialects.accelerate.tracking import BoardTracker, Trackers
+from rapidformer.dialects.accelerate.tracking import TrackingVerbs
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.engine import RapidformerEngine
@@ -72,7 +68,7 @@ class _UnchangedRates(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-class Accelerator(SavingVerbs):
+class Accelerator(SavingVerbs, TrackingVerbs):
     """A ``RapidformerEngine`` that answers Accelerate's verbs."""
 
     set_seed = staticmethod(set_seed)
@@ -82,30 +78,33 @@ class Accelerator(SavingVerbs):
         seed = torch.initial_seed()
         if seed != _UNSEEDED:
             settings = settings.replace("set_seed()", seed=seed % 2**32)
-        device = torch.device("cpu")
-        states = get_random_states(device)
-        self.engine = RapidformerEngine(args=settings)
-        self.engine.updates.has_own_parts = False
-        if seed != _UNSEEDED:
-            set_random_states(states, device)  # the script keeps its own random numbers
+        self._settings = settings
+        self._start_engine()
         self.deepspeed_plugin = arguments.get("deepspeed_plugin")
         # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
-        self._is_counting = self.deepspeed_plugin is not None and (
-            self.gradient_accumulation_steps > 1
-        )
+        accumulates = self.gradient_accumulation_steps > 1
+        self._is_counting = self.deepspeed_plugin is not None and accumulates
         self._models: list[nn.Module] = []
         """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
         self._optimizer: Optimizer | None = None
         self._has_train_loader = False
         self._schedulers: list[LRScheduler] = []
         self._registered: list[Any] = []
-        self._settings = settings
         self.split_batches = splits_batches(arguments)
-        names, trackers = list_trackers(arguments)
+        names, self._user_trackers = list_trackers(arguments)
+        self._writes_board = bool(names)
         project, logs = arguments.get("project_dir", ""), arguments.get("logging_dir", "")
         self.project_dir, self.logging_dir = project or None, logs or project or None
-        board = BoardTracker(project or logs, logs or project) if names else None
-        self._trackers = Trackers(board, trackers, is_main=self.is_main_process)
+        self._trackers: dict[str, Any] = {}
+
+    def _start_engine(self) -> None:
+        """Make the engine; a script that has seeded its random numbers keeps them."""
+        is_seeded, device = torch.initial_seed() != _UNSEEDED, torch.device("cpu")
+        states = get_random_states(device)
+        self.engine = RapidformerEngine(args=self._settings)
+        self.engine.updates.has_own_parts = False
+        if is_seeded:
+            set_random_states(states, device)
 
     # ---- what this process is ------------------------------------------------------------------
 
@@ -155,16 +154,18 @@ class Accelerator(SavingVerbs):
         The model and the optimizer stay the objects they are, and may come in separate calls. A
         model without parameters in the optimizer (a teacher) is put on the device as it is.
         """
-        self._take_seed()
+        # The order of the data and dropout follow the seed that the script has set last.
+        seed = broadcast_object(torch.initial_seed() % 2**32)
+        self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
         training = self._find_training_loader(objects)
-        prepared = [self._prepare_one(each, is_training=each is training) for each in objects]
+        prepared = [self._prepare_one(part, is_training=part is training) for part in objects]
         self._compose()
-        for each in objects:
-            if isinstance(each, LRScheduler):
-                self._schedulers.append(each)
+        for part in objects:
+            if isinstance(part, LRScheduler):
+                self._schedulers.append(part)
                 # A script whose batches are split counts the steps of the split loader.
                 moves = 1 if self.split_batches else self.engine.args.data_parallel_size
-                take_over_scheduler(each, self.engine.updates.clock, moves=moves)
+                take_over_scheduler(part, self.engine.updates.clock, moves=moves)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
@@ -182,37 +183,32 @@ class Accelerator(SavingVerbs):
     def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
         return self.prepare(data_loader)
 
-    def _take_seed(self) -> None:
-        """The order of the data and dropout follow the seed that the script has set last."""
-        seed = broadcast_object(torch.initial_seed() % 2**32)
-        self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
-
     def _find_training_loader(self, objects: tuple[Any, ...]) -> Any:
-        loaders = [each for each in objects if isinstance(each, DataLoader)]
+        loaders = [part for part in objects if isinstance(part, DataLoader)]
         if self._has_train_loader or not loaders:
             return None
-        shuffled = [each for each in loaders if isinstance(each.sampler, RandomSampler)]
+        shuffled = [loader for loader in loaders if isinstance(loader.sampler, RandomSampler)]
         # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
         # still be the one to train on.
-        has_optimizer = any(isinstance(each, Optimizer) for each in (self._optimizer, *objects))
+        has_optimizer = any(isinstance(part, Optimizer) for part in (self._optimizer, *objects))
         self._has_train_loader = bool(shuffled) or has_optimizer
         return (shuffled or loaders)[0]
 
-    def _prepare_one(self, each: Any, *, is_training: bool) -> Any:
-        if isinstance(each, DataLoader):
-            size = self._divide_batch_size(each)
-            return self.engine.data.adopt_loader(each, is_training=is_training, batch_size=size)
-        if isinstance(each, nn.Module):
-            if each not in self._models:
-                self._models.append(each.to(self.device))
-        elif isinstance(each, Optimizer):
-            if self._optimizer not in (None, each):
+    def _prepare_one(self, part: Any, *, is_training: bool) -> Any:
+        if isinstance(part, DataLoader):
+            size = self._divide_batch_size(part)
+            return self.engine.data.adopt_loader(part, is_training=is_training, batch_size=size)
+        if isinstance(part, nn.Module):
+            if part not in self._models:
+                self._models.append(part.to(self.device))
+        elif isinstance(part, Optimizer):
+            if self._optimizer not in (None, part):
                 raise RapidformerError(
                     "an Accelerator has one optimizer: give it all the parameters, in groups of "
                     "their own where their settings differ, or make an Accelerator for each model."
                 )
-            self._optimizer = each
-        return each
+            self._optimizer = part
+        return part
 
     def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
         if not self.split_batches or loader.batch_size is None:
@@ -229,10 +225,11 @@ class Accelerator(SavingVerbs):
         if self._optimizer is None or not self._models:
             return
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if self.engine.model.module is not None:
+        composed = self.engine.model.module
+        if composed is not None:
             held |= {id(p) for p in self.engine.model.parameters}
         trained = [m for m in self._models if any(id(p) in held for p in m.parameters())]
-        if self.engine.model.module is not None and trained == [self.engine.model.module]:
+        if composed is not None and trained == [composed]:
             return
         if not trained and len(self._models) > 1:
             return  # the optimizer's model may come in a later call
@@ -303,16 +300,10 @@ class Accelerator(SavingVerbs):
         """Nothing to do: a finished gradient is not scaled."""
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything prepared; the script must drop its own references, as in Accelerate.
-
-        ``model, optimizer = accelerator.free_memory(model, optimizer)`` does both.
-        """
+        """Forget everything prepared; the script must drop its own references, as in Accelerate."""
         self._models, self._optimizer, self._has_train_loader = [], None, False
         self._schedulers = []
-        states = get_random_states(torch.device("cpu"))
-        self.engine = RapidformerEngine(args=self._settings)
-        self.engine.updates.has_own_parts = False
-        set_random_states(states, torch.device("cpu"))
+        self._start_engine()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -345,33 +336,10 @@ class Accelerator(SavingVerbs):
         filler = tensor.new_full(missing, pad_index)
         return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
 
-    # ---- tracking ------------------------------------------------------------------------------
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
-        self._trackers.start(project_name, config or {})
-
-    @property
-    def trackers(self) -> list[Any]:
-        """Those that ``init_trackers`` has started."""
-        return self._trackers.started
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name, or (``unwrap``) what it writes with: TensorBoard's SummaryWriter."""
-        return self._trackers.get(name, unwrap=unwrap)
-
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Pass numbers to the trackers; most write on the main process only."""
-        self._trackers.log(values, step, log_kwargs or {})
-
     def end_training(self) -> None:
         """Close the logs and leave the other processes; the last call of a script."""
-        self._trackers.close()
+        for tracker in self._trackers.values():
+            tracker.finish()
         self.engine.close()
 
     def __repr__(self) -> str:

@@ -1,8 +1,4 @@
-"""Accelerate's settings as ours: the file that ``accelerate config`` writes, and its plugins.
-
-The tables in ``names.py`` say what each name becomes; here are only the names whose
-value must be translated.
-"""
+"""Accelerate's settings as ours: the file that ``accelerate config`` writes, and its plugins."""
 
 from __future__ import annotations
 
@@ -14,33 +10,32 @@ from rapidformer.foreign_names import Table, copy_mapped
 
 Values = dict[str, Any]
 _PRECISIONS = ("fp16", "bf16")
+_IN_PLUGIN = {"deepspeed_config_file": "hf_ds_config"}
 
 
 def translate_file(content: Mapping[str, Any], path: str, problems: list[str]) -> Mapping[str, Any]:
     """The settings that the file means; one whose keys are not Accelerate's is left as it is."""
     if "compute_environment" not in content and "distributed_type" not in content:
         return content
-    given = {name: value for name, value in content.items() if value not in (None, {}, "")}
-    _check(given, ACCELERATE_FILE, path, problems)
-    values = copy_mapped(given, ACCELERATE_FILE)
-    values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
-    values |= _translate_place(given, path, problems)
-    deepspeed = given.get("deepspeed_config")
+    entries = {name: value for name, value in content.items() if value not in (None, {}, "")}
+    _check(entries, ACCELERATE_FILE, path, problems)
+    values = copy_mapped(entries, ACCELERATE_FILE)
+    values |= translate_precision(entries.get("mixed_precision"), entries.get("fp16"), problems)
+    values |= _translate_place(entries, path, problems)
+    deepspeed = entries.get("deepspeed_config")
     if isinstance(deepspeed, Mapping):
-        values |= translate_deepspeed(
-            _rename_deepspeed(deepspeed), f"deepspeed_config in {path}", problems
-        )
-    if given.get("distributed_type") == "FSDP" or "fsdp_config" in given:
-        values |= _translate_fsdp(given.get("fsdp_config") or {})
+        # The file calls a DeepSpeed file by another name than the plugin does.
+        plugin: Values = {_IN_PLUGIN.get(name) or name: value for name, value in deepspeed.items()}
+        values |= translate_deepspeed(plugin, f"deepspeed_config in {path}", problems)
+    if entries.get("distributed_type") == "FSDP" or "fsdp_config" in entries:
+        values |= _translate_fsdp(entries.get("fsdp_config") or {})
     return values
 
 
 def translate_precision(mixed: Any, fp16: Any, problems: list[str]) -> Values:
     """``mixed_precision`` and its older spelling, ``fp16``."""
     word = str(getattr(mixed, "value", mixed)).lower() if mixed is not None else None
-    if word in ("false", "no"):  # YAML reads a bare `no` as false
-        word = "no"
-    if word not in (None, "no", *_PRECISIONS):
+    if word not in (None, "no", "false", *_PRECISIONS):  # YAML reads a bare `no` as false
         problems.append(f'mixed_precision must be "no", "fp16" or "bf16", got {mixed!r}.')
     if fp16 and word not in (None, "fp16"):
         problems.append(f"fp16=True and mixed_precision={mixed!r} say different things.")
@@ -48,23 +43,20 @@ def translate_precision(mixed: Any, fp16: Any, problems: list[str]) -> Values:
     return {"mixed_precision": kind} if kind in _PRECISIONS else {}
 
 
-def translate_deepspeed(given: Mapping[str, Any], where: str, problems: list[str]) -> Values:
+def translate_deepspeed(entries: Mapping[str, Any], where: str, problems: list[str]) -> Values:
     """The arguments of a ``DeepSpeedPlugin``."""
-    _check(given, DEEPSPEED_PLUGIN, where, problems)
-    if given.get("hf_ds_config"):
-        return {"deepspeed": str(given["hf_ds_config"])}
-    values = {
-        name: value
-        for name, value in copy_mapped(given, DEEPSPEED_PLUGIN).items()
-        if value not in (None, "auto")
-    }
-    stage = int(given.get("zero_stage") or 0)
+    _check(entries, DEEPSPEED_PLUGIN, where, problems)
+    if entries.get("hf_ds_config"):
+        return {"deepspeed": str(entries["hf_ds_config"])}
+    copied = copy_mapped(entries, DEEPSPEED_PLUGIN)
+    values = {name: value for name, value in copied.items() if value not in (None, "auto")}
+    stage = int(entries.get("zero_stage") or 0)
     if stage not in range(4):
         problems.append(f"{where}: zero_stage must be 0 to 3, got {stage}.")
     elif stage:
         values[f"zero_{stage}_memory_optimization"] = True
     for name in ("offload_optimizer_device", "offload_param_device"):
-        device = str(given.get(name) or "none")
+        device = str(entries.get(name) or "none")
         if device not in ("cpu", "none"):
             problems.append(f"{where}: {name} must be cpu or none, got {device}.")
         elif device == "cpu":
@@ -72,21 +64,21 @@ def translate_deepspeed(given: Mapping[str, Any], where: str, problems: list[str
     return values
 
 
-def _translate_place(given: Mapping[str, Any], path: str, problems: list[str]) -> Values:
-    kind = str(given.get("distributed_type", "NO")).upper()
-    environment = given.get("compute_environment", "LOCAL_MACHINE")
+def _translate_place(entries: Mapping[str, Any], path: str, problems: list[str]) -> Values:
+    kind = str(entries.get("distributed_type", "NO")).upper()
+    environment = entries.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         problems.append(f"{path}: compute_environment must be LOCAL_MACHINE, got {environment}.")
     if kind in ("TPU", "XLA", "MEGATRON_LM"):
         problems.append(f"{path}: distributed_type {kind} is not supported.")
-    machines, processes = int(given.get("num_machines", 1)), int(given.get("num_processes", 1))
+    machines, processes = int(entries.get("num_machines", 1)), int(entries.get("num_processes", 1))
     if machines < 1 or processes % machines:
         problems.append(
             f"{path}: num_processes {processes} is not a multiple of num_machines {machines}."
         )
         return {}
     values: Values = {"nproc_per_node": processes // machines}
-    if kind == "MULTI_CPU" or given.get("use_cpu"):
+    if kind == "MULTI_CPU" or entries.get("use_cpu"):
         values["device"] = "cpu"
     if machines == 1:
         values |= {"nnodes": 1, "node_rank": 0}
@@ -103,16 +95,10 @@ def _translate_fsdp(config: Mapping[str, Any]) -> Values:
     return values
 
 
-def _rename_deepspeed(config: Mapping[str, Any]) -> Values:
-    """The file calls a DeepSpeed file by another name than the plugin does."""
-    renamed = {"deepspeed_config_file": "hf_ds_config"}
-    return {renamed.get(name, name): value for name, value in config.items()}
-
-
-def _check(given: Mapping[str, Any], table: Table, where: str, problems: list[str]) -> None:
-    for name in given:
+def _check(entries: Mapping[str, Any], table: Table, where: str, problems: list[str]) -> None:
+    for name in entries:
         row = table.get(name)
         if row is None:
             problems.append(f"{where}: {name} is not supported.")
-        elif row.outcome == "refused" and given[name]:
+        elif row.outcome == "refused" and entries[name]:
             problems.append(f"{where}: {name} is not supported: {row.note}.")

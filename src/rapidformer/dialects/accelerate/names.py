@@ -15,27 +15,22 @@ ACCELERATOR: dict[str, ForeignName] = {
         "with accumulate(model), the exact mean over all labels of an update, including the "
         "last, smaller update of an epoch; without it, backward() divides by this number and "
         "optimizer.step() decides, as in Accelerate",
-        "gradient_accumulation_steps",
-    ),
+        "gradient_accumulation_steps"),
     "gradient_accumulation_plugin": honoured("its num_steps", "gradient_accumulation_steps"),
     "cpu": honoured("same as device cpu", "device"),
     "deepspeed_plugin": honoured(
-        "zero_stage is our own ZeRO, with the same result; a file in hf_ds_config runs DeepSpeed"
-    ),
+        "zero_stage is our own ZeRO, with the same result; a file in hf_ds_config runs DeepSpeed"),
     "fsdp_plugin": honoured("ZeRO-3; its cpu_offload", "zero_3_memory_optimization"),
     "parallelism_config": refused(
-        "give it to the launcher, with `rapidformer launch --config FILE` or flags"
-    ),
+        "give it to the launcher, with `rapidformer launch --config FILE` or flags"),
     "megatron_lm_plugin": refused("tensor and pipeline parallelism are flags of the launcher"),
     "torch_tp_plugin": refused("tensor parallelism is a flag of the launcher"),
     "step_scheduler_with_optimizer": refused(
-        "do not prepare a scheduler that should step at its own pace"
-    ),
+        "do not prepare a scheduler that should step at its own pace"),
     "log_with": honoured(
         '"tensorboard" or "all": log() writes TensorBoard files, and metrics.jsonl in '
         "project_dir; a tracker object (Accelerate's GeneralTracker) is called; other names are "
-        "refused"
-    ),
+        "refused"),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),
     "project_dir": honoured("where log() writes; save_state() is given its folder itself"),
@@ -47,9 +42,8 @@ ACCELERATOR: dict[str, ForeignName] = {
     "use_seedable_sampler": ignored("the order follows set_seed() on any number of ranks"),
     "rng_types": ignored("each rank has its own random numbers, derived from one seed"),
     "kwargs_handlers": ignored(
-        "they tune DistributedDataParallel and GradScaler, which are not used"
-    ),
-}
+        "they tune DistributedDataParallel and GradScaler, which are not used"),
+}  # fmt: skip
 
 DEEPSPEED_PLUGIN: dict[str, ForeignName] = {
     "zero_stage": honoured("our own ZeRO of that stage", "zero_2_memory_optimization"),
@@ -59,12 +53,11 @@ DEEPSPEED_PLUGIN: dict[str, ForeignName] = {
     "offload_param_device": honoured('"cpu" or "none"', "cpu_offload"),
     "hf_ds_config": honoured(
         "a DeepSpeed file, its content or an HfDeepSpeedConfig: DeepSpeed runs the training",
-        "deepspeed",
-    ),
+        "deepspeed"),
     "zero3_init_flag": ignored("ZeRO-3 shards a model when it is prepared"),
     "zero3_save_16bit_model": ignored("save_model() writes whole weights"),
     "is_train_batch_min": ignored("the batch size is that of the training DataLoader"),
-}
+}  # fmt: skip
 
 # Keys of the file that `accelerate config` writes.
 ACCELERATE_FILE: dict[str, ForeignName] = {
@@ -92,4 +85,4 @@ ACCELERATE_FILE: dict[str, ForeignName] = {
     "enable_cpu_affinity": ignored("the operating system places processes on cores"),
     "debug": ignored("shapes are always checked when ranks gather"),
     "dynamo_config": ignored("use --compile"),
-}
+}  # fmt: skip

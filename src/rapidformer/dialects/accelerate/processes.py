@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rapidformer.data.nested import iterate_tensors
 from rapidformer.dist.collectives import gather_from_all, wait_for_all
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
@@ -51,11 +52,7 @@ class ProcessVerbs:
     def use_distributed(self) -> bool:
         return self.num_processes > 1
 
-    @property
-    def multi_device(self) -> bool:
-        return self.use_distributed
-
-    # ---- one after the other -------------------------------------------------------------------
+    multi_device = use_distributed
 
     def wait_for_everyone(self) -> None:
         wait_for_all()
@@ -81,8 +78,6 @@ class ProcessVerbs:
         if is_first:
             self.wait_for_everyone()
 
-    # ---- on some processes only ----------------------------------------------------------------
-
     def on_main_process(self, function: Function) -> Function:
         """A function that does nothing on the other processes."""
         return _only_if(lambda: self.is_main_process, function)
@@ -98,7 +93,7 @@ class ProcessVerbs:
     def on_process(self, function: Function | None = None, process_index: int = 0) -> Any:
         """The same for any process: ``@accelerator.on_process(process_index=3)``."""
         if function is None:
-            return lambda given: self.on_process(given, process_index)
+            return lambda wrapped: self.on_process(wrapped, process_index)
         return _only_if(lambda: self.process_index == process_index, function)
 
     def on_local_process(
@@ -106,10 +101,8 @@ class ProcessVerbs:
     ) -> Any:
         """The same for a process of each node."""
         if function is None:
-            return lambda given: self.on_local_process(given, local_process_index)
+            return lambda wrapped: self.on_local_process(wrapped, local_process_index)
         return _only_if(lambda: self.local_process_index == local_process_index, function)
-
-    # ---- results of all ------------------------------------------------------------------------
 
     def gather(self, values: Any) -> Any:
         """Every process's rows, each example of the data once; also of nested lists and dicts."""
@@ -121,12 +114,11 @@ class ProcessVerbs:
         A loss (or a text) that was repeated ``batch_size`` times counts as often as a last, smaller
         batch has rows. A list of anything but tensors is joined as objects.
         """
-        if use_gather_object or _holds_objects(values):
+        holds_objects = isinstance(values, list) and next(iterate_tensors(values), None) is None
+        if use_gather_object or holds_objects:
             kept = self.engine.data.drop_surplus_items(list(values))
             return self.engine.data.gather_objects(kept)
         return _gather_nested(self.engine, self.engine.data.drop_surplus_rows(values))
-
-    # ---- work and news for all -----------------------------------------------------------------
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -191,16 +183,3 @@ def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:
     if isinstance(values, (list, tuple)):
         return type(values)(_gather_nested(engine, value) for value in values)
     raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")
-
-
-def _holds_objects(values: Any) -> bool:
-    """A list of strings, of numbers, of dictionaries without tensors ..."""
-    return isinstance(values, list) and not any(_has_tensor(each) for each in values)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_tensor(each) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_tensor(each) for each in value)
-    return isinstance(value, torch.Tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 Ask = Callable[[str, str, str, Callable[[str], str]], str]
@@ -32,23 +33,17 @@ def ask_as_accelerate(ask: Ask) -> dict[str, Any]:
 
 
 def _ask_yes(ask: Ask, question: str) -> bool:
-    return ask("yes_or_no", question, "no", _check_yes) == "yes"
+    return ask("yes_or_no", question, "no", _check_yes)[0].lower() == "y"
 
 
-def _check_machine(answer: str) -> str:
-    if answer not in ("0", "1", "2"):
-        raise ValueError(f"0, 1 or 2, not {answer!r}.")
+def _check(words: str, is_right: Callable[[str], bool], answer: str) -> str:
+    if not is_right(answer):
+        raise ValueError(f"{words}, not {answer!r}.")
     return answer
 
 
-def _check_number(answer: str) -> str:
-    if not answer.isdecimal() or int(answer) < 1:
-        raise ValueError(f"a whole number from 1, not {answer!r}.")
-    return answer
-
-
-def _check_yes(answer: str) -> str:
-    word = {"y": "yes", "n": "no"}.get(answer.lower(), answer.lower())
-    if word not in ("yes", "no"):
-        raise ValueError(f"yes or no, not {answer!r}.")
-    return word
+_check_machine = partial(_check, "0, 1 or 2", lambda answer: answer in ("0", "1", "2"))
+_check_number = partial(
+    _check, "a whole number from 1", lambda answer: answer.isdecimal() and int(answer) > 0
+)
+_check_yes = partial(_check, "yes or no", lambda answer: answer.lower() in ("y", "yes", "n", "no"))

@@ -26,7 +26,7 @@ class SavingVerbs(ProcessVerbs):
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
-        is_sharded = any(isinstance(each, DTensor) for each in self.engine.model.parameters)
+        is_sharded = any(isinstance(weight, DTensor) for weight in self.engine.model.parameters)
         if model is self.engine.model.module and is_sharded and "saving" not in list_layers(model):
             extend(model, "saving", self._build_saving)
         return model
@@ -69,8 +69,8 @@ class SavingVerbs(ProcessVerbs):
             raise RapidformerError("save_state() needs a folder: save_state(output_dir).")
         extra = {
             "rates": [float(group["lr"]) for group in self._get_groups()],
-            "schedulers": [_get_plain_state(each) for each in self._schedulers],
-            "registered": [_get_plain_state(each) for each in self._registered],
+            "schedulers": list(map(_get_plain_state, self._schedulers)),
+            "registered": list(map(_get_plain_state, self._registered)),
         }
         return str(self.engine.save_checkpoint(output_dir, extra))
 
@@ -80,8 +80,8 @@ class SavingVerbs(ProcessVerbs):
             raise RapidformerError("load_state() needs a folder: load_state(input_dir).")
         extra = self.engine.load_checkpoint(input_dir)
         for kind, objects in (("schedulers", self._schedulers), ("registered", self._registered)):
-            for each, state in zip(objects, extra.get(kind, []), strict=True):
-                each.load_state_dict(state)
+            for holder, state in zip(objects, extra.get(kind, []), strict=True):
+                holder.load_state_dict(state)
         for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
             group["lr"] = rate
         loader = self.engine.data.train_loader
@@ -89,11 +89,8 @@ class SavingVerbs(ProcessVerbs):
             loader.load_state_dict({"epoch": loader.epoch, "consumed_samples": 0})
 
     def _get_groups(self) -> list[dict[str, Any]]:
-        return (
-            self.engine.updates.optimizer.param_groups
-            if self.engine.updates.optimizer is not None
-            else []
-        )
+        optimizer = self.engine.updates.optimizer
+        return optimizer.param_groups if optimizer is not None else []
 
     def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
         """The loader, whose next pass skips this many batches."""
@@ -102,7 +99,6 @@ class SavingVerbs(ProcessVerbs):
         return dataloader
 
 
-def _get_plain_state(each: Any) -> dict[str, Any]:
+def _get_plain_state(holder: Any) -> dict[str, Any]:
     """The state to restore an object from, without functions, which cannot be saved."""
-    state: dict[str, Any] = each.state_dict()
-    return {name: value for name, value in state.items() if not callable(value)}
+    return {name: value for name, value in holder.state_dict().items() if not callable(value)}

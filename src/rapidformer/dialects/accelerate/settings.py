@@ -47,53 +47,44 @@ class DeepSpeedPlugin:
     zero3_save_16bit_model: bool | None = None
 
 
-def build_accelerator_settings(given: Mapping[str, Any]) -> Settings:
+def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
-    said = {name: value for name, value in given.items() if name != _STEPS}
+    said = {name: value for name, value in arguments.items() if name != _STEPS}
     check_names(_SOURCE, said, ACCELERATOR, problems)
-    if given.get(_STEPS, True) in (False, 0):
+    if arguments.get(_STEPS, True) in (False, 0):
         problems.append(f"{_SOURCE}({_STEPS}=False) is not supported: {ACCELERATOR[_STEPS].note}.")
-    _check_trackers(given, problems)
+    _check_trackers(arguments, problems)
     values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
-    values |= translate_precision(given.get("mixed_precision"), given.get("fp16"), problems)
-    if given.get("cpu"):
+    values |= translate_precision(arguments.get("mixed_precision"), arguments.get("fp16"), problems)
+    if arguments.get("cpu"):
         values["device"] = "cpu"
-    if given.get("dynamo_backend"):
-        values |= {"compile": True, "compile_backend": str(given["dynamo_backend"]).lower()}
-    if (plugin := given.get("fsdp_plugin")) is not None:
+    if arguments.get("dynamo_backend"):
+        values |= {"compile": True, "compile_backend": str(arguments["dynamo_backend"]).lower()}
+    if (plugin := arguments.get("fsdp_plugin")) is not None:
         values["zero_3_memory_optimization"] = True
         if getattr(plugin, "cpu_offload", None):
             values["cpu_offload"] = True
-    if (plugin := given.get("deepspeed_plugin")) is not None:
+    if (plugin := arguments.get("deepspeed_plugin")) is not None:
         values |= translate_deepspeed(_read_plugin(plugin), "DeepSpeedPlugin", problems)
-    values |= _choose_accumulation(given, values, problems)
-    settings = None
+    values |= _choose_accumulation(arguments, values, problems)
+    settings = Settings()
     try:
-        if _is_clipped_by_file(values):
+        file = load_deepspeed_file(values["deepspeed"]) if "deepspeed" in values else {}
+        if find_value(file, "gradient_clipping") is not None:
             del values["clip_grad"]
         settings = arguments_from_mapping(values, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
     if problems:
         raise ConfigurationError(problems)
-    assert settings is not None
     return add_launch_flags(settings, values.keys() - {"clip_grad"})
-
-
-def _is_clipped_by_file(values: Mapping[str, Any]) -> bool:
-    path = values.get("deepspeed")
-    return (
-        path is not None and find_value(load_deepspeed_file(path), "gradient_clipping") is not None
-    )
 
 
 def _read_plugin(plugin: Any) -> dict[str, Any]:
     """The values of a plugin that differ from its defaults; Accelerate's own class may be given."""
     ours = {field.name: field.default for field in dataclasses.fields(DeepSpeedPlugin)}
-    values: dict[str, Any] = {
-        name: getattr(plugin, name, default) for name, default in ours.items()
-    }
+    values: dict[str, Any] = {name: getattr(plugin, name, ours[name]) for name in ours}
     content = values["hf_ds_config"]
     if hasattr(content, "config"):  # transformers' or Accelerate's HfDeepSpeedConfig
         content = {k: v for k, v in content.config.items() if v != float("inf")}
@@ -126,14 +117,15 @@ def _write_for_this_process(content: dict[str, Any]) -> str:
 
 
 def _choose_accumulation(
-    given: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
+    arguments: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """One number, though three places may say it."""
-    plugin = given.get("gradient_accumulation_plugin")
+    plugin = arguments.get("gradient_accumulation_plugin")
+    name = "gradient_accumulation_steps"
     said = {
-        "Accelerator(gradient_accumulation_steps=...)": given.get("gradient_accumulation_steps"),
+        f"Accelerator({name}=...)": arguments.get(name),
         "gradient_accumulation_plugin": getattr(plugin, "num_steps", None),
-        "deepspeed_plugin": values.get("gradient_accumulation_steps"),
+        "deepspeed_plugin": values.get(name),
     }
     numbers: dict[str, int] = {}
     for where, number in said.items():
@@ -146,26 +138,26 @@ def _choose_accumulation(
         problems.append(f"gradient accumulation: {listed}.")
     if "deepspeed" in values and not numbers:
         return {}  # the DeepSpeed file says it
-    return {"gradient_accumulation_steps": next(iter(numbers.values()), 1)}
+    return {name: next(iter(numbers.values()), 1)}
 
 
-def splits_batches(given: Mapping[str, Any]) -> bool:
+def splits_batches(arguments: Mapping[str, Any]) -> bool:
     """Whether a DataLoader's ``batch_size`` counts the rows of all processes."""
-    config = given.get("dataloader_config")
-    return bool(given.get("split_batches") or getattr(config, "split_batches", False))
+    config = arguments.get("dataloader_config")
+    return bool(arguments.get("split_batches") or getattr(config, "split_batches", False))
 
 
-def list_trackers(given: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+def list_trackers(arguments: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     """What ``log_with`` asks for: names, and tracker objects of the user's own."""
-    wanted = given.get("log_with") or []
-    each = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    objects = [one for one in each if hasattr(one, "store_init_configuration")]
-    names = [str(getattr(one, "value", one)).lower() for one in each if one not in objects]
+    asked = arguments.get("log_with") or []
+    wanted = asked if isinstance(asked, (list, tuple)) else [asked]
+    objects = [one for one in wanted if hasattr(one, "store_init_configuration")]
+    names = [str(getattr(one, "value", one)).lower() for one in wanted if one not in objects]
     return names, objects
 
 
-def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
-    names, _ = list_trackers(given)
+def _check_trackers(arguments: Mapping[str, Any], problems: list[str]) -> None:
+    names, _ = list_trackers(arguments)
     unknown = [name for name in names if name not in ("all", "tensorboard")]
     if unknown:
         problems.append(
@@ -173,5 +165,5 @@ def _check_trackers(given: Mapping[str, Any], problems: list[str]) -> None:
             "tracker object (a subclass of accelerate.tracking.GeneralTracker), or write to your "
             "tracker yourself, if accelerator.is_main_process."
         )
-    if names and not (given.get("project_dir") or given.get("logging_dir")):
+    if names and not (arguments.get("project_dir") or arguments.get("logging_dir")):
         problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import yaml
 
+from rapidformer.dialects.accelerate.processes import ProcessVerbs
+from rapidformer.dialects.calls import flatten
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun
@@ -37,11 +39,16 @@ class BoardTracker:
 
     name = "tensorboard"
 
-    def __init__(self, project_folder: str | Path, board_folder: str | Path) -> None:
-        self._project_folder = Path(project_folder)
-        self._board_folder = Path(board_folder)
+    def __init__(self, run: TrackedRun, project_folder: str, board_folder: str) -> None:
         self._file = MetricsFile()
-        self._board = TensorBoard()
+        self._file.start(replace(run, folder=Path(project_folder)))
+        folder = Path(board_folder) / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._board = TensorBoard(folder, rename=str)
+        self._board.start(run)
+        plain = {name: _to_plain(value) for name, value in run.settings.items()}
+        text = yaml.safe_dump(plain, sort_keys=False)
+        (folder / "hparams.yml").write_text(text, encoding="utf-8")
 
     @property
     def tracker(self) -> Any:
@@ -50,19 +57,9 @@ class BoardTracker:
 
     writer = tracker
 
-    def start(self, run: TrackedRun) -> None:
-        self._file.start(replace(run, folder=self._project_folder))
-        folder = self._board_folder / run.name
-        folder.mkdir(parents=True, exist_ok=True)
-        self._board = TensorBoard(folder, rename=str)
-        self._board.start(run)
-        plain = {name: _to_plain(value) for name, value in run.settings.items()}
-        text = yaml.safe_dump(plain, sort_keys=False)
-        (folder / "hparams.yml").write_text(text, encoding="utf-8")
-
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write one line; the values of a nested dictionary become ``outer/inner``."""
-        flat = _flatten(values)
+        flat = {name: _to_plain(value) for name, value in flatten(values, "/")}
         self._file.log(flat, step)
         self._board.log(flat, step)
 
@@ -70,87 +67,59 @@ class BoardTracker:
         self._board.finish()
 
 
-class ForeignTracker:
-    """One of Accelerate's trackers (``GeneralTracker``) as one of ours."""
+class TrackingVerbs(ProcessVerbs):
+    """The part of ``Accelerator`` that logs; most trackers write on the main process only."""
 
-    def __init__(self, tracker: Any) -> None:
-        self.original = tracker
+    project_dir: str | None
+    logging_dir: str | None
+    _writes_board: bool
+    _user_trackers: list[Any]
+    _trackers: dict[str, Any]
+    """Those that were started, by name."""
 
-    def start(self, run: TrackedRun) -> None:
-        if hasattr(self.original, "start"):
-            self.original.start()
-        self.original.store_init_configuration(dict(run.settings))
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        self.original.log(values, step=step, **options)
-
-    def finish(self) -> None:
-        self.original.finish()
-
-
-class Trackers:
-    """The trackers of a script by name; most write on the main process only."""
-
-    def __init__(self, board: BoardTracker | None, others: list[Any], *, is_main: bool) -> None:
-        self._is_main = is_main
-        self._waiting: list[Any] = [board] if board is not None and is_main else []
-        self._waiting += [
-            tracker
-            for tracker in others
-            if is_main or not getattr(tracker, "main_process_only", True)
-        ]
-        self._started: dict[str, Any] = {}
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
+        if self._writes_board and self.is_main_process:
+            logs = str(self.logging_dir)
+            run = TrackedRun(name=project_name, settings=config or {}, resume_step=math.inf)
+            self._trackers["tensorboard"] = BoardTracker(run, self.project_dir or logs, logs)
+        for tracker in self._user_trackers:
+            if self.is_main_process or not getattr(tracker, "main_process_only", True):
+                if hasattr(tracker, "start"):
+                    tracker.start()
+                tracker.store_init_configuration(dict(config or {}))
+                self._trackers[getattr(tracker, "name", type(tracker).__name__)] = tracker
 
     @property
-    def started(self) -> list[Any]:
-        """As the script knows them."""
-        return [getattr(tracker, "original", tracker) for tracker in self._started.values()]
+    def trackers(self) -> list[Any]:
+        """Those that ``init_trackers`` has started."""
+        return list(self._trackers.values())
 
-    def start(self, project_name: str, config: dict[str, Any]) -> None:
-        """Open them, and hand on the script's settings."""
-        run = TrackedRun(name=project_name, settings=config, resume_step=math.inf)
-        for tracker in self._waiting:
-            is_foreign = hasattr(tracker, "store_init_configuration")
-            entry: Any = ForeignTracker(tracker) if is_foreign else tracker
-            entry.start(run)
-            self._started[getattr(tracker, "name", type(tracker).__name__)] = entry
-
-    def get(self, name: str, *, unwrap: bool) -> Any:
-        """One of them by its name, or what it writes with."""
-        if not self._started and not self._is_main:
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name, or (``unwrap``) what it writes with: TensorBoard's SummaryWriter."""
+        if not self._trackers and not self.is_main_process:
             return BlankTracker()
-        if name in self._started:
-            tracker = getattr(self._started[name], "original", self._started[name])
-            return getattr(tracker, "tracker", tracker) if unwrap else tracker
-        names = ", ".join(self._started)
-        raise RapidformerError(
-            f"get_tracker({name!r}): "
-            + (f"there is {names}." if names else "call init_trackers() first.")
-        )
+        if name not in self._trackers:
+            names = ", ".join(self._trackers)
+            hint = f"there is {names}." if names else "call init_trackers() first."
+            raise RapidformerError(f"get_tracker({name!r}): {hint}")
+        tracker = self._trackers[name]
+        return getattr(tracker, "tracker", tracker) if unwrap else tracker
 
-    def log(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> None:
-        """Pass numbers to all of them; ``options`` has more arguments by a tracker's name."""
-        if self._is_main and not self._started:
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Pass numbers to the trackers; ``log_kwargs`` has more arguments by a tracker's name."""
+        if self.is_main_process and not self._trackers:
             warn_once(
                 'accelerator.log() writes nothing: make Accelerator(log_with="tensorboard", '
                 "project_dir=...) and call init_trackers() first."
             )
-        for name, tracker in self._started.items():
-            tracker.log(values, step, **options.get(name, {}))
-
-    def close(self) -> None:
-        for tracker in self._started.values():
-            tracker.finish()
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = _to_plain(value)
-    return flat
+        for name, tracker in self._trackers.items():
+            tracker.log(values, step=step, **(log_kwargs or {}).get(name, {}))
 
 
 def _to_plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""FlagAI's arguments as the ``Settings`` of a run, by the table in ``dialects/flagai/names.py``.
+"""FlagAI's arguments as the ``Settings`` of a run, by the table in ``names.py``.
 
 If a DeepSpeed file and the constructor disagree, the file wins, as in FlagAI, but not silently.
 """
@@ -34,36 +34,31 @@ _LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
 _LAST_FRACTION = 0.1
 
 
-def complete(given: Mapping[str, Any]) -> dict[str, Any]:
+def complete(named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with FlagAI's defaults; every problem is in the one ConfigurationError."""
-    values = {name: row.default for name, row in FLAGAI.items()} | dict(given)
+    values = {name: row.default for name, row in FLAGAI.items()} | dict(named)
     problems: list[str] = []
-    check_names("Trainer", given, FLAGAI, problems)
-    if values["env_type"] not in ENVIRONMENTS:
-        problems.append(
-            f"env_type={values['env_type']!r} must be one of {', '.join(ENVIRONMENTS)}."
-        )
-    sizes = {given[n] for n in ("model_parallel_size", "model_paralle_size") if n in given}
+    check_names("Trainer", named, FLAGAI, problems)
+    kind = values["env_type"]
+    if kind not in ENVIRONMENTS:
+        problems.append(f"env_type={kind!r} must be one of {', '.join(ENVIRONMENTS)}.")
+    sizes = {named[n] for n in ("model_parallel_size", "model_paralle_size") if n in named}
     if len(sizes) > 1:
         problems.append("model_parallel_size and model_paralle_size are one value: give one.")
-    values["model_parallel_size"] = values["model_paralle_size"] = max([1, *sizes])
-    needs_file = values["env_type"].startswith("deepspeed")
-    if needs_file and not values["deepspeed_config"]:
+    size = values["model_parallel_size"] = values["model_paralle_size"] = max([1, *sizes])
+    if kind.startswith("deepspeed") and not values["deepspeed_config"]:
         problems.append(
-            f"env_type={values['env_type']!r} needs deepspeed_config='deepspeed.json': optimizer "
-            "and ZeRO stage come from that file."
+            f"env_type={kind!r} needs deepspeed_config='deepspeed.json': optimizer and ZeRO stage "
+            "come from that file."
         )
-    if sizes and max(sizes) > 1 and values["env_type"] != "deepspeed+mpu":
-        problems.append(
-            f"model_parallel_size={max(sizes)} needs env_type='deepspeed+mpu', "
-            f"got {values['env_type']!r}."
-        )
+    if size > 1 and kind != "deepspeed+mpu":
+        problems.append(f"model_parallel_size={size} needs env_type='deepspeed+mpu', got {kind!r}.")
     if problems:
         raise ConfigurationError(problems)
     return values
 
 
-def report_unused(values: Mapping[str, Any], given: set[str]) -> None:
+def report_unused(values: Mapping[str, Any], names: set[str]) -> None:
     """Say which of the arguments given do nothing in this environment."""
     if values["deepspeed_config"] and not values["env_type"].startswith("deepspeed"):
         say_once(
@@ -71,14 +66,14 @@ def report_unused(values: Mapping[str, Any], given: set[str]) -> None:
             f"env_type is {values['env_type']!r}."
         )
     if not values["lora"]:
-        for name in sorted({"lora_r", *_LORA} & given):
+        for name in sorted({"lora_r", *_LORA} & names):
             say_once(f"Trainer({name}=...) has no effect without lora=True.")
 
 
-def build_settings(values: Mapping[str, Any], given: set[str]) -> Settings:
+def build_settings(values: Mapping[str, Any], names: set[str]) -> Settings:
     """The settings of a run."""
     mapped = copy_mapped(values, FLAGAI) | _translate(values)
-    said = {FLAGAI[name].setting for name in given if FLAGAI[name].setting}
+    said = {FLAGAI[name].setting for name in names if FLAGAI[name].setting}
     settings = arguments_from_mapping(mapped, source=_SOURCE)
     settings = _forget(settings, {name for name in mapped if name not in said}, _DEFAULT)
     settings = add_launch_flags(settings, mapped)
@@ -88,32 +83,25 @@ def build_settings(values: Mapping[str, Any], given: set[str]) -> Settings:
 
 
 def _translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "epochs": values["epochs"],
-        "lr_decay_style": "cosine",
-        "min_lr": _LAST_FRACTION * float(values["lr"]),
-        "eval_interval": values["eval_interval"] or _NEVER,
-        "log_first_step": False,
-        "save": values["save_dir"] or "none",
-        "save_interval": values["save_interval"] or _NEVER,
-        "checkpoint_activations": values["checkpoint_activations"]
-        or values["deepspeed_activation_checkpointing"],
-        "device": "auto",
-        # These two are the launcher's, which has done its work.
-        "hostfile": None,
-        "nproc_per_node": None,
-        "nnodes": None,
-        "master_addr": None,
+    recomputes = values["checkpoint_activations"] or values["deepspeed_activation_checkpointing"]
+    settings: dict[str, Any] = {
+        "epochs": values["epochs"], "lr_decay_style": "cosine",
+        "min_lr": _LAST_FRACTION * float(values["lr"]), "log_first_step": False,
+        "eval_interval": values["eval_interval"] or _NEVER, "save": values["save_dir"] or "none",
+        "save_interval": values["save_interval"] or _NEVER, "checkpoint_activations": recomputes,
+        "device": "auto", "load_optim": True,
+        # Of the launcher, which has done its work.
+        "hostfile": None, "nproc_per_node": None, "nnodes": None, "master_addr": None,
         "master_port": None,
-        "load_optim": True,
-    }
+    }  # fmt: skip
     if values["lora"]:
-        found |= {name: values[name] for name in _LORA} | {"lora_rank": values["lora_r"]}
+        settings |= {name: values[name] for name in _LORA} | {"lora_rank": values["lora_r"]}
     if values["tensorboard_dir"]:
-        found["tensorboard_dir"] = str(Path(values["tensorboard_dir"]) / values["experiment_name"])
+        folder = Path(values["tensorboard_dir"]) / values["experiment_name"]
+        settings["tensorboard_dir"] = str(folder)
     if values["env_type"] == "pytorch":
-        found["device"] = "cpu" if str(values["pytorch_device"]) == "cpu" else "cuda"
-    return found
+        settings["device"] = "cpu" if str(values["pytorch_device"]) == "cpu" else "cuda"
+    return settings
 
 
 def _forget(settings: Settings, names: set[str], source: str) -> Settings:
@@ -128,14 +116,15 @@ def _take_file(settings: Settings, values: Mapping[str, Any], said: set[str]) ->
     content = load_deepspeed_file(path)
     open_names = set(settings.sources) - {"tensor_model_parallel_size", "save"}
     asked = _forget(settings, open_names, _BY_FILE).replace(_SOURCE, deepspeed=path)
-    if any(
-        find_value(modernize(content), f"{kind}.enabled") is not None for kind in ("fp16", "bf16")
+    modern = modernize(content)
+    for file, key, changed in (
+        (modern, "fp16.enabled", {"fp16": False}),
+        (modern, "bf16.enabled", {"fp16": False}),
+        (content, "scheduler.type", {"lr_warmup_fraction": None}),
+        (content, "train_batch_size", {"gradient_accumulation_steps": None}),
     ):
-        asked = asked.replace(_BY_FILE, fp16=False)
-    if find_value(content, "scheduler.type") is not None:
-        asked = asked.replace(_BY_FILE, lr_warmup_fraction=None)
-    if find_value(content, "train_batch_size") is not None:
-        asked = asked.replace(_BY_FILE, gradient_accumulation_steps=None)
+        if find_value(file, key) is not None:
+            asked = asked.replace(_BY_FILE, **changed)
     stage, size = get_zero_stage(asked, content), asked.tensor_model_parallel_size
     if size > 1 and stage == 3:
         merged = _use_our_own(asked, content)
@@ -155,27 +144,17 @@ def _use_our_own(asked: Settings, content: dict[str, Any]) -> Settings:
         "DeepSpeed's ZeRO-3 does not combine with tensor parallelism: rapidformer's own ZeRO-3 x "
         f"tensor parallelism of {size} is used, with the values of {path}."
     )
-    zero = modernize(content).get("zero_optimization")
-    offloads = (
-        isinstance(zero, dict) and (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    )
+    device = find_value(modernize(content), "zero_optimization.offload_optimizer.device")
     return merged.replace(
-        f"{path}: zero_optimization",
-        deepspeed=None,
-        tensor_model_parallel_size=size,
-        cpu_offload=bool(offloads),
-        zero_3_memory_optimization=True,
-    )
+        f"{path}: zero_optimization", deepspeed=None, tensor_model_parallel_size=size,
+        cpu_offload=device == "cpu", zero_3_memory_optimization=True,
+    )  # fmt: skip
 
 
 def _report_overridden(before: Settings, merged: Settings, said: set[str], path: str) -> None:
     """Every argument that the user gave and the file has changed, in one line."""
-    compared = sorted(said - {"deepspeed", "fp16"})
-    changed = [
-        f"{name} {getattr(before, name)} (now {getattr(merged, name)})"
-        for name in compared
-        if getattr(before, name) != getattr(merged, name)
-    ]
+    values = {n: (getattr(before, n), getattr(merged, n)) for n in said - {"deepspeed", "fp16"}}
+    changed = [f"{n} {old} (now {new})" for n, (old, new) in sorted(values.items()) if old != new]
     if before.fp16 and merged.mixed_precision != "fp16" and not merged.fp16:
         changed.append(f"fp16 True (now {merged.mixed_precision or 'fp32'})")
     if changed:

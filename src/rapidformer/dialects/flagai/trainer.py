@@ -1,22 +1,15 @@
 """FlagAI's trainer on the one loop.
 
-    class MyTrainer(Trainer):
-        def forward_step(self, data, model, mems): ...   # a dict with `loss` (and `logits`)
-
-    trainer = MyTrainer(env_type="pytorchDDP", epochs=1, batch_size=4, num_gpus=2,
-                        training_script=__file__)
-    trainer.train(model, train_dataset=..., valid_dataset=..., collate_fn=...)
-
-Making the trainer starts the other processes (``self_launch.py``); the model and the data come with
+Making it starts the script in every process it asks for; the model and the data come with
 ``train``, and the engine with them.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +18,21 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import EvalLoopOutput
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.flagai import settings as flagai_settings
-from rapidformer.dialects.flagai.self_launch import launch_self
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.bridge import TrainerTemplate
 from rapidformer.dialects.huggingface.callbacks import build_state
-from rapidformer.dialects.huggingface.trainer import Inputs, Metrics, Trainer
+from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
+from rapidformer.dialects.huggingface.loss import takes
+from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.log import configure_logging, warn_once
+from rapidformer.log import configure_logging, get_logger, warn_once
 
 # What FlagAI strips from a batch before the model sees it.
 _NOT_INPUTS = ("uid", "meta", "mode")
@@ -74,27 +67,19 @@ class FlagAITrainer(Trainer):
 
     def __init__(self, **named: Any) -> None:
         configure_logging()
-        self.values = flagai_settings.complete(named)
-        self._given = set(named)
-        values = self.values
+        self.values = values = flagai_settings.complete(named)
+        self._said = set(named)
         self.env_type: str = values["env_type"]
+        device = str(values["pytorch_device"])
         if self.env_type != "pytorch":
-            launch_self(
-                str(values["training_script"]),
-                processes=int(values["num_gpus"]),
-                nodes=int(values["num_nodes"]),
-                hostfile=values["hostfile"],
-                master_addr=values["master_ip"],
-                master_port=values["master_port"],
-            )
-        elif str(values["pytorch_device"]).startswith("cuda:"):
-            _choose_gpu(str(values["pytorch_device"]))
-        flagai_settings.report_unused(values, self._given)
+            _launch_self(values)
+        elif device.startswith("cuda:") and device != "cuda:0" and not torch.cuda.is_initialized():
+            # The one GPU that this process sees.
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", device.removeprefix("cuda:"))
+        flagai_settings.report_unused(values, self._said)
         seed_everything(int(values["seed"]), deterministic=False)
         for name in ("epochs", "batch_size", "lr", "experiment_name", "save_dir", "tokenizer"):
             setattr(self, name, values[name])
-
-    # ---- training ------------------------------------------------------------------------------
 
     def forward_step(self, data: Inputs, model: nn.Module, mems: Any = None) -> dict[str, Any]:
         """A dictionary with the ``loss``, and ``logits`` for metrics."""
@@ -137,16 +122,14 @@ class FlagAITrainer(Trainer):
         self.metric_methods = list(methods or [])
         # As in FlagAI: with metrics, `save_best` maximizes.
         self._best = BestScore(float("-inf" if self.metric_methods else "inf"))
+        size = int(values["batch_size"])
         self.args = TrainingArguments(
-            str(values["save_dir"] or "."),
-            seed=int(values["seed"]),
-            per_device_train_batch_size=int(values["batch_size"]),
-            per_device_eval_batch_size=int(values["batch_size"]),
-            remove_unused_columns=False,
+            str(values["save_dir"] or "."), seed=int(values["seed"]),
+            per_device_train_batch_size=size, per_device_eval_batch_size=size,
             metric_for_best_model=_SAVED_BEST if values["save_best"] else "loss",
-            eval_do_concat_batches=False,
+            remove_unused_columns=False, eval_do_concat_batches=False,
             restore_callback_states_from_checkpoint=True,
-        )
+        )  # fmt: skip
         self.processing_class = values["tokenizer"]
         self.data_collator = collate
         self.compute_loss_func = self.compute_metrics = self.preprocess_logits_for_metrics = None
@@ -156,8 +139,7 @@ class FlagAITrainer(Trainer):
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        settings = flagai_settings.build_settings(self.values, self._given)
-        settings = settings.replace(
+        settings = flagai_settings.build_settings(self.values, self._said).replace(
             "derived: save_best", metric_for_best_model=self.args.metric_for_best_model
         )
         if self._resumes():
@@ -166,13 +148,8 @@ class FlagAITrainer(Trainer):
 
     def _resumes(self) -> bool:
         """Whether the run continues a checkpoint; otherwise ``load_dir`` gives weights alone."""
-        values = self.values
-        return bool(
-            values["load_dir"]
-            and values["load_optim"]
-            and values["epochs"]
-            and find_checkpoint(Path(values["load_dir"]))
-        )
+        is_asked = all(self.values[name] for name in ("load_dir", "load_optim", "epochs"))
+        return is_asked and find_checkpoint(Path(self.values["load_dir"])) is not None
 
     def _load_given_weights(self) -> None:
         """The weights in ``load_dir``, for a run that starts at step 0."""
@@ -189,25 +166,20 @@ class FlagAITrainer(Trainer):
             warn_once(f"load_dir={folder!r} holds no checkpoint: the optimizer starts fresh.")
 
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return self._get_loss(self._forward(model, batch))
+        return self._forward(model, batch)[0]
 
-    def _forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
         data = batch
         if isinstance(batch, Mapping):
             data = {name: value for name, value in batch.items() if name not in _NOT_INPUTS}
-        found = self.forward_step(data, model, None)
-        if not isinstance(found, Mapping) or "loss" not in found:
+        outputs = self.forward_step(data, model, None)
+        if not isinstance(outputs, Mapping) or "loss" not in outputs:
             raise RapidformerError(
                 "forward_step must return a dictionary with 'loss', got "
-                f"{', '.join(found) if isinstance(found, Mapping) else type(found).__name__}."
+                f"{', '.join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__}."
             )
-        return found
-
-    def _get_loss(self, found: Mapping[str, Any]) -> torch.Tensor:
-        loss: torch.Tensor = found["loss"]
-        return loss.mean() if loss.dim() else loss
-
-    # ---- data ----------------------------------------------------------------------------------
+        loss: torch.Tensor = outputs["loss"]
+        return loss.mean() if loss.dim() else loss, outputs
 
     def get_dataloader(self, dataset: Any, collate_fn: Any = None, shuffle: bool = False) -> Any:
         """A loader for this rank's part of the data; a ready ``DataLoader`` stays as it is."""
@@ -229,8 +201,6 @@ class FlagAITrainer(Trainer):
     def _can_train(self) -> bool:
         return self.train_dataset is not None and bool(self.values["epochs"])
 
-    # ---- evaluating ----------------------------------------------------------------------------
-
     def evaluate(  # type: ignore[override]
         self,
         data_loader: Any = None,
@@ -247,16 +217,13 @@ class FlagAITrainer(Trainer):
         output = self.evaluation_loop(
             loader, "Evaluation", prediction_loss_only=not self.metric_methods
         )
-        metrics = self._name_metrics(output)
+        metrics = compute_methods(
+            self.metric_methods, output.predictions, output.label_ids, self.values["tokenizer"]
+        )
+        metrics["loss"] = (output.metrics or {}).get("eval_loss", float("nan"))
         self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
         self._log_line({f"eval_{name}": value for name, value in metrics.items()}, "validation")
         return metrics
-
-    def _name_metrics(self, output: EvalLoopOutput) -> Metrics:
-        found = compute_methods(
-            self.metric_methods, output.predictions, output.label_ids, self.values["tokenizer"]
-        )
-        return {**found, "loss": (output.metrics or {}).get("eval_loss", float("nan"))}
 
     def evaluate_in_training(self) -> Metrics:
         metrics = self.evaluate()
@@ -269,25 +236,54 @@ class FlagAITrainer(Trainer):
         return {**metrics, _SAVED_BEST: float(best.times)}
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        found = self._forward(model, inputs)
-        loss = self._get_loss(found).detach()
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Keys = None
+    ) -> Prediction:
+        loss, outputs = self._forward(model, inputs)
         labels = inputs.get("labels", inputs.get("target_ids"))
-        if prediction_loss_only or found.get("logits") is None or labels is None:
-            return loss, None, None
-        return loss, found["logits"].argmax(-1), labels
+        if prediction_loss_only or outputs.get("logits") is None or labels is None:
+            return loss.detach(), None, None
+        return loss.detach(), outputs["logits"].argmax(-1), labels
 
 
-def _choose_gpu(device: str) -> None:
-    """``cuda:1``: the one GPU that this process sees."""
-    number = device.partition(":")[2]
-    if number != "0" and not torch.cuda.is_initialized():
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", number)
+def _launch_self(values: Mapping[str, Any]) -> None:
+    """Start the script in every process; returns only where there is nothing to start."""
+    if all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        return  # started by a launcher: ours, torchrun's, DeepSpeed's
+    processes, nodes = int(values["num_gpus"]), int(values["num_nodes"])
+    hostfile = values["hostfile"]
+    flags = ["--nproc-per-node", str(processes)]
+    has_hosts = hostfile is not None and Path(hostfile).expanduser().is_file()
+    if hostfile is not None and not has_hosts:
+        get_logger().info(f"there is no hostfile {hostfile}: the run is on this node alone")
+    if has_hosts:
+        flags = ["--hostfile", str(hostfile)]
+    elif nodes > 1 and hostfile is None:
+        flags += ["--nnodes", str(nodes)]
+        if values["master_ip"] is not None:
+            flags += ["--master-addr", values["master_ip"]]
+            flags += ["--master-port", str(values["master_port"])]
+    elif processes == 1:
+        return
+    _become_launcher(flags, str(values["training_script"]))
+
+
+def _become_launcher(flags: list[str], script: str) -> None:
+    """By ``exec``, so that signals reach it and its exit status is the run's."""
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"training_script={script!r} is not a file: pass training_script=__file__, so that "
+            "every process can run it."
+        )
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        raise ConfigurationError(
+            "a notebook cannot start itself in several processes: save it as a script and use "
+            "`rapidformer launch script.py`."
+        )
+    words = ["-m", "rapidformer.cli.main", "launch", *flags, str(path.resolve()), *sys.argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 MetricMethod = Sequence[Any]
@@ -304,24 +300,16 @@ def compute_methods(
     """
     if not methods or predictions is None or labels is None:
         return {}
-    guesses, truths = _split(predictions), _split(labels)
-    if guesses[0].dim() == 0:
-        joined: Any = torch.stack(guesses), torch.stack(truths)
-    else:
-        joined = guesses, truths
-    return {
-        str(name): float(_call(function, *joined, tokenizer=tokenizer, meta=None))
-        for name, function in methods
-    }
-
-
-def _split(batches: Any) -> list[torch.Tensor]:
-    return [row for batch in batches for row in torch.as_tensor(batch)]
-
-
-def _call(function: Callable[..., Any], *values: Any, **extra: Any) -> Any:
-    """Not every function takes the meta data and the tokenizer: FlagAI's own do not."""
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = {name: value for name, value in extra.items() if takes_any or name in parameters}
-    return function(*values, **taken)
+    joined: list[Any] = [
+        [row for batch in batches for row in torch.as_tensor(batch)]
+        for batches in (predictions, labels)
+    ]
+    extra = {"tokenizer": tokenizer, "meta": None}
+    if joined[0][0].dim() == 0:
+        joined = [torch.stack(rows) for rows in joined]
+    metrics: dict[str, float] = {}
+    for name, function in methods:
+        # Not every function takes the meta data and the tokenizer: FlagAI's own do not.
+        taken = {word: value for word, value in extra.items() if takes(function, word)}
+        metrics[str(name)] = float(function(*joined, **taken))
+    return metrics

@@ -1,8 +1,8 @@
 """``TrainingArguments``: the public class, with the names and defaults of ``transformers`` 5.17.
 
-It is a plain, mutable dataclass that knows no rules: what each name does here is in
-``dialects/huggingface/names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a
-run. No torch at the top, so that ``rapidformer --help`` and the docs can read it.
+It is a plain, mutable dataclass that knows no rules: its fields and what each does here are in
+``names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a run. No torch at the
+top, so that ``rapidformer --help`` and the docs can read it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.names import HUGGING_FACE
+from rapidformer.dialects.huggingface.names import NamedFields
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -36,8 +36,6 @@ _DICTIONARIES = (
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
                "hub_strategy")  # fmt: skip
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
-
-
 _FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
 """Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
 C = TypeVar("C")
@@ -59,13 +57,6 @@ class _FormerFlag(argparse.Action):
         is_idle = name in _FORMER_NAMES and not values  # `--warmup_ratio 0.0` next to steps
         if not is_idle:
             setattr(namespace, self.dest, values)
-
-
-def _describe_flag(name: str) -> dict[str, Any]:
-    """What ``HfArgumentParser`` must know about a field that has a former name."""
-    former = [each for each, present in _FORMER_NAMES.items() if present == name]
-    flags = [f"--{each}" for one in former for each in (one, one.replace("_", "-"))]
-    return {"aliases": flags, "action": _FormerFlag} if flags else {}
 
 
 def _takes_former_names(cls: type[C]) -> type[C]:
@@ -97,121 +88,8 @@ def _rename(named: dict[str, Any]) -> dict[str, Any]:
 
 @_takes_former_names
 @dataclass(repr=False)
-class TrainingArguments:
+class TrainingArguments(NamedFields):
     """Settings of a run in Hugging Face's words."""
-
-    output_dir: str | None = None
-    per_device_train_batch_size: int = 8
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
-    learning_rate: float = 5e-5
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    warmup_steps: float = 0
-    optim: str = "adamw_torch_fused"
-    optim_args: str | None = None
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    optim_target_modules: str | None = None
-    gradient_accumulation_steps: int = 1
-    average_tokens_across_devices: bool = True
-    max_grad_norm: float = 1.0
-    label_smoothing_factor: float = 0.0
-    bf16: bool = False
-    fp16: bool = False
-    bf16_full_eval: bool = False
-    fp16_full_eval: bool = False
-    tf32: bool | None = None
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
-    torch_compile: bool = False
-    torch_compile_backend: str | None = None
-    torch_compile_mode: str | None = None
-    use_liger_kernel: bool = False
-    liger_kernel_config: dict[str, Any] | str | None = None
-    use_cache: bool = False
-    neftune_noise_alpha: float | None = None
-    torch_empty_cache_steps: int | None = None
-    auto_find_batch_size: bool = False
-    logging_strategy: str = "steps"
-    logging_steps: float = 500
-    logging_first_step: bool = False
-    log_on_each_node: bool = True
-    logging_nan_inf_filter: bool = True
-    include_num_input_tokens_seen: str = "no"
-    log_level: str = "passive"
-    log_level_replica: str = "warning"
-    disable_tqdm: bool | None = None
-    report_to: str = "none"
-    run_name: str | None = None
-    project: str = "huggingface"
-    trackio_space_id: str | None = None
-    trackio_bucket_id: str | None = None
-    trackio_static_space_id: str | None = None
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
-    eval_delay: float = 0
-    per_device_eval_batch_size: int = 8
-    prediction_loss_only: bool = False
-    eval_on_start: bool = False
-    eval_do_concat_batches: bool = True
-    eval_use_gather_object: bool = False
-    eval_accumulation_steps: int | None = None
-    include_for_metrics: list[str] = field(default_factory=list)
-    batch_eval_metrics: bool = False
-    save_only_model: bool = False
-    save_strategy: str = "steps"
-    save_steps: float = 500
-    save_on_each_node: bool = False
-    save_total_limit: int | None = None
-    enable_jit_checkpoint: bool = False
-    push_to_hub: bool = False
-    hub_token: str | None = None
-    hub_private_repo: bool | None = None
-    hub_model_id: str | None = None
-    hub_strategy: str = "every_save"
-    hub_always_push: bool = False
-    hub_revision: str | None = None
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    ignore_data_skip: bool = False
-    restore_callback_states_from_checkpoint: bool = False
-    full_determinism: bool = False
-    seed: int = 42
-    data_seed: int | None = None
-    use_cpu: bool = False
-    accelerator_config: dict[str, Any] | str | None = None
-    parallelism_config: dict[str, Any] | str | None = None
-    dataloader_drop_last: bool = False
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_persistent_workers: bool = False
-    dataloader_prefetch_factor: int | None = None
-    dataloader_multiprocessing_context: str | None = None
-    dataloader_in_order: bool = True
-    remove_unused_columns: bool = True
-    label_names: list[str] | None = None
-    train_sampling_strategy: str = "random"
-    length_column_name: str = "length"
-    ddp_find_unused_parameters: bool | None = None
-    ddp_bucket_cap_mb: int | None = None
-    ddp_broadcast_buffers: bool | None = None
-    ddp_static_graph: bool | None = None
-    ddp_backend: str | None = None
-    ddp_timeout: int = 1800
-    fsdp: str | None = None
-    fsdp_config: dict[str, Any] | str | None = None
-    deepspeed: dict[str, Any] | str | None = None
-    debug: str = ""
-    skip_memory_metrics: bool = True
-    do_train: bool = False
-    do_eval: bool = False
-    do_predict: bool = False
-    resume_from_checkpoint: str | None = None
-    local_rank: int = -1
 
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
@@ -229,8 +107,6 @@ class TrainingArguments:
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-
-    # ---- this process among the others ---------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -262,8 +138,7 @@ class TrainingArguments:
     def parallel_mode(self) -> Any:
         from transformers.training_args import ParallelMode
 
-        several = self.world_size > 1
-        return ParallelMode.DISTRIBUTED if several else ParallelMode.NOT_PARALLEL
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def train_batch_size(self) -> int:
@@ -277,9 +152,7 @@ class TrainingArguments:
     def should_log(self) -> bool:
         return self.process_index == 0
 
-    @property
-    def should_save(self) -> bool:
-        return self.process_index == 0
+    should_save = should_log
 
     def get_process_log_level(self) -> int:
         """A level of Python's ``logging``: the replicas are quieter."""
@@ -308,8 +181,6 @@ class TrainingArguments:
             if index == 0:
                 dist.barrier()
 
-    # ---- as text -------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Every field by name; tokens are masked."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
@@ -333,16 +204,11 @@ class TrainingArguments:
 
     def __str__(self) -> str:
         """What differs from the defaults first: that is what one looks for."""
-        given = {
-            name: value for name, value in self.to_dict().items() if name in list_changed(self)
-        }
-        rest = {name: value for name, value in self.to_dict().items() if name not in given}
-        lines = [f"{type(self).__name__}("]
-        lines += [f"    {name}={value!r}," for name, value in given.items()]
-        if rest:
-            lines.append("    # defaults")
-        lines += [f"    {name}={value!r}," for name, value in sorted(rest.items())]
-        return "\n".join([*lines, ")"])
+        changed = list_changed(self)
+        lines = {name: f"    {name}={value!r}," for name, value in self.to_dict().items()}
+        first = [lines[name] for name in changed if name in lines]
+        rest = [lines[name] for name in sorted(lines) if name not in changed]
+        return "\n".join([f"{type(self).__name__}(", *first, "    # defaults", *rest, ")"])
 
     __repr__ = __str__
 
@@ -371,24 +237,16 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 def list_changed(arguments: TrainingArguments) -> list[str]:
     """The names whose values are not the defaults."""
-    changed = []
-    for each in dataclasses.fields(arguments):
-        make: Any = each.default_factory
-        default = make() if make is not dataclasses.MISSING else each.default
-        if getattr(arguments, each.name) != default:
-            changed.append(each.name)
-    return changed
+
+    def get_default(field: dataclasses.Field[Any]) -> Any:
+        make: Any = field.default_factory
+        return make() if make is not dataclasses.MISSING else field.default
+
+    fields = dataclasses.fields(arguments)
+    return [field.name for field in fields if getattr(arguments, field.name) != get_default(field)]
 
 
-def _add_help() -> None:
-    """``HfArgumentParser`` shows it; one table says what each name does."""
-    for each in dataclasses.fields(TrainingArguments):
-        row = HUGGING_FACE[each.name]
-        ours = f"--{row.setting.replace('_', '-')}" if row.setting else ""
-        parts = [row.outcome, ours, row.note]
-        text = ": ".join(part for part in parts if part).replace("%", "%%")
-        facts = {"help": text, **_describe_flag(each.name)}
-        each.metadata = MappingProxyType(facts)  # type: ignore[assignment]
-
-
-_add_help()
+for _former, _present in _FORMER_NAMES.items():
+    _field = TrainingArguments.__dataclass_fields__[_present]
+    _flags = {"aliases": [f"--{_former}", f"--{_former.replace('_', '-')}"], "action": _FormerFlag}
+    _field.metadata = MappingProxyType({**_field.metadata, **_flags})  # type: ignore[assignment]

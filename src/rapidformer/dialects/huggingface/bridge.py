@@ -1,7 +1,6 @@
 """From a ``Trainer`` to the one loop: a template whose hooks are the trainer's, and its events.
 
-The loop's hook points become transformers' events, and the trainer's state follows the loop's. As
-in transformers, ``evaluate()`` itself tells the callbacks of an evaluation, before the loop has
+As in transformers, ``evaluate()`` itself tells the callbacks of an evaluation, before the loop has
 compared it with the best one; here the result is only copied.
 """
 
@@ -9,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
-from rapidformer.dialects.huggingface.interface import TrainerInterface
+from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.records import STATE_FILE
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.engine import RapidformerEngine
@@ -36,16 +35,24 @@ _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
 
 
-def forget_requests(control: Any) -> None:
-    """Before ``evaluate`` calls the callbacks: what the loop has planned is not their wish."""
-    for name in _REQUESTS[1:]:
-        setattr(control, name, False)
+def _copy_requests(source: Any, target: Any) -> None:
+    for name in _REQUESTS:
+        setattr(target, name, getattr(source, name))
+
+
+def _pass_on(event: str) -> Any:
+    """A hook that tells the callbacks of the event with its name."""
+
+    def hook(self: LoopEvents, loop: RunningLoop, control: Control) -> None:
+        self._tell(event, loop, control)
+
+    return hook
 
 
 class LoopEvents(Callback):
     """Tells a trainer's callbacks what the loop does, and the loop what they ask for."""
 
-    def __init__(self, trainer: TrainerInterface) -> None:
+    def __init__(self, trainer: EvaluationMethods) -> None:
         self._trainer = trainer
         self._heard: set[str] = set()
 
@@ -83,37 +90,19 @@ class LoopEvents(Callback):
                     restore_stateful(trainer, saved.get("stateful_callbacks", {}))
                 return
 
-    def on_epoch_begin(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_epoch_begin", loop, control)
-
-    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_step_begin", loop, control)
-
-    def on_substep_end(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_substep_end", loop, control)
-
-    def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_pre_optimizer_step", loop, control)
-
-    def on_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_optimizer_step", loop, control)
-
-    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_step_end", loop, control)
-
-    def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_epoch_end", loop, control)
-
-    def on_train_end(self, loop: RunningLoop, control: Control) -> None:
-        self._tell("on_train_end", loop, control)
+    on_epoch_begin = _pass_on("on_epoch_begin")
+    on_step_begin = _pass_on("on_step_begin")
+    on_substep_end = _pass_on("on_substep_end")
+    on_pre_optimizer_step = _pass_on("on_pre_optimizer_step")
+    on_optimizer_step = _pass_on("on_optimizer_step")
+    on_step_end = _pass_on("on_step_end")
+    on_epoch_end = _pass_on("on_epoch_end")
+    on_train_end = _pass_on("on_train_end")
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "loss" in line:  # evaluate() logs its own numbers
-            self._follow(loop)
-            self._read(control)
-            self._trainer.log({_LOGGED[name]: line[name] for name in _LOGGED if name in line})
-            self._pass_on(control)
-            self._agree(control, "on_log")
+            with self._asking(loop, control, "on_log"):
+                self._trainer.log({_LOGGED[name]: line[name] for name in _LOGGED if name in line})
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
@@ -133,14 +122,21 @@ class LoopEvents(Callback):
         self._tell("on_save", loop, control)
 
     def _tell(self, event: str, loop: RunningLoop, control: Control) -> None:
-        self._follow(loop)
-        self._read(control)
-        self._trainer.callbacks.call(event)
-        self._pass_on(control)
         if event == "on_step_end":
-            self._agree(control, event, *_WITHIN_STEP)
-        elif event not in _WITHIN_STEP:
-            self._agree(control, event)
+            sources: tuple[str, ...] = (event, *_WITHIN_STEP)
+        else:
+            sources = () if event in _WITHIN_STEP else (event,)
+        with self._asking(loop, control, *sources):
+            self._trainer.callbacks.call(event)
+
+    @contextlib.contextmanager
+    def _asking(self, loop: RunningLoop, control: Control, *events: str) -> Iterator[None]:
+        """Callbacks may ask for things, and may take back what the settings ask for."""
+        self._follow(loop)
+        _copy_requests(control, self._trainer.control)
+        yield
+        _copy_requests(self._trainer.control, control)
+        self._agree(control, *events)
 
     def _agree(self, control: Control, *events: str) -> None:
         """Rank 0's requests count; nothing is sent if no callback listens to these events."""
@@ -148,17 +144,6 @@ class LoopEvents(Callback):
             requests = broadcast_object([getattr(control, name) for name in _REQUESTS])
             for name, value in zip(_REQUESTS, requests, strict=True):
                 setattr(control, name, value)
-
-    def _read(self, control: Control) -> None:
-        theirs = self._trainer.control
-        for name in _REQUESTS:
-            setattr(theirs, name, getattr(control, name))
-
-    def _pass_on(self, control: Control) -> None:
-        """What the callbacks ask of the loop; a request of the settings may be taken back too."""
-        theirs = self._trainer.control
-        for name in _REQUESTS:
-            setattr(control, name, getattr(theirs, name))
 
     def _follow(self, loop: RunningLoop) -> None:
         state, progress = self._trainer.state, loop.progress
@@ -181,7 +166,7 @@ def _link_checkpoint(folder: Path, step: int) -> None:
 class TrainerTemplate(Template):
     """Data, optimizer, forward step and evaluation are the trainer's."""
 
-    def __init__(self, trainer: TrainerInterface, engine: RapidformerEngine) -> None:
+    def __init__(self, trainer: EvaluationMethods, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self.trainer = trainer
         self.processor = trainer.processing_class
@@ -201,31 +186,29 @@ class TrainerTemplate(Template):
     def make_evaluation(self, model: Any, loader: Any) -> Evaluation | None:
         if self.trainer.eval_dataset is None:
             return None
-        return self.plan_evaluation(self._evaluate)
+        name, greater = self.choose_best_metric()
+        return Evaluation(run=self._evaluate, best_metric=name, greater_is_better=greater)
 
     def _evaluate(self) -> dict[str, float]:
-        forget_requests(self.trainer.control)
+        # Before `evaluate` calls the callbacks: what the loop has planned is not their wish.
+        for name in _REQUESTS[1:]:
+            setattr(self.trainer.control, name, False)
         return to_metrics(self.trainer.evaluate_in_training())
 
     def run_training(self) -> Progress:
         """The order of a run: folder, data, model, evaluation, loop."""
+        trainer, args = self.trainer, self.args
         with self.holding_folder():
-            return self._run_training()
-
-    def _run_training(self) -> Progress:
-        trainer = self.trainer
-        if self.args.save is not None and self.args.load is None and not self.args.overwrite:
-            set_aside(Path(self.args.save), is_main=self.engine.is_main)
-        resume = self.find_resume_folder()
-        if trainer.train_dataloader is None:
-            self.prepare()
-        return self.run_loop(
-            trainer.train_dataloader,
-            trainer.model,
-            evaluation=self.make_evaluation(trainer.model, None),
-            eval_data=trainer.eval_dataset,
-            resume=resume,
-        )
+            if args.save is not None and args.load is None and not args.overwrite:
+                set_aside(Path(args.save), is_main=self.engine.is_main)
+            resume = self.find_resume_folder()
+            if trainer.train_dataloader is None:
+                self.prepare()
+            evaluation = self.make_evaluation(trainer.model, None)
+            return self.run_loop(
+                trainer.train_dataloader, trainer.model,
+                evaluation=evaluation, eval_data=trainer.eval_dataset, resume=resume,
+            )  # fmt: skip
 
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""
@@ -251,21 +234,21 @@ class TrainerTemplate(Template):
 
     def list_steps(self) -> list[Callable[..., Any]]:
         trainer: Any = self.trainer
-        given = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
-        return [trainer.run_training_step, trainer.training_step, trainer.compute_loss, *given]
+        user_loss = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
+        return [trainer.run_training_step, trainer.training_step, trainer.compute_loss, *user_loss]
 
 
-def find_checkpoint_folder(given: str | bool | Path | None, output_dir: str | None) -> Path | None:
+def find_checkpoint_folder(asked: str | bool | Path | None, output_dir: str | None) -> Path | None:
     """What ``resume_from_checkpoint`` means: True is the newest one in the output folder."""
-    if given is None or given is False or given == "":
+    if asked is None or asked is False or asked == "":
         return None
-    is_newest = given is True or str(given).lower() == "true"
-    source = Path(output_dir or ".") if is_newest else Path(str(given)).expanduser()
-    found = find_checkpoint(source.resolve()) if source.is_dir() else None
-    if found is None:
+    is_newest = asked is True or str(asked).lower() == "true"
+    source = Path(output_dir or ".") if is_newest else Path(str(asked)).expanduser()
+    checkpoint = find_checkpoint(source.resolve()) if source.is_dir() else None
+    if checkpoint is None:
         raise CheckpointError(
-            f"resume_from_checkpoint={given!r}: {source} holds no checkpoint (iter_… folders). "
+            f"resume_from_checkpoint={asked!r}: {source} holds no checkpoint (iter_… folders). "
             "Checkpoints of transformers' own Trainer cannot be resumed: start from their weights "
             "with from_pretrained()."
         )
-    return found
+    return checkpoint

@@ -1,7 +1,6 @@
 """transformers' callbacks: their events, with the arguments that they expect.
 
-``TrainerState`` and ``TrainerControl`` are transformers' own classes. Each process has its own
-state; what a callback asks for (stop, log, evaluate, save) is the first process's word.
+Each process has its own state; what a callback asks for is the first process's word.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.log import warn_once
 
 Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
+# What every event passes to a callback, by name.
+_SHOWN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader")
 
 
 class CallbackList:
@@ -32,44 +33,34 @@ class CallbackList:
 
     def pop(self, callback: Callback) -> TrainerCallback | None:
         """Take one out, by itself or by its class."""
-        for each in self.callbacks:
-            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
-                self.callbacks.remove(each)
-                return each
+        for other in self.callbacks:
+            if other is callback or (isinstance(callback, type) and isinstance(other, callback)):
+                self.callbacks.remove(other)
+                return other
         return None
 
     def call(self, event: str, **details: Any) -> TrainerControl:
         """Tell every callback; one that returns a control object replaces the trainer's."""
         trainer = self._trainer
         for callback in self.callbacks:
+            shown = {name: getattr(trainer, name) for name in _SHOWN}
             returned = getattr(callback, event)(
-                trainer.args,
-                trainer.state,
-                trainer.control,
-                model=trainer.model,
-                processing_class=trainer.processing_class,
-                optimizer=trainer.optimizer,
-                lr_scheduler=trainer.lr_scheduler,
-                train_dataloader=trainer.train_dataloader,
-                **{"eval_dataloader": None, **details},
-            )
+                trainer.args, trainer.state, trainer.control,
+                **{**shown, "eval_dataloader": None, **details},
+            )  # fmt: skip
             if returned is not None:
                 trainer.control = returned
         return trainer.control
 
     def list_events(self) -> set[str]:
         """The events that at least one callback listens to."""
-        names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
         return {
             name
-            for name in names
+            for name, idle in vars(TrainerCallback).items()
             for callback in self.callbacks
-            if getattr(getattr(callback, name), "__func__", None)
-            is not getattr(TrainerCallback, name)
+            if name.startswith("on_")
+            and getattr(getattr(callback, name), "__func__", None) is not idle
         }
-
-    def on_prediction_step(self, loader: Any) -> None:
-        self.call("on_prediction_step", eval_dataloader=loader)
 
 
 def build_reporting_callbacks(report_to: Any) -> list[Callback]:
@@ -80,8 +71,8 @@ def build_reporting_callbacks(report_to: Any) -> list[Callback]:
         return []
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-    found: list[Callback] = get_reporting_integration_callbacks(names)
-    return found
+    callbacks: list[Callback] = get_reporting_integration_callbacks(names)
+    return callbacks
 
 
 def build_state(trainer: TrainerInterface) -> TrainerState:
@@ -102,10 +93,7 @@ def update_stateful(trainer: TrainerInterface) -> None:
 
 def restore_stateful(trainer: TrainerInterface, saved: Mapping[str, Any]) -> None:
     """Give the callbacks the state of a checkpoint: each stays the object that it is."""
-    remaining = {
-        name: list(states) if isinstance(states, list) else [states]
-        for name, states in saved.items()
-    }
+    remaining = {n: list(s) if isinstance(s, list) else [s] for n, s in saved.items()}
     for callback in _list_stateful(trainer):
         states = remaining.get(type(callback).__name__)
         if states:
@@ -120,5 +108,5 @@ def restore_stateful(trainer: TrainerInterface, saved: Mapping[str, Any]) -> Non
 
 
 def _list_stateful(trainer: TrainerInterface) -> list[ExportableState]:
-    each = [*trainer.callbacks.callbacks, trainer.control]
-    return [one for one in each if isinstance(one, ExportableState)]
+    holders = [*trainer.callbacks.callbacks, trainer.control]
+    return [holder for holder in holders if isinstance(holder, ExportableState)]

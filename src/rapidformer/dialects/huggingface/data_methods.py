@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from rapidformer.errors import DataError
 from rapidformer.log import say_once
 
 _LABEL_COLUMNS = ("label", "label_ids")
+Collate = Callable[[list[Any]], Any]
 
 
 def _get_forward(model: nn.Module) -> inspect.Signature:
@@ -30,64 +32,49 @@ def find_label_names(model: nn.Module) -> list[str]:
     return [name for name in names if "label" in name]
 
 
-class ColumnFilter:
-    """Drops the columns that a model does not take, and says once which."""
-
-    def __init__(self, model: nn.Module, label_names: list[str]) -> None:
-        parameters = _get_forward(model).parameters
-        self._model_name = type(model).__name__
-        self._kept = [*parameters, *_LABEL_COLUMNS, *label_names]
-        # A model that takes anything says nothing about the columns.
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        named = [
-            n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
-        self._is_open = takes_all and not set(named) & {"input_ids", "pixel_values", *label_names}
-
-    def filter_dataset(self, dataset: Any, what: str) -> Any:
-        """A ``datasets`` data set without the other columns; any other kind as it is."""
-        names = getattr(dataset, "column_names", None)
-        if self._is_open or not names or not hasattr(dataset, "remove_columns"):
-            return dataset
-        dropped = [name for name in names if name not in self._kept]
+def drop_unused_columns(
+    dataset: Any, collate: Collate, model: nn.Module, label_names: list[str], what: str
+) -> tuple[Any, Collate]:
+    """The data and a collate function without the columns that the model does not take."""
+    parameters = _get_forward(model).parameters
+    kept = {*parameters, *_LABEL_COLUMNS, *label_names}
+    # A model that takes anything says nothing about the columns.
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if takes_all and not named & {"input_ids", "pixel_values", *label_names}:
+        return dataset, collate
+    names = getattr(dataset, "column_names", None)
+    if names and hasattr(dataset, "remove_columns"):
+        dropped = [name for name in names if name not in kept]
         if len(dropped) == len(names):
             raise DataError(
                 f"none of the columns of the {what} data ({', '.join(names)}) is an input of "
-                f"{self._model_name}.forward. Tokenize the data first, or pass "
+                f"{type(model).__name__}.forward. Tokenize the data first, or pass "
                 "TrainingArguments(remove_unused_columns=False) with a data_collator that makes "
                 "the inputs."
             )
         if dropped:
             say_once(
-                f"{what} data: {', '.join(dropped)} left out, {self._model_name} does not take "
+                f"{what} data: {', '.join(dropped)} left out, {type(model).__name__} does not take "
                 f"{'them' if len(dropped) > 1 else 'it'}"
             )
-        return dataset.remove_columns(dropped)
-
-    def filter_rows(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """A collate function that sees rows without the other columns."""
-        return collate if self._is_open else FilteringCollate(collate, self._kept)
+        dataset = dataset.remove_columns(dropped)
+    # Not a closure: loader workers must be able to pickle it.
+    return dataset, partial(_collate_kept, collate, kept)
 
 
-class FilteringCollate:
-    """Named, not a closure: loader workers must be able to pickle it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], kept: list[str]) -> None:
-        self._collate = collate
-        self._kept = frozenset(kept)
-
-    def __call__(self, rows: list[Any]) -> Any:
-        if rows and isinstance(rows[0], Mapping):
-            rows = [{name: row[name] for name in row if name in self._kept} for row in rows]
-        return self._collate(rows)
+def _collate_kept(collate: Collate, kept: set[str], rows: list[Any]) -> Any:
+    if rows and isinstance(rows[0], Mapping):
+        rows = [{name: row[name] for name in row if name in kept} for row in rows]
+    return collate(rows)
 
 
-def choose_collator(processor: Any) -> Callable[[list[Any]], Any]:
+def choose_collator(processor: Any) -> Collate:
     """What makes batches where the user does not say: padding by the tokenizer, or stacking."""
     from transformers import DataCollatorWithPadding, default_data_collator
 
     if hasattr(processor, "pad"):
-        collate: Callable[[list[Any]], Any] = DataCollatorWithPadding(processor)
+        collate: Collate = DataCollatorWithPadding(processor)
         return collate
     return default_data_collator  # type: ignore[no-any-return]
 
@@ -118,13 +105,10 @@ class DataMethods(TrainerInterface):
     def _build_loader(self, dataset: Any, what: str, *, shuffle: bool = False) -> Any:
         collate, is_training = self.data_collator, what == "training"
         if self.args.remove_unused_columns:
-            columns = ColumnFilter(self.model, self.label_names)
-            dataset = columns.filter_dataset(dataset, what)
-            collate = columns.filter_rows(collate)
+            dataset, collate = drop_unused_columns(
+                dataset, collate, self.model, self.label_names, what
+            )
+        size = None if is_training else self.engine.args.eval_micro_batch_size
         return self.engine.data.build_loader(
-            dataset,
-            collate,
-            shuffle=shuffle,
-            batch_size=None if is_training else self.engine.args.eval_micro_batch_size,
-            is_training=is_training,
+            dataset, collate, shuffle=shuffle, batch_size=size, is_training=is_training
         )

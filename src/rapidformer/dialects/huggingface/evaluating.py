@@ -1,22 +1,17 @@
-"""``Trainer.evaluate`` and ``Trainer.predict``: one pass over data, each example once.
-
-Every round is gathered over the processes, so what ``compute_metrics`` gets is in the order of the
-data on any number of them.
-"""
+"""``Trainer.evaluate`` and ``Trainer.predict``: one pass over data, each row once, in order."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import nested_concat, nested_numpify
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_numpify
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
@@ -25,30 +20,25 @@ from transformers.trainer_utils import (
 )
 
 from rapidformer.data.nested import map_tensors
-from rapidformer.dialects.huggingface.interface import TrainerInterface
+from rapidformer.dialects.huggingface.data_methods import DataMethods
+from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
-from rapidformer.models.own_loss import shifts_labels
-from rapidformer.training.evaluation import evaluate_model
 from rapidformer.training.regularization import regularize
 
 _PADDING = -100
 
 
 def run_evaluation(
-    trainer: TrainerInterface,
-    loader: Any,
-    *,
-    loss_only: bool,
-    ignore_keys: list[str] | None,
-    prefix: str,
+    trainer: EvaluationMethods, loader: Any, *, loss_only: bool, ignore_keys: Keys, prefix: str
 ) -> EvalLoopOutput:
     """Predict all of the loader's data; metrics are named with the prefix."""
     args, engine, model = trainer.args, trainer.engine, trainer.model
     wants = set(args.include_for_metrics)
-    kept = _Kept(joins=args.eval_do_concat_batches)
+    kept: dict[str, EvalLoopContainer] = {}
+    samples = 0
     means = torch.zeros(0, 2, dtype=torch.float64)
     metrics: dict[str, Any] | None = None
 
@@ -60,109 +50,67 @@ def run_evaluation(
     result = next(results, None)
     while result is not None:
         batch, (loss, logits, labels) = result[0].batch, result[1]
-        rows = _count_rows(batch)
-        found: dict[str, Any] = {"predictions": None, "label_ids": None, "losses": None}
+        rows = find_batch_size(batch) or 1
+        parts: dict[str, Any] = {}
         if loss is not None:
-            means = torch.cat([means, _gather_mean(engine, loss, _weigh(trainer, batch, rows))])
+            # What the loss of this batch is a mean over: its labels, or its rows.
+            marks = batch.get("labels") if isinstance(batch, Mapping) else None
+            is_sequence = isinstance(marks, torch.Tensor) and marks.dim() > 1
+            weight = count_labels(model, batch) if is_sequence else rows
+            means = torch.cat([means, _gather_mean(engine, loss, weight)])
             if "loss" in wants:
-                found["losses"] = _gather(engine, loss.detach().mean().repeat(rows))
+                parts["losses"] = _gather(engine, loss.detach().mean().repeat(rows))
         if logits is not None:
             if trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
-            found["predictions"] = _gather(engine, logits)
+            parts["predictions"] = _gather(engine, logits)
         if labels is not None:
-            found["label_ids"] = _gather(engine, labels)
+            parts["label_ids"] = _gather(engine, labels)
         if "inputs" in wants:
             name = getattr(model, "main_input_name", "input_ids")
-            found["inputs"] = _gather(engine, batch[name])
-        found = {name: nested_numpify(value) for name, value in found.items() if value is not None}
-        trainer.callbacks.on_prediction_step(loader)
+            parts["inputs"] = _gather(engine, batch[name])
+        trainer.callbacks.call("on_prediction_step", eval_dataloader=loader)
         # Looked at only now: what was gathered belongs to the batch that the loader gave last.
         result = next(results, None)
-        if args.batch_eval_metrics and trainer.compute_metrics and "label_ids" in found:
-            metrics = trainer.compute_metrics(_predict(found), compute_result=result is None)
+        if args.batch_eval_metrics and trainer.compute_metrics and "label_ids" in parts:
+            prediction = _predict(nested_numpify(parts))
+            metrics = trainer.compute_metrics(prediction, compute_result=result is None)
             if prefix != "test":
                 continue
-        kept.add(found)
-    is_complete = kept.has("predictions") and kept.has("label_ids")
+        for name, value in parts.items():
+            kept.setdefault(name, EvalLoopContainer(args.eval_do_concat_batches)).add(value)
+        samples += find_batch_size(parts) or 0
+    arrays = {name: container.get_arrays() for name, container in kept.items()}
+    is_complete = arrays.keys() >= {"predictions", "label_ids"}
     if trainer.compute_metrics and is_complete and not args.batch_eval_metrics:
-        metrics = trainer.compute_metrics(_predict(kept.values))
+        metrics = trainer.compute_metrics(_predict(arrays))
     named = denumpify_detensorize(dict(metrics or {}))
     if len(means):
         losses, weights = means.unbind(1)
         named["loss"] = float((losses * weights).sum() / weights.sum())
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in named.items()}
     return EvalLoopOutput(
-        predictions=kept.values.get("predictions"),  # type: ignore[arg-type]
-        label_ids=kept.values.get("label_ids"),
+        predictions=arrays.get("predictions"),  # type: ignore[arg-type]
+        label_ids=arrays.get("label_ids"),
         metrics=named,
-        num_samples=kept.rows or int(getattr(loader, "num_samples", 0)),
+        num_samples=samples or int(getattr(loader, "num_samples", 0)),
     )
 
 
-class _Kept:
-    """What the batches gave, joined on the host (or kept as a list of batches)."""
-
-    def __init__(self, *, joins: bool) -> None:
-        self.values: dict[str, Any] = {}
-        self.rows = 0
-        self._joins = joins
-
-    def add(self, found: dict[str, Any]) -> None:
-        for name, value in found.items():
-            if not self._joins:
-                self.values.setdefault(name, []).append(value)
-            elif name in self.values:
-                self.values[name] = nested_concat(self.values[name], value, padding_index=_PADDING)
-            else:
-                self.values[name] = value
-        first = next(iter(found.values()), None)
-        self.rows += _count_nested_rows(first)
-
-    def has(self, name: str) -> bool:
-        return name in self.values
-
-
-def _predict(found: dict[str, Any]) -> EvalPrediction:
-    return EvalPrediction(
-        predictions=found["predictions"],
-        label_ids=found["label_ids"],
-        inputs=found.get("inputs"),
-        losses=found.get("losses"),
-    )
+def _predict(parts: dict[str, Any]) -> EvalPrediction:
+    inputs, losses = parts.get("inputs"), parts.get("losses")
+    return EvalPrediction(parts["predictions"], parts["label_ids"], inputs=inputs, losses=losses)
 
 
 def _gather(engine: RapidformerEngine, value: Any) -> Any:
     """Every rank's rows of each tensor in a nested value."""
-    return map_tensors(value, lambda _, each: engine.gather(each, pad_value=_PADDING).cpu())
+    return map_tensors(value, lambda _, tensor: engine.gather(tensor, pad_value=_PADDING).cpu())
 
 
-def _gather_mean(
-    engine: RapidformerEngine, loss: torch.Tensor, weight: float | torch.Tensor
-) -> torch.Tensor:
+def _gather_mean(engine: RapidformerEngine, loss: torch.Tensor, weight: Any) -> torch.Tensor:
     """A row of loss and weight for each process that had examples of its own in this round."""
     pair = [loss.detach().mean().double(), torch.as_tensor(weight, device=loss.device).double()]
     return engine.gather(torch.stack(pair).reshape(1, 2)).cpu()
-
-
-def _weigh(trainer: TrainerInterface, batch: Any, rows: int) -> float | torch.Tensor:
-    """What the loss of this batch is a mean over: its labels, or its rows."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return float(rows)
-    counted = labels[..., 1:] if shifts_labels(trainer.model) else labels
-    return counted.ne(_PADDING).sum()
-
-
-def _count_rows(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return next((len(v) for v in values if isinstance(v, torch.Tensor) and v.dim()), 1)
-
-
-def _count_nested_rows(value: Any) -> int:
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return len(value) if isinstance(value, np.ndarray) and value.ndim else 0
 
 
 def choose_outputs(outputs: Any, ignore_keys: list[str], *, has_loss: bool) -> Any:
@@ -175,27 +123,20 @@ def choose_outputs(outputs: Any, ignore_keys: list[str], *, has_loss: bool) -> A
     return kept[0] if isinstance(kept, tuple) and len(kept) == 1 else kept
 
 
-Inputs = dict[str, Any]
-Metrics = dict[str, Any]
-
-
-class EvaluationMethods(RunRecords):
+class EvaluationMethods(RunRecords, DataMethods):
     """The part of ``Trainer`` that evaluates and predicts."""
 
     def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Any = None, ignore_keys: Keys = None, metric_key_prefix: str = "eval"
     ) -> Metrics:
         """The loss and ``compute_metrics`` on evaluation data; several data sets by name."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(dataset, Mapping):
-            found: Metrics = {}
-            for name, each in dataset.items():
+            joined: Metrics = {}
+            for name, part in dataset.items():
                 prefix = f"{metric_key_prefix}_{name}"
-                found |= self.evaluate(each, ignore_keys, metric_key_prefix=prefix)
-            return found
+                joined |= self.evaluate(part, ignore_keys, metric_key_prefix=prefix)
+            return joined
         started, loader = time.time(), self.get_eval_dataloader(eval_dataset)
         output = self.evaluation_loop(
             loader,
@@ -218,18 +159,12 @@ class EvaluationMethods(RunRecords):
         return {name: value for name, value in metrics.items() if not name.endswith(speed)}
 
     def predict(
-        self,
-        test_dataset: Any,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "test",
+        self, test_dataset: Any, ignore_keys: Keys = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions, labels and metrics, in the order of the data."""
         started, loader = time.time(), self.get_test_dataloader(test_dataset)
         output = self.evaluation_loop(
-            loader,
-            "Prediction",
-            ignore_keys=ignore_keys,
-            metric_key_prefix=metric_key_prefix,
+            loader, "Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
         )
         metrics = self._add_speed(output, metric_key_prefix, started)
         self.callbacks.call("on_predict", metrics=metrics, eval_dataloader=loader)
@@ -240,46 +175,26 @@ class EvaluationMethods(RunRecords):
         dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
+        ignore_keys: Keys = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Predict a loader's data without gradients and dropout."""
-        loss_only = self.args.prediction_loss_only
-        if prediction_loss_only is not None:
-            loss_only = prediction_loss_only
+        asked = prediction_loss_only
+        loss_only = self.args.prediction_loss_only if asked is None else asked
         loader = self.engine.data.adopt_loader(dataloader, is_training=False)
-        outputs: list[EvalLoopOutput] = []
-
-        def run() -> dict[str, float]:
-            outputs.append(
-                run_evaluation(
-                    self,
-                    loader,
-                    loss_only=loss_only,
-                    ignore_keys=ignore_keys,
-                    prefix=metric_key_prefix,
-                )
-            )
-            return {}
-
-        if self._is_training and not self.model.training:
-            run()  # the loop's own evaluation
-        else:
-            # A run of training has regularized the model already.
-            applied = (
-                nullcontext() if self._is_training else regularize(self.model, self.engine.args)
-            )
-            with applied:
-                evaluate_model(self.engine, run)
-        return outputs[0]
+        with ExitStack() as stack:
+            if not self._is_training:  # a run of training has regularized the model already
+                stack.enter_context(regularize(self.model, self.engine.args))
+            if not self._is_training or self.model.training:  # not the loop's own evaluation
+                stack.enter_context(self.engine.model.evaluating())
+            return run_evaluation(
+                self, loader,
+                loss_only=loss_only, ignore_keys=ignore_keys, prefix=metric_key_prefix,
+            )  # fmt: skip
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Keys = None
+    ) -> Prediction:
         """Loss, logits and labels of one batch, each of them or None."""
         names = self.label_names
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)

@@ -43,23 +43,22 @@ def count_labels(model: nn.Module, inputs: Any) -> torch.Tensor | None:
 
 def call_with_count(function: Callable[..., Any], *arguments: Any, count: Any) -> Any:
     """Call a user's method with the number of labels, if it takes that: older ones do not."""
-    if _takes_count(function):
+    plain = function.func if isinstance(function, functools.partial) else function
+    # The cache must not keep a bound method, and so a trainer and its model, alive.
+    if _takes_count(getattr(plain, "__func__", plain)):
         return function(*arguments, num_items_in_batch=count)
     return function(*arguments)
 
 
-def _takes_count(function: Callable[..., Any]) -> bool:
-    # The cache must not keep a bound method, and so a trainer and its model, alive.
-    if isinstance(function, functools.partial):
-        function = function.func
-    return _find_count(getattr(function, "__func__", function))
-
-
 @functools.cache
-def _find_count(function: Callable[..., Any]) -> bool:
+def _takes_count(function: Callable[..., Any]) -> bool:
+    return takes(function, "num_items_in_batch")
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return takes_any or "num_items_in_batch" in parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class TrainerAccelerator(ProcessVerbs):

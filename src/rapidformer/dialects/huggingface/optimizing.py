@@ -38,7 +38,7 @@ class OptimizerMethods(TrainerInterface):
             self.create_optimizer_and_scheduler(steps)
         elif self.optimizer is None and (
             self._overrides("create_optimizer") or self._overrides("create_scheduler")
-            or self._has_named_optimizer()
+            or self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
         ):  # fmt: skip
             self.create_optimizer()
         make = None
@@ -47,9 +47,6 @@ class OptimizerMethods(TrainerInterface):
         ):
             make = partial(self.create_scheduler, steps)
         return self.optimizer, self.lr_scheduler, make
-
-    def _has_named_optimizer(self) -> bool:
-        return self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead."""
@@ -82,12 +79,9 @@ class OptimizerMethods(TrainerInterface):
                     "create_scheduler() needs the optimizer: call create_optimizer()."
                 )
             details: Any = self.args.lr_scheduler_kwargs
+            warmup = self.args.get_warmup_steps(num_training_steps)
             self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                scheduler_specific_kwargs=details,
+                self.args.lr_scheduler_type, optimizer, warmup, num_training_steps, details
             )
         return self.lr_scheduler
 

@@ -1,7 +1,4 @@
-"""What a trainer leaves behind: models, its state, metrics, a card, a push to the Hub.
-
-Also the names of transformers' ``Trainer`` that overridden methods copy from its source.
-"""
+"""What a trainer leaves behind, and names that overridden methods copy from transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +20,15 @@ if TYPE_CHECKING:
     from rapidformer.dialects.huggingface.callbacks import Callback, CallbackList
 
 STATE_FILE = "trainer_state.json"
+_NOT_PUSHED = [
+    "iter_*", "previous/*", "checkpoint-*", "tensorboard/*", "best/*", "last/*", "logs/*",
+]  # fmt: skip
 
 
 class RunRecords(TrainerInterface):
     """The part of ``Trainer`` that writes."""
 
     callbacks: CallbackList
-
-    # ---- callbacks and logs --------------------------------------------------------------------
 
     @property
     def callback_handler(self) -> CallbackList:
@@ -61,13 +59,8 @@ class RunRecords(TrainerInterface):
     def is_local_process_zero(self) -> bool:
         return self.args.local_process_index == 0
 
-    # ---- files ---------------------------------------------------------------------------------
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model and its tokenizer as a folder that ``from_pretrained`` loads.
-
-        Every process must call it: split weights are joined.
-        """
+        """Save model and tokenizer for ``from_pretrained``. Every process must call it."""
         folder = Path(output_dir or self.args.output_dir or ".")
         self.engine.checkpoints.export_into(folder, self.processing_class)
         if self.is_world_process_zero():
@@ -77,9 +70,12 @@ class RunRecords(TrainerInterface):
     def save_state(self) -> None:
         """Save the history of the run as transformers does, in ``trainer_state.json``."""
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / STATE_FILE))
+            self.state.save_to_json(str(self._make_folder() / STATE_FILE))
+
+    def _make_folder(self) -> Path:
+        folder = Path(self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics as a table."""
@@ -97,8 +93,7 @@ class RunRecords(TrainerInterface):
         """Write ``<split>_results.json``, and add to ``all_results.json``."""
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._make_folder()
         _write_json(folder / f"{split}_results.json", metrics)
         if combined:
             path = folder / "all_results.json"
@@ -109,8 +104,7 @@ class RunRecords(TrainerInterface):
         """Write a short ``README.md`` next to the model: what it is, and its last numbers."""
         if not self.is_world_process_zero():
             return
-        folder = Path(self.args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._make_folder()
         name = details.get("model_name") or folder.resolve().name
         lines = [f"# {name}", "", f"{type(self.model).__name__}, trained with rapidformer.", ""]
         facts = {key: value for key, value in details.items() if value}
@@ -136,21 +130,9 @@ class RunRecords(TrainerInterface):
         name = args.hub_model_id or folder.resolve().name
         repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True)
         return api.upload_folder(
-            repo_id=repository.repo_id,
-            folder_path=str(folder),
-            commit_message=commit_message,
-            revision=args.hub_revision,
-            ignore_patterns=[
-                "iter_*",
-                "previous/*",
-                "checkpoint-*",
-                "tensorboard/*",
-                "best/*",
-                "last/*",
-                "logs/*",
-            ],
-            run_as_future=not blocking,
-        )
+            repo_id=repository.repo_id, folder_path=str(folder), commit_message=commit_message,
+            revision=args.hub_revision, ignore_patterns=_NOT_PUSHED, run_as_future=not blocking,
+        )  # fmt: skip
 
     def _log_line(self, metrics: dict[str, Any], what: str) -> None:
         """One line for the person at the terminal; the loop logs its own evaluations."""
@@ -163,14 +145,7 @@ class RunRecords(TrainerInterface):
         )
         get_logger().info(f"{what} | {numbers}")
 
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(format_json(values, indent=4, sort_keys=True, default=str), encoding="utf-8")
-
-
-class FamiliarNames(TrainerInterface):
-    """What these names mean here; none of them needs to be overridden."""
-
+    # What these names mean here; none of them needs to be overridden.
     label_smoother = None
     """The loop smooths labels itself (``label_smoothing_factor``)."""
     current_gradient_accumulation_steps = 1
@@ -188,8 +163,8 @@ class FamiliarNames(TrainerInterface):
 
     def num_examples(self, dataloader: Any) -> int:
         """The rows of a loader's data."""
-        found = getattr(dataloader, "num_samples", None)
-        return int(found) if found is not None else len(dataloader.dataset)
+        count = getattr(dataloader, "num_samples", None)
+        return int(count) if count is not None else len(dataloader.dataset)
 
     def get_num_trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -230,6 +205,8 @@ class FamiliarNames(TrainerInterface):
         """Batches are on the device already."""
         return inputs
 
-    def compute_loss_context_manager(self) -> AbstractContextManager[None]:
-        """The model runs in the precision of the run by itself."""
-        return nullcontext()
+    compute_loss_context_manager = autocast_smart_context_manager
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(format_json(values, indent=4, sort_keys=True, default=str), encoding="utf-8")

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import BestRun, default_compute_objective, default_hp_space_optuna
 
-from rapidformer.dialects.huggingface.interface import SearchableTrainer
+from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.errors import ConfigurationError, MissingPackageError
 from rapidformer.log import warn_once
 
 Space = Callable[[Any], dict[str, Any]]
 Objective = Callable[[dict[str, float]], Any]
-
-
 _OF_OPTIMIZE = ("timeout", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
 """Options of ``Study.optimize``; all others are ``create_study``'s."""
 
 
 def search(
-    trainer: SearchableTrainer,
+    trainer: EvaluationMethods,
     *,
     space: Space | None,
     compute_objective: Objective | None,
@@ -37,55 +36,27 @@ def search(
     options: dict[str, Any],
 ) -> BestRun | list[BestRun]:
     """Run all trials; returns the best one, or the best ones for several objectives."""
-    optuna = _import_optuna()
-    if options.pop("n_jobs", 1) != 1:
-        raise ConfigurationError(
-            "hyperparameter_search(n_jobs=...) must be 1: a trial uses all processes of the run."
-        )
-    given = trainer.args
-    _ = given.device  # joins the other ranks, which must hear the first proposal
-
-    def run(trial: Any, values: dict[str, Any]) -> Any:
-        name = name_trial(trial) if name_trial is not None else f"run-{trial.number}"
-        trainer.args = _build_arguments(given, values, name)
-        reporter = _Reporter(
-            trial, compute_objective or default_compute_objective,
-            can_prune=given.process_index == 0 and not isinstance(direction, list),
-        )  # fmt: skip
-        return _run_trial(trainer, trial, reporter)
-
-    try:
-        if given.process_index > 0:
-            return _follow(optuna, space or default_hp_space_optuna, run)
-        study = _build_study(optuna, direction, options)
-        optimize = {name: options[name] for name in _OF_OPTIMIZE if name in options}
-        propose = _propose(optuna, space or default_hp_space_optuna, run)
-        study.optimize(propose, n_trials=trials, **optimize)
-    finally:
-        trainer.args = given
-    best = _find_best(study, direction)
-    broadcast_object((None, best))
-    return best
-
-
-def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
         raise MissingPackageError("optuna", "hyperparameter_search()", "search") from None
-    return optuna
+    if options.pop("n_jobs", 1) != 1:
+        raise ConfigurationError(
+            "hyperparameter_search(n_jobs=...) must be 1: a trial uses all processes of the run."
+        )
+    arguments, space = trainer.args, space or default_hp_space_optuna
+    _ = arguments.device  # joins the other ranks, which must hear the first proposal
+    is_first, has_several = arguments.process_index == 0, isinstance(direction, list)
 
-
-def _build_study(optuna: Any, direction: str | list[str], options: dict[str, Any]) -> Any:
-    name = "directions" if isinstance(direction, list) else "direction"
-    others = {key: value for key, value in options.items() if key not in _OF_OPTIMIZE}
-    return optuna.create_study(**{name: direction, **others})
-
-
-def _propose(optuna: Any, space: Space, run: Callable[..., Any]) -> Callable[[Any], Any]:
-    """On rank 0: what Optuna calls for each trial."""
+    def run(trial: Any, values: dict[str, Any]) -> Any:
+        name = name_trial(trial) if name_trial is not None else f"run-{trial.number}"
+        trainer.args = _change_arguments(arguments, values, name)
+        compute = compute_objective or default_compute_objective
+        reporter = _Reporter(trial, compute, can_prune=is_first and not has_several)
+        return _run_trial(trainer, trial, reporter)
 
     def propose(trial: Any) -> Any:
+        """What Optuna calls for each trial, on rank 0."""
         values = space(trial)
         broadcast_object(((trial.number, trial.params), None))
         outcome = run(trial, values)
@@ -93,7 +64,23 @@ def _propose(optuna: Any, space: Space, run: Callable[..., Any]) -> Callable[[An
             raise optuna.TrialPruned
         return outcome
 
-    return propose
+    try:
+        if not is_first:
+            return _follow(optuna, space, run)
+        others = {key: value for key, value in options.items() if key not in _OF_OPTIMIZE}
+        directions = {"directions" if has_several else "direction": direction}
+        study: Any = optuna.create_study(**{**directions, **others})
+        optimize = {name: options[name] for name in _OF_OPTIMIZE if name in options}
+        study.optimize(propose, n_trials=trials, **optimize)
+    finally:
+        trainer.args = arguments
+    best: BestRun | list[BestRun]
+    if has_several:
+        best = [BestRun(str(one.number), one.values, one.params) for one in study.best_trials]
+    else:
+        best = BestRun(str(study.best_trial.number), study.best_value, study.best_trial.params)
+    broadcast_object((None, best))
+    return best
 
 
 def _follow(optuna: Any, space: Space, run: Callable[..., Any]) -> BestRun | list[BestRun]:
@@ -108,8 +95,8 @@ def _follow(optuna: Any, space: Space, run: Callable[..., Any]) -> BestRun | lis
         run(trial, space(trial))
 
 
-def _build_arguments(given: Any, values: dict[str, Any], name: str) -> Any:
-    arguments = copy.copy(given)
+def _change_arguments(before: Any, values: dict[str, Any], name: str) -> Any:
+    arguments = copy.copy(before)
     for key, value in values.items():
         if not hasattr(arguments, key):
             warn_once(
@@ -117,36 +104,36 @@ def _build_arguments(given: Any, values: dict[str, Any], name: str) -> Any:
                 "model_init(trial) can use it."
             )
             continue
-        before = getattr(arguments, key)
-        setattr(arguments, key, value if before is None else type(before)(value))
-    arguments.output_dir = str(Path(given.output_dir or ".") / name)
+        default = getattr(arguments, key)
+        setattr(arguments, key, value if default is None else type(default)(value))
+    arguments.output_dir = str(Path(before.output_dir or ".") / name)
     return arguments
 
 
+@dataclass(eq=False)
 class _Reporter(TrainerCallback):
     """Reports every evaluation of a trial, which Optuna may then stop early."""
 
-    def __init__(self, trial: Any, compute_objective: Objective, *, can_prune: bool) -> None:
-        self._trial = trial
-        self._compute = compute_objective
-        self._can_prune = can_prune
-        self.evaluated_at: int | None = None
-        self.outcome: Any = None
-        self.is_pruned = False
+    trial: Any
+    compute: Objective
+    can_prune: bool
+    evaluated_at: int | None = None
+    outcome: Any = None
+    is_pruned: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        state.trial_params = self._trial.params
+        state.trial_params = self.trial.params
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        self.outcome = self._compute(dict(details["metrics"]))
+        self.outcome = self.compute(dict(details["metrics"]))
         self.evaluated_at = state.global_step
-        if self._can_prune:
-            self._trial.report(self.outcome, state.global_step)
-            if self._trial.should_prune():
+        if self.can_prune:
+            self.trial.report(self.outcome, state.global_step)
+            if self.trial.should_prune():
                 self.is_pruned = control.should_training_stop = True
 
 
-def _run_trial(trainer: SearchableTrainer, trial: Any, reporter: _Reporter) -> Any:
+def _run_trial(trainer: EvaluationMethods, trial: Any, reporter: _Reporter) -> Any:
     """What the trial has reached; None if Optuna stopped it."""
     trainer.add_callback(reporter)
     try:
@@ -158,10 +145,3 @@ def _run_trial(trainer: SearchableTrainer, trial: Any, reporter: _Reporter) -> A
     finally:
         trainer.remove_callback(reporter)
     return reporter.outcome
-
-
-def _find_best(study: Any, direction: str | list[str]) -> BestRun | list[BestRun]:
-    if isinstance(direction, list):
-        return [BestRun(str(each.number), each.values, each.params) for each in study.best_trials]
-    best = study.best_trial
-    return BestRun(str(best.number), best.value, best.params)

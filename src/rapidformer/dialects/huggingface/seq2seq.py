@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,8 +11,12 @@ from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
 
 from rapidformer.dialects.huggingface.arguments import Seq2SeqTrainingArguments
-from rapidformer.dialects.huggingface.trainer import Inputs, Metrics, Trainer
+from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
+from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.errors import ConfigurationError
+
+# What would tell the model its answer.
+_ANSWERS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
 class Seq2SeqTrainer(Trainer):
@@ -27,20 +31,16 @@ class Seq2SeqTrainer(Trainer):
             raise ConfigurationError(
                 f"Seq2SeqTrainer takes Seq2SeqTrainingArguments, got {type(self.args).__name__}."
             )
-        given = self.args.generation_config
-        if given is not None:
-            config = (
-                copy.deepcopy(given)
-                if isinstance(given, GenerationConfig)
-                else GenerationConfig.from_pretrained(str(given))
-            )
-            model: Any = self.model
-            model.generation_config = config
+        config, model = self.args.generation_config, cast(Any, self.model)
+        if isinstance(config, GenerationConfig):
+            model.generation_config = copy.deepcopy(config)
+        elif config is not None:
+            model.generation_config = GenerationConfig.from_pretrained(str(config))
 
     def evaluate(
         self,
         eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
+        ignore_keys: Keys = None,
         metric_key_prefix: str = "eval",
         **generation: Any,
     ) -> Metrics:
@@ -51,7 +51,7 @@ class Seq2SeqTrainer(Trainer):
     def predict(
         self,
         test_dataset: Any,
-        ignore_keys: list[str] | None = None,
+        ignore_keys: Keys = None,
         metric_key_prefix: str = "test",
         **generation: Any,
     ) -> PredictionOutput:
@@ -59,8 +59,8 @@ class Seq2SeqTrainer(Trainer):
         self._generation = self._choose_generation(generation)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def _choose_generation(self, given: dict[str, Any]) -> dict[str, Any]:
-        chosen = {name: value for name, value in given.items() if value is not None}
+    def _choose_generation(self, options: dict[str, Any]) -> dict[str, Any]:
+        chosen = {name: value for name, value in options.items() if value is not None}
         if not chosen.keys() & {"max_length", "max_new_tokens"}:
             chosen["max_length"] = self.args.generation_max_length
         chosen.setdefault("num_beams", self.args.generation_num_beams)
@@ -71,20 +71,15 @@ class Seq2SeqTrainer(Trainer):
         model: nn.Module,
         inputs: Inputs,
         prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        ignore_keys: Keys = None,
         **generation: Any,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
+    ) -> Prediction:
         """Loss, generated tokens and labels of one batch."""
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         loss, _, labels = super().prediction_step(model, dict(inputs), False, ignore_keys)
-        prompt = {name: value for name, value in inputs.items() if not _is_made_of_labels(name)}
+        prompt = {name: value for name, value in inputs.items() if name not in _ANSWERS}
         generate: Any = model.generate
         with torch.no_grad():
             tokens = generate(**prompt, **(generation or self._generation))
         return loss, tokens, labels
-
-
-def _is_made_of_labels(name: str) -> bool:
-    """What would tell the model its answer."""
-    return name in ("labels", "decoder_input_ids", "decoder_attention_mask")

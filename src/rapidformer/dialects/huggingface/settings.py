@@ -1,8 +1,7 @@
 """From Hugging Face's ``TrainingArguments`` to the ``Settings`` of a run.
 
-The table in ``names.py`` beside it says what each name becomes; here stand only the names
-whose value must be translated. A value that the user did not change counts as not given, so that a
-DeepSpeed file may still set it.
+Names whose value must be translated; ``names.py`` says what becomes of the others. A value that the
+user did not change counts as not given, so that a DeepSpeed file may still set it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.dialects.huggingface.arguments import TrainingArguments, list_changed
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.errors import ConfigurationError
+from rapidformer.foreign_names import find_names
 
 _SOURCE = "TrainingArguments"
 _DEFAULT = "derived: Hugging Face's default"
@@ -36,48 +36,29 @@ _Translate = Callable[[TrainingArguments, list[str]], Values]
 def build_settings(arguments: TrainingArguments) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
-    changed = list_changed(arguments)
-    given, assumed = _copy_mapped(arguments, changed)
+    changed = set(list_changed(arguments))
+    said: Values = {}
+    assumed: Values = {}
+    for name in find_names(HUGGING_FACE, "mapped"):
+        place = said if name in changed else assumed
+        place[HUGGING_FACE[name].setting] = getattr(arguments, name)
     for names, translate in _TRANSLATIONS.items():
-        values = translate(arguments, problems)
-        (given if set(names) & set(changed) else assumed).update(values)
+        (said if changed & set(names) else assumed).update(translate(arguments, problems))
     # A field of a subclass is its own business.
-    said = {name: getattr(arguments, name) for name in changed if name in HUGGING_FACE}
-    check_names(_SOURCE, said, HUGGING_FACE, problems)
-    settings = _build(given, problems)
-    if problems:
-        raise ConfigurationError(problems)
-    assert settings is not None
-    return add_launch_flags(settings.replace(_DEFAULT, **_drop_given(assumed, given)))
-
-
-def _build(given: Values, problems: list[str]) -> Settings | None:
+    theirs = {name: getattr(arguments, name) for name in HUGGING_FACE if name in changed}
+    check_names(_SOURCE, theirs, HUGGING_FACE, problems)
+    settings = Settings()
     try:
-        return arguments_from_mapping(given, source=_SOURCE)
+        settings = arguments_from_mapping(said, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
-        return None
-
-
-def _drop_given(assumed: Values, given: Values) -> Values:
-    """Defaults for what was not said; converted, as they do not pass through the parser."""
-    checked = arguments_from_mapping({k: v for k, v in assumed.items() if k not in given})
-    return {name: getattr(checked, name) for name in assumed if name not in given}
-
-
-def _copy_mapped(arguments: TrainingArguments, changed: list[str]) -> tuple[Values, Values]:
-    given: Values = {}
-    assumed: Values = {}
-    for name, row in HUGGING_FACE.items():
-        if row.outcome == "mapped":
-            (given if name in changed else assumed)[row.setting] = getattr(arguments, name)
-    return given, assumed
-
-
-def _translate_length(arguments: TrainingArguments, problems: list[str]) -> Values:
-    if arguments.max_steps > 0:
-        return {"train_iters": arguments.max_steps, "epochs": None}
-    return {}
+    if problems:
+        raise ConfigurationError(problems)
+    # The defaults are converted too, since `replace` does not do it.
+    rest = {name: value for name, value in assumed.items() if name not in said}
+    checked = arguments_from_mapping(rest)
+    defaults = {name: getattr(checked, name) for name in rest}
+    return add_launch_flags(settings.replace(_DEFAULT, **defaults))
 
 
 def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Values:
@@ -102,11 +83,9 @@ def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Va
 
 
 def has_own_curve(arguments: TrainingArguments) -> bool:
-    """Whether a schedule of ours is the one asked for; otherwise transformers makes it.
-
-    transformers rounds a fractional warm-up up to whole updates; our curve does not.
-    """
+    """Whether a schedule of ours is the one asked for; otherwise transformers makes it."""
     kind = arguments.lr_scheduler_type
+    # transformers rounds a fractional warm-up up to whole updates; our curve does not.
     if 0 < arguments.warmup_steps < 1 and kind != "constant":
         return False
     is_known = kind in _CURVES and not arguments.lr_scheduler_kwargs
@@ -137,36 +116,12 @@ def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> V
     return {"optimizer": OPTIMIZERS.get(name, "adamw"), "sgd_momentum": 0.0}
 
 
-def _translate_compile(arguments: TrainingArguments, problems: list[str]) -> Values:
-    if arguments.torch_compile_backend is None:
-        return {}
-    return {"compile": True, "compile_backend": arguments.torch_compile_backend}
-
-
 def _translate_logging(arguments: TrainingArguments, problems: list[str]) -> Values:
     level = arguments.log_level
     values: Values = {"log_level": {"passive": "info", "critical": "error"}.get(level, level)}
     if arguments.disable_tqdm is not None:
         values["progress"] = not arguments.disable_tqdm
     return values
-
-
-def _translate_evaluation(arguments: TrainingArguments, problems: list[str]) -> Values:
-    if arguments.eval_strategy != "steps":
-        return {}
-    return {"eval_interval": arguments.eval_steps or arguments.logging_steps}
-
-
-def _translate_saving(arguments: TrainingArguments, problems: list[str]) -> Values:
-    keeps_state = not arguments.save_only_model
-    return {"save_optim": keeps_state, "save_rng": keeps_state}
-
-
-def _translate_device(arguments: TrainingArguments, problems: list[str]) -> Values:
-    return {
-        "device": "cpu" if arguments.use_cpu else "auto",
-        "distributed_timeout_minutes": arguments.ddp_timeout / 60,
-    }
 
 
 def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values:
@@ -186,7 +141,8 @@ def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values
 def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values:
     """``fsdp`` in its words of any age (True, "full_shard auto_wrap"), and ``fsdp_config``."""
     asked: Any = arguments.fsdp
-    words = asked.split() if isinstance(asked, str) else list(asked) if _is_list(asked) else []
+    words = asked.split() if isinstance(asked, str) else []
+    words = list(asked) if isinstance(asked, (list, tuple)) else words
     words = [str(getattr(word, "value", word)).lower() for word in words]
     if not asked or asked == "false":
         return {}
@@ -216,8 +172,8 @@ def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) ->
         return {}
 
     def get(name: str) -> int:
-        found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        return int(found or 1)
+        size = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return int(size or 1)
 
     values: Values = {
         "tensor_model_parallel_size": get("tp_size"),
@@ -232,35 +188,43 @@ def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) ->
 
 def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> Values:
     """A dictionary is written into the run's folder, where the run can be repeated from."""
-    given = arguments.deepspeed
-    if not given:
+    content = arguments.deepspeed
+    if not content:
         return {}
-    if isinstance(given, str):
-        return {"deepspeed": given}
+    if isinstance(content, str):
+        return {"deepspeed": content}
     folder = Path(arguments.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".deepspeed.json"  # deepspeed.json may be a file of the user's
     # Every process writes the same text, each by way of a file of its own.
-    own = folder / f".deepspeed-{os.getpid()}.json"
-    own.write_text(json.dumps(given, indent=2), encoding="utf-8")
-    own.replace(path)
+    staging = folder / f".deepspeed-{os.getpid()}.json"
+    staging.write_text(json.dumps(content, indent=2), encoding="utf-8")
+    staging.replace(path)
     return {"deepspeed": str(path)}
 
 
 _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {
-    ("max_steps",): _translate_length,
+    ("max_steps",): lambda args, _: (
+        {"train_iters": args.max_steps, "epochs": None} if args.max_steps > 0 else {}),
     ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"): _translate_schedule,
     ("optim",): _translate_optimizer,
-    ("torch_compile_backend",): _translate_compile,
+    ("torch_compile_backend",): lambda args, _: (
+        {"compile": True, "compile_backend": args.torch_compile_backend}
+        if args.torch_compile_backend is not None else {}),
     ("log_level", "disable_tqdm"): _translate_logging,
-    ("eval_steps", "eval_strategy"): _translate_evaluation,
-    ("save_only_model",): _translate_saving,
-    ("use_cpu", "ddp_timeout"): _translate_device,
+    ("eval_steps", "eval_strategy"): lambda args, _: (
+        {"eval_interval": args.eval_steps or args.logging_steps}
+        if args.eval_strategy == "steps" else {}),
+    ("save_only_model",): lambda args, _: dict.fromkeys(
+        ("save_optim", "save_rng"), not args.save_only_model),
+    ("use_cpu", "ddp_timeout"): lambda args, _: {
+        "device": "cpu" if args.use_cpu else "auto",
+        "distributed_timeout_minutes": args.ddp_timeout / 60},
     ("dataloader_drop_last", "train_sampling_strategy"): _translate_data,
     ("fsdp", "fsdp_config"): _translate_fsdp,
     ("parallelism_config",): _translate_parallelism,
     ("deepspeed",): _translate_deepspeed,
-}
+}  # fmt: skip
 
 
 def _read_mapping(value: Any, name: str, problems: list[str]) -> dict[str, Any]:
@@ -276,10 +240,6 @@ def _read_mapping(value: Any, name: str, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{name}={value!r} must hold a JSON object.")
         return {}
     return content
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
 
 
 def _is_true(value: Any) -> bool:

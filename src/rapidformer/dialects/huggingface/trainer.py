@@ -1,8 +1,5 @@
 """``Trainer``: Hugging Face's trainer over the one loop.
 
-    trainer = Trainer(model, args, train_dataset=..., eval_dataset=..., processing_class=...)
-    trainer.train()
-
 A subclass may override any public method. The engine is built when it is first needed, so a script
 may change ``args`` until then.
 """
@@ -19,11 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerControl, TrainerState
-from transformers.trainer_utils import (
-    BestRun,
-    TrainOutput,
-    speed_metrics,
-)
+from transformers.trainer_utils import BestRun, TrainOutput, speed_metrics
 
 from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings
@@ -36,12 +29,9 @@ from rapidformer.dialects.huggingface.callbacks import (
     build_reporting_callbacks,
     build_state,
 )
-from rapidformer.dialects.huggingface.data_methods import (
-    DataMethods,
-    choose_collator,
-    find_label_names,
-)
+from rapidformer.dialects.huggingface.data_methods import choose_collator, find_label_names
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
+from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics
 from rapidformer.dialects.huggingface.loss import (
     TrainerAccelerator,
     call_with_count,
@@ -49,30 +39,19 @@ from rapidformer.dialects.huggingface.loss import (
     get_loss,
 )
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
-from rapidformer.dialects.huggingface.records import FamiliarNames
 from rapidformer.dialects.huggingface.search import search
-from rapidformer.dialects.huggingface.settings import (
-    build_settings,
-)
+from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
-from rapidformer.training.evaluation import Progress
-
-Inputs = dict[str, Any]
-Metrics = dict[str, Any]
 
 _OWN = "rapidformer.dialects.huggingface"
-trust(
-    f"{_OWN}.loss",
-    f"{_OWN}.trainer.Trainer.compute_loss",
-    f"{_OWN}.trainer.Trainer.run_training_step",
-    f"{_OWN}.trainer.Trainer.training_step",
-)
+_STEPS = ("compute_loss", "run_training_step", "training_step")
+trust(f"{_OWN}.loss", *(f"{_OWN}.trainer.Trainer.{name}" for name in _STEPS))
 
 
-class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
+class Trainer(OptimizerMethods, EvaluationMethods):
     """Trains, evaluates and predicts with one model."""
 
     room = "rapidformer"
@@ -110,20 +89,17 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
                 "set eval_strategy='no'."
             )
         seed_everything(self.args.seed, deterministic=self.args.full_determinism)
-        self.model_init = model_init
-        self._peft_config = peft_config
+        self.model_init, self._peft_config = model_init, peft_config
         self.model: nn.Module = (
             self.call_model_init() if model is None else self._add_adapters(model)
         )
         self.processing_class = processing_class if processing_class is not None else tokenizer
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator = data_collator or choose_collator(self.processing_class)
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._given_optimizers = optimizers
-        self._optimizer_class = optimizer_cls_and_kwargs
+        self._given_optimizers, self._optimizer_class = optimizers, optimizer_cls_and_kwargs
         self._start_records(callbacks or [])
 
     def _start_records(self, callbacks: list[Callback]) -> None:
@@ -133,7 +109,7 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         self.train_dataloader: Any = None
         self._engine: RapidformerEngine | None = None
         self._is_training = self._has_trained = False
-        self._ignore_keys: list[str] | None = None
+        self._ignore_keys: Keys = None
         self.control = TrainerControl()
         self.callbacks = CallbackList(
             self, [*build_reporting_callbacks(self.args.report_to), *callbacks]
@@ -173,9 +149,7 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         assert self.model_init is not None
         parameters = inspect.signature(self.model_init).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        needs_trial = any(
-            each.kind in positional and each.default is each.empty for each in parameters
-        )
+        needs_trial = any(p.kind in positional and p.default is p.empty for p in parameters)
         model = self.model_init(trial) if needs_trial else self.model_init()
         if model is None:
             raise RapidformerError("model_init must return a model, it returned None.")
@@ -193,12 +167,9 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        ignore_keys_for_eval: Keys = None,
     ) -> TrainOutput:
-        """Train to the end, from the start or from a checkpoint (True: the newest one).
-
-        ``trial`` is what ``model_init`` gets in a search for hyperparameters.
-        """
+        """Train, also from a checkpoint (True: the newest). ``trial`` is for ``model_init``."""
         settings = self.build_settings()
         folder = find_checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         if folder is not None:
@@ -239,37 +210,25 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         if problems:
             raise ConfigurationError(problems)
         return search(
-            self,
-            space=hp_space,
-            compute_objective=compute_objective,
-            trials=n_trials,
-            direction=direction,
-            name_trial=hp_name,
-            options=dict(kwargs),
-        )
+            self, space=hp_space, compute_objective=compute_objective, trials=n_trials,
+            direction=direction, name_trial=hp_name, options=dict(kwargs),
+        )  # fmt: skip
 
     def _run(self, template: TrainerTemplate) -> TrainOutput:
         started = time.time()
         self._is_training = self._has_trained = True
         try:
-            progress = template.run_training()
+            template.run_training()
         finally:
             self._is_training = False
-        metrics = self._measure_training(progress, started)
+        self.state.global_step = steps = self.engine.updates.clock.updates
+        samples = self.engine.data.batches.count_samples(steps)
+        metrics = speed_metrics("train", started, samples, self.state.max_steps)
+        metrics["train_loss"] = _average_losses(self.state.log_history)
         self.log(dict(metrics))
         if self.args.push_to_hub:
             self.push_to_hub()
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-
-    def _measure_training(self, progress: Progress, started: float) -> Metrics:
-        steps = self.engine.updates.clock.updates
-        samples = self.engine.data.batches.count_samples(steps)
-        metrics: Metrics = speed_metrics(
-            "train", started, num_samples=samples, num_steps=self.state.max_steps
-        )
-        self.state.global_step = steps
-        metrics["train_loss"] = _average_losses(self.state.log_history)
-        return metrics
+        return TrainOutput(steps, metrics["train_loss"], metrics)
 
     def _set_model_flags(self) -> None:
         config = getattr(self.model, "config", None)
@@ -282,12 +241,9 @@ class Trainer(FamiliarNames, DataMethods, OptimizerMethods, EvaluationMethods):
         """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         count = count_labels(model, inputs)
-        if not self._overrides("training_step"):
-            # The loop's own backward pass, which any strategy can schedule.
-            returned = call_with_count(self.compute_loss, model, inputs, count=count)
-        else:
-            returned = call_with_count(self.training_step, model, inputs, count=count)
-        return self.accelerator.take(returned)
+        # Without an override, the loop's own backward pass, which any strategy can schedule.
+        step = self.training_step if self._overrides("training_step") else self.compute_loss
+        return self.accelerator.take(call_with_count(step, model, inputs, count=count))
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None

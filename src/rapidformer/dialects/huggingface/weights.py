@@ -21,10 +21,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
-    """Load every weight by its name; one that is missing or of another shape is an error.
-
-    The folder may also be the name of an adapter on the Hub.
-    """
+    """Load every weight by its name, or an adapter (also the Hub's); all must be there and fit."""
     choices = [folder / (BEST if best else LAST), folder]
     adapted: Any = next((path for path in choices if is_adapter_folder(path)), None)
     if not folder.exists():
@@ -33,7 +30,8 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
         replace_adapter(model, adapted)
         get_logger().info(f"adapter loaded from {adapted}")
         return
-    source = folder if folder.is_file() else _find_file(choices)
+    files = (path / name for path in choices for name in _FILES)
+    source = folder if folder.is_file() else next(filter(Path.is_file, files), None)
     if source is None:
         raise CheckpointError(
             f"{folder} holds no weights: a run's folder has {LAST}/{_FILES[0]}, a model's "
@@ -53,11 +51,6 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
         )
     model.load_state_dict(weights, strict=False)
     get_logger().info(f"weights loaded from {source}")
-
-
-def _find_file(folders: list[Path]) -> Path | None:
-    found = (folder / name for folder in folders for name in _FILES)
-    return next((path for path in found if path.is_file()), None)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

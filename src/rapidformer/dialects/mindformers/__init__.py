@@ -20,18 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ContextConfig", "ParallelContextConfig", "Trainer", "TrainingArguments", "init_context"]
 
-# Public name -> (module, name in it)
-_WHERE = {
-    "ContextConfig": ("context", "ContextConfig"),
-    "ParallelContextConfig": ("context", "ParallelContextConfig"),
+_RENAMED = {
     "Trainer": ("trainer", "MindFormersTrainer"),
     "TrainingArguments": ("settings", "MindFormersArguments"),
-    "init_context": ("context", "init_context"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own_name = _WHERE[name]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), own_name)
+    module, name_there = _RENAMED.get(name, ("context", name))
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name_there)

@@ -20,16 +20,15 @@ def name_by_type(others: tuple[Any, ...]) -> dict[str, Any]:
     """Arguments from the fifth on, whose order changed between versions: by what they are."""
     named: dict[str, Any] = {}
     datasets = iter(("train_dataset", "eval_dataset"))
-    for each in others:
-        if hasattr(each, "convert_tokens_to_ids"):
-            named["tokenizer"] = each
-        elif callable(each):
-            named["data_collator"] = each
+    for value in others:
+        if hasattr(value, "convert_tokens_to_ids"):
+            named["tokenizer"] = value
+        elif callable(value):
+            named["data_collator"] = value
+        elif (name := next(datasets, None)) is not None:
+            named[name] = value
         else:
-            name = next(datasets, None)
-            if name is None:
-                raise ConfigurationError("Trainer(...): name the arguments after eval_dataset.")
-            named[name] = each
+            raise ConfigurationError("Trainer(...): name the arguments after eval_dataset.")
     return named
 
 
@@ -58,8 +57,8 @@ def check_options(function: str, options: dict[str, Any], table: Table) -> dict[
     return options
 
 
-_GENERATION = {each.name for each in dataclasses.fields(GenerationArguments)}
 _FOR_COMMAND = {"stream", "chat"}
+_GENERATION = {f.name for f in dataclasses.fields(GenerationArguments)} - _FOR_COMMAND
 _OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 
 
@@ -67,36 +66,34 @@ def read_generation(options: Mapping[str, Any]) -> dict[str, Any]:
     """How to generate, from the options of ``predict``; settings that it shares with ours."""
     values: dict[str, Any] = {}
     unknown = []
+    # As in MindFormers, these say nothing without it.
+    idle = () if options.get("do_sample") else _OF_SAMPLING
     for name, value in options.items():
-        if name == "max_length":
-            values["max_new_tokens"] = value
-        elif name in _GENERATION - _FOR_COMMAND or name == "seed":
-            values[name] = value
+        if name == "max_length" or name == "seed" or name in _GENERATION:
+            if value is not None and name not in idle:
+                values["max_new_tokens" if name == "max_length" else name] = value
         elif value not in (None, False):
             unknown.append(f"predict({name}={value!r}) is not supported.")
     if unknown:
-        names = ", ".join(sorted(_GENERATION - _FOR_COMMAND))
+        names = ", ".join(sorted(_GENERATION))
         raise ConfigurationError([*unknown, f"predict() takes max_length, seed, {names}."])
-    if not values.get("do_sample"):  # as in MindFormers, these say nothing without it
-        values = {name: value for name, value in values.items() if name not in _OF_SAMPLING}
-    given = {name: value for name, value in values.items() if value is not None}
-    checked = arguments_from_mapping(given, source="predict()")
-    return {name: getattr(checked, name) for name in given}
+    checked = arguments_from_mapping(values, source="predict()")
+    return {name: getattr(checked, name) for name in values}
 
 
 Row = dict[str, Any] | str
 
 
-def read_prompts(given: Any) -> list[Row]:
+def read_prompts(data: Any) -> list[Row]:
     """A text, a file with a text per line, a list of texts, or a data set's rows."""
-    if given is None:
+    if data is None:
         raise DataError("Trainer.predict() needs input_data: a text, a list of texts or a file.")
-    if isinstance(given, Path) or (isinstance(given, str) and _is_file(given)):
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
+    if isinstance(data, Path) or (isinstance(data, str) and _is_file(data)):
+        lines = Path(data).read_text(encoding="utf-8").splitlines()
         return [line for line in lines if line.strip()]
-    if isinstance(given, (str, dict)):
-        return [given]
-    rows = list(given)
+    if isinstance(data, (str, dict)):
+        return [data]
+    rows = list(data)
     if not rows:
         raise DataError("Trainer.predict(): input_data is empty.")
     return rows
@@ -105,25 +102,22 @@ def read_prompts(given: Any) -> list[Row]:
 def rename_answers(task: str, rows: list[Row], answers: list[dict[str, Any]]) -> list[Any]:
     """What the task of ours says, under the keys of MindFormers' pipelines."""
     if task == "text_generation":
+        prompts = [row if isinstance(row, str) else "" for row in rows]
         return [
-            {"text_generation_text": [_get_prompt(row) + text for text in _list_texts(answer)]}
-            for row, answer in zip(rows, answers, strict=True)
+            {"text_generation_text": [prompt + text for text in _list_texts(answer)]}
+            for prompt, answer in zip(prompts, answers, strict=True)
         ]
     if task == "translation":
         return [{"translation_text": _list_texts(answer)} for answer in answers]
     if task in ("text_classification", "image_classification"):
-        return [[{"label": each["label"], "score": each["score"]}] for each in answers]
+        return [[{key: answer[key] for key in ("label", "score")}] for answer in answers]
     return answers
 
 
 def _list_texts(answer: dict[str, Any]) -> list[str]:
     """One text, or ``num_return_sequences`` of them."""
-    found = answer["generated"]
-    return found if isinstance(found, list) else [found]
-
-
-def _get_prompt(row: Row) -> str:
-    return row if isinstance(row, str) else ""
+    texts = answer["generated"]
+    return texts if isinstance(texts, list) else [texts]
 
 
 def _is_file(text: str) -> bool:

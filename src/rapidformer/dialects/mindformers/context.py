@@ -82,13 +82,13 @@ def init_context(
     adopt_rank_variables(os.environ)
     target = (context_config or ContextConfig()).device_target
     parallel = parallel_config or ParallelContextConfig("DATA_PARALLEL")
-    device = "cpu" if target.upper() == "CPU" else "auto"
+    device = "cpu" if target.upper() == "CPU" else None
     _current[0] = Context(
-        device="cpu" if device == "cpu" else None,
+        device=device,
         splits_models=use_parallel and parallel.parallel_mode.endswith("AUTO_PARALLEL"),
         shards_optimizer=use_parallel and parallel.enable_parallel_optimizer,
     )
-    processes = start_processes(device=device)
+    processes = start_processes(device=device or "auto")
     if processes.world_size > 1 and not use_parallel:
         raise ConfigurationError(
             f"init_context(use_parallel=False), but {processes.world_size} processes were started: "

@@ -1,18 +1,18 @@
 """MindFormers' YAML files: what their keys mean as arguments of its ``Trainer``.
 
-Such a file also describes MindSpore's own machinery and the layers of the model; what has no
-meaning here is listed, so that the caller can say so.
+What has no meaning here (MindSpore's machinery, a model's layers) is listed for the caller to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rapidformer.dialects.calls import flatten
 from rapidformer.dialects.mindformers.names import (
     DEFAULTS,
     PARALLEL_CONFIG,
@@ -45,14 +45,12 @@ _TRAINER = {
     "eval_dataset.data_loader.dataset_dir": "eval_dataset",
 }  # fmt: skip
 _TASKS = {
-    "CausalLanguageModelingTrainer": "text_generation",
+    "CausalLanguageModelingTrainer": "text_generation", "TranslationTrainer": "translation",
     "TextClassificationTrainer": "text_classification",
     "TokenClassificationTrainer": "token_classification",
-    "QuestionAnsweringTrainer": "question_answering",
-    "MaskedLanguageModelingTrainer": "fill_mask",
-    "TranslationTrainer": "translation",
+    "QuestionAnsweringTrainer": "question_answering", "MaskedLanguageModelingTrainer": "fill_mask",
     "ImageClassificationTrainer": "image_classification",
-}
+}  # fmt: skip
 _SCHEDULES = {
     "CosineWithWarmUpLR": "cosine", "LinearWithWarmUpLR": "linear",
     "ConstantWarmUpLR": "constant_with_warmup", "PolynomialWithWarmUpLR": "polynomial",
@@ -62,21 +60,25 @@ _CALLBACKS = {
     "CheckpointMointor.keep_checkpoint_max": "save_total_limit",
     "MFLossMonitor.per_print_times": "logging_steps",
 }
-# What the caller of a verb says, or follows from the rest.
-_UNSAID = {"run_mode", "use_parallel", "do_eval", "lr_schedule.total_steps", "trainer.type"}
+# What the caller of a verb says, follows from the rest or is read by itself.
+_UNSAID = {
+    "run_mode", "use_parallel", "do_eval", "lr_schedule.total_steps", "trainer.type",
+    "load_checkpoint", "callbacks", "optimizer.betas",
+}  # fmt: skip
+_BATCH_SIZES = ("runner_config.batch_size", "train_dataset.batch_size")
 
 
 @dataclass(kw_only=True)
 class MindFormersFile:
     """A file's content, sorted by who needs it."""
 
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any]
     """For ``TrainingArguments``."""
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any]
     """For ``Trainer``."""
-    checkpoint: str | None = None
+    checkpoint: str | None
     """The weights that a verb without a checkpoint starts from."""
-    unused: list[str] = field(default_factory=list)
+    unused: list[str]
 
 
 def load_mindformers_file(path: str | Path) -> MindFormersFile:
@@ -94,71 +96,52 @@ def load_mindformers_file(path: str | Path) -> MindFormersFile:
 
 
 def _sort(content: Mapping[str, Any], path: str) -> MindFormersFile:
-    found = MindFormersFile()
     problems: list[str] = []
-    values = {key: value for key, value in _flatten(content) if value not in (None, "", {}, [])}
+    values = {key: value for key, value in flatten(content, ".") if value not in (None, "", [])}
     is_alone = content.get("use_parallel") is False
-    _check_batch_sizes(values, path, problems)
-    for key, name in _ARGUMENTS.items():
-        if key in values and not (is_alone and key.startswith("parallel")):
-            found.arguments[name] = values[key]
+    sizes = {key: values[key] for key in _BATCH_SIZES if key in values}
+    if len(set(sizes.values())) > 1:
+        listed = " and ".join(f"{key} {size}" for key, size in sizes.items())
+        problems.append(f"{listed} in {path} are one value: make them equal.")
+    arguments = {
+        name: values[key]
+        for key, name in _ARGUMENTS.items()
+        if key in values and not (is_alone and key.startswith("parallel"))
+    }
     if (betas := values.get("optimizer.betas")) is not None:
-        found.arguments["adam_beta1"], found.arguments["adam_beta2"] = betas
-    found.arguments |= _read_callbacks(content.get("callbacks"))
-    kind = found.arguments.get("lr_scheduler_type")
+        arguments["adam_beta1"], arguments["adam_beta2"] = betas
+    arguments |= _read_callbacks(content.get("callbacks"))
+    kind = arguments.get("lr_scheduler_type")
     if kind is not None and kind not in (*_SCHEDULES, *_SCHEDULES.values()):
         problems.append(
             f"lr_schedule.type {kind} in {path} is not supported: use {', '.join(_SCHEDULES)}."
         )
     elif kind is not None:
-        found.arguments["lr_scheduler_type"] = _SCHEDULES.get(kind, kind)
-    found.trainer = {name: values[key] for key, name in _TRAINER.items() if key in values}
-    if (task := _TASKS.get(str(values.get("trainer.type")))) is not None:
-        found.trainer["task"] = task
-    found.checkpoint = values.get("load_checkpoint")
+        arguments["lr_scheduler_type"] = _SCHEDULES.get(kind, kind)
     if problems:
         raise ConfigurationError(problems)
-    known = {*_ARGUMENTS, *_TRAINER, *_UNSAID, "load_checkpoint", "callbacks", "optimizer.betas"}
+    trainer = {name: values[key] for key, name in _TRAINER.items() if key in values}
+    if (task := _TASKS.get(str(values.get("trainer.type")))) is not None:
+        trainer["task"] = task
     ignored = {f"parallel_config.{name}" for name in PARALLEL_CONFIG}
     ignored |= {f"recompute_config.{name}" for name in RECOMPUTE_CONFIG}
-    found.unused = _shorten(sorted(set(values) - known - ignored))
-    return found
-
-
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _check_batch_sizes(values: Mapping[str, Any], path: str, problems: list[str]) -> None:
-    sizes = {
-        key: values[key]
-        for key in ("runner_config.batch_size", "train_dataset.batch_size")
-        if key in values
-    }
-    if len(set(sizes.values())) > 1:
-        listed = " and ".join(f"{key} {size}" for key, size in sizes.items())
-        problems.append(f"{listed} in {path} are one value: make them equal.")
+    unused = sorted(values.keys() - _ARGUMENTS.keys() - _TRAINER.keys() - _UNSAID - ignored)
+    return MindFormersFile(
+        arguments=arguments, trainer=trainer, checkpoint=values.get("load_checkpoint"),
+        # Their first two parts, each once.
+        unused=list(dict.fromkeys(".".join(key.split(".")[:2]) for key in unused)),
+    )  # fmt: skip
 
 
 def _read_callbacks(callbacks: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in callbacks if isinstance(callbacks, list) else []:
-        if not isinstance(each, dict):
-            continue
-        kind = str(each.get("type")).replace("CheckpointMonitor", "CheckpointMointor")
-        for name, value in each.items():
+    values: dict[str, Any] = {}
+    listed = callbacks if isinstance(callbacks, list) else []
+    for callback in (entry for entry in listed if isinstance(entry, dict)):
+        kind = str(callback.get("type")).replace("CheckpointMonitor", "CheckpointMointor")
+        for name, value in callback.items():
             ours = _CALLBACKS.get(f"{kind}.{name}")
             if ours is not None and value is not None:
-                found[ours] = value
-    if found.get("logging_steps") == DEFAULTS["logging_steps"]:
-        del found["logging_steps"]  # sink_size may say otherwise
-    return found
-
-
-def _shorten(keys: list[str]) -> list[str]:
-    """Their first two parts, each once."""
-    return list(dict.fromkeys(".".join(key.split(".")[:2]) for key in keys))
+                values[ours] = value
+    if values.get("logging_steps") == DEFAULTS["logging_steps"]:
+        del values["logging_steps"]  # sink_size may say otherwise
+    return values

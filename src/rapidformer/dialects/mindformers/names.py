@@ -7,7 +7,7 @@ from typing import Any
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 _SHARDS = "a checkpoint resumes on any number of ranks"
-_GRAPH = "graph mode exists only in MindSpore"
+_MODEL = "pretrained_model_name_or_path"
 
 # Names of its TrainingArguments that Hugging Face's class does not have.
 TRAINING_ARGUMENTS: dict[str, ForeignName] = {
@@ -36,19 +36,16 @@ TRAINING_ARGUMENTS: dict[str, ForeignName] = {
     "resume_training": honoured("True: from the newest checkpoint", "load"),
     "integrated_save": ignored(_SHARDS),
     "save_seconds": refused("use save_steps"),
-    "mode": ignored(_GRAPH),
+    "mode": ignored("graph mode exists only in MindSpore"),
     "device_target": honoured("CPU, or a GPU if there is one", "device"),
     "device_id": ignored("the launcher assigns a device to every rank"),
 }
 
 # Hugging Face's names with another default in MindFormers.
 DEFAULTS: dict[str, object] = {
-    "output_dir": "./output",
-    "lr_scheduler_type": "cosine",
-    "logging_steps": 1,
-    "save_total_limit": 5,
-    "dataloader_drop_last": True,
-}
+    "output_dir": "./output", "lr_scheduler_type": "cosine", "logging_steps": 1,
+    "save_total_limit": 5, "dataloader_drop_last": True,
+}  # fmt: skip
 
 OPTIMIZERS = {
     "AdamWeightDecay": "adamw_torch", "FP32StateAdamWeightDecay": "adamw_torch",
@@ -60,10 +57,8 @@ OPTIMIZERS = {
 TRAINER: dict[str, ForeignName] = {
     "args": honoured("a TrainingArguments, or the path of a YAML file of MindFormers"),
     "task": honoured("its names for our tasks", "task"),
-    "model": honoured(
-        "a name, a folder, a Hub name or an instance", "pretrained_model_name_or_path"
-    ),
-    "model_name": honoured("the same, if model is not given", "pretrained_model_name_or_path"),
+    "model": honoured("a name, a folder, a Hub name or an instance", _MODEL),
+    "model_name": honoured("the same, if model is not given", _MODEL),
     "train_dataset": honoured("a path or a data set", "train_data"),
     "eval_dataset": honoured("a path or a data set", "valid_data"),
     "tokenizer": honoured("replaces the one in the model's folder"),
@@ -88,15 +83,11 @@ PET_METHODS: dict[str, dict[str, Any]] = {
 }
 
 TASKS = {
-    "text_generation": "causal_lm",
-    "text_classification": "sequence_classification",
-    "token_classification": "token_classification",
-    "question_answering": "question_answering",
-    "fill_mask": "masked_lm",
-    "masked_language_modeling": "masked_lm",
-    "translation": "seq2seq_lm",
+    "text_generation": "causal_lm", "text_classification": "sequence_classification",
+    "token_classification": "token_classification", "question_answering": "question_answering",
+    "fill_mask": "masked_lm", "masked_language_modeling": "masked_lm", "translation": "seq2seq_lm",
     "image_classification": "image_classification",
-}
+}  # fmt: skip
 
 # Its names for models whose weights the Hub has.
 MODELS = {

@@ -1,7 +1,4 @@
-"""A task's training for MindFormers' trainer: given data sets, callbacks and metrics of the user's.
-
-The callbacks are transformers': they see the trainer that runs the task.
-"""
+"""A task's training with the user's data sets, metrics and (transformers') callbacks."""
 
 from __future__ import annotations
 
@@ -22,20 +19,14 @@ class TaskEvents(LoopEvents):
     """The events of a task's run, in which the loop itself evaluates."""
 
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
-        trainer, engine = self._trainer, loop.engine
-        trainer.optimizer, trainer.lr_scheduler = (
-            engine.updates.optimizer,
-            engine.updates.lr_scheduler,
-        )
+        self._trainer.optimizer = loop.engine.updates.optimizer
+        self._trainer.lr_scheduler = loop.engine.updates.lr_scheduler
         super().on_train_begin(loop, control)
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
-        self._follow(loop)
-        self._read(control)
-        self._trainer.log(dict(metrics))
-        self._trainer.callbacks.call("on_evaluate", metrics=dict(metrics))
-        self._pass_on(control)
-        self._agree(control, "on_evaluate", "on_log")
+        with self._asking(loop, control, "on_evaluate", "on_log"):
+            self._trainer.log(dict(metrics))
+            self._trainer.callbacks.call("on_evaluate", metrics=dict(metrics))
 
 
 class GivenTask(TaskFinetuner):
@@ -44,8 +35,8 @@ class GivenTask(TaskFinetuner):
     def __init__(self, engine: RapidformerEngine, settings: Settings, trainer: Any) -> None:
         super().__init__(engine, get_task(settings.task or ""))
         self._trainer = trainer
-        given = (("train", trainer.train_dataset), ("validation", trainer.eval_dataset))
-        self._given = {name: data for name, data in given if data is not None and not is_path(data)}
+        splits = (("train", trainer.train_dataset), ("validation", trainer.eval_dataset))
+        self._given = {n: data for n, data in splits if data is not None and not is_path(data)}
 
     def prepare_data(self) -> Any:
         if not self._given:
@@ -62,8 +53,8 @@ class GivenTask(TaskFinetuner):
         return model
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
-        found = super().run_compute_metrics(model, eval_dataloader)
-        return {**found, **measure_own(self._trainer, eval_dataloader)}
+        metrics = super().run_compute_metrics(model, eval_dataloader)
+        return {**metrics, **measure_own(self._trainer, eval_dataloader)}
 
 
 def measure_own(trainer: Any, loader: Any) -> dict[str, float]:
@@ -71,9 +62,9 @@ def measure_own(trainer: Any, loader: Any) -> dict[str, float]:
     if trainer.compute_metrics is None:
         return {}
     output = run_evaluation(trainer, loader, loss_only=False, ignore_keys=None, prefix="eval")
-    own = {name.removeprefix("eval_"): value for name, value in (output.metrics or {}).items()}
-    own.pop("loss", None)  # the task's own is the same
-    return own
+    metrics = {name.removeprefix("eval_"): value for name, value in (output.metrics or {}).items()}
+    metrics.pop("loss", None)  # the task's own is the same
+    return metrics
 
 
 def is_path(data: Any) -> bool:

@@ -1,7 +1,4 @@
-"""``TrainingArguments`` in MindFormers' words, as the settings of a run, and its problems.
-
-The class is Hugging Face's with MindFormers' names and defaults.
-"""
+"""``TrainingArguments`` with MindFormers' names and defaults, as the settings of a run."""
 
 from __future__ import annotations
 
@@ -25,15 +22,10 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import copy_mapped
 from rapidformer.tasks.rows.preflight import find_task_problems
 
+_DEFAULTS = {**DEFAULTS, **{name: row.default for name, row in TRAINING_ARGUMENTS.items()}}
 _Fields: Any = make_dataclass(
     "_Fields",
-    [
-        *((name, Any, dataclasses.field(default=default)) for name, default in DEFAULTS.items()),
-        *(
-            (name, Any, dataclasses.field(default=row.default))
-            for name, row in TRAINING_ARGUMENTS.items()
-        ),
-    ],
+    [(name, Any, dataclasses.field(default=default)) for name, default in _DEFAULTS.items()],
     bases=(TrainingArguments,),
     repr=False,
 )
@@ -66,12 +58,12 @@ class MindFormersArguments(_Fields):  # type: ignore[misc]
             return
         default = TrainingArguments.per_device_train_batch_size
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            given = getattr(self, name)
-            if name.endswith("train_batch_size") and given not in (default, self.batch_size):
+            size = getattr(self, name)
+            if name.endswith("train_batch_size") and size not in (default, self.batch_size):
                 raise ConfigurationError(
-                    f"batch_size={self.batch_size} and {name}={given} are one value: give one."
+                    f"batch_size={self.batch_size} and {name}={size} are one value: give one."
                 )
-            if given == default:
+            if size == default:
                 setattr(self, name, self.batch_size)
 
 
@@ -81,35 +73,32 @@ _WIDTHS = ("data_parallel", "model_parallel", "pipeline_stage", "context_paralle
 
 def build_parallel_settings(args: Any, overriding: Mapping[str, Any]) -> Settings:
     """The training arguments as settings; ``set_parallel_config`` and the like override them."""
-    given = {
-        name: getattr(args, name)
-        for name in TRAINING_ARGUMENTS
-        if getattr(args, name, None) is not None
-    }
-    given |= overriding
-    values = copy_mapped(given, TRAINING_ARGUMENTS)
+    named = {name: getattr(args, name, None) for name in TRAINING_ARGUMENTS}
+    said = {name: value for name, value in named.items() if value is not None}
+    said |= overriding
+    values = copy_mapped(said, TRAINING_ARGUMENTS)
     context = get_context()
-    if context.device is not None or str(given.get("device_target")).upper() == "CPU":
+    if context.device is not None or str(said.get("device_target")).upper() == "CPU":
         values["device"] = "cpu"
     if context.shards_optimizer:
         values["zero_1_memory_optimization"] = True
-    if given.get("select_recompute"):
+    if said.get("select_recompute"):
         values |= {"checkpoint_activations": True, "recompute_granularity": "selective"}
     if context.splits_models:
-        _check_widths(given)
+        _check_widths(said)
     else:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
                      "context_parallel_size"):  # fmt: skip
             values.pop(name, None)
-    if values.get("pipeline_model_parallel_size", 1) > 1 and given.get("micro_batch_num"):
-        values["gradient_accumulation_steps"] = given["micro_batch_num"]
+    if values.get("pipeline_model_parallel_size", 1) > 1 and said.get("micro_batch_num"):
+        values["gradient_accumulation_steps"] = said["micro_batch_num"]
     return build_settings(args).replace(SOURCE, **values)
 
 
-def _check_widths(given: Mapping[str, Any]) -> None:
-    widths = {name: int(given.get(name) or 1) for name in _WIDTHS}
+def _check_widths(said: Mapping[str, Any]) -> None:
+    widths = {name: int(said.get(name) or 1) for name in _WIDTHS}
     world, product = get_world_size_from_environment(), math.prod(widths.values())
-    if "data_parallel" in given and product != world:
+    if "data_parallel" in said and product != world:
         listed = " x ".join(f"{name} {width}" for name, width in widths.items())
         raise ConfigurationError(
             f"{listed} = {product}, but {world} processes run: start {product}, or change one."

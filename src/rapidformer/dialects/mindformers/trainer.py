@@ -1,10 +1,5 @@
 """MindFormers' trainer: four verbs over the black-box tasks.
 
-    trainer = Trainer(task="text_generation", model="gpt2", args=training_args,
-                      train_dataset="./train", eval_dataset="./eval")
-    trainer.train()        # from fresh weights
-    trainer.finetune()     # from the model's weights
-
 A model instance with data sets of its own runs as Hugging Face's trainer does. Everything else is
 settings of a task, and each verb builds its own engine: ``set_parallel_config`` may be called
 any time before it.
@@ -13,8 +8,6 @@ any time before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +77,14 @@ class MindFormersTrainer(Trainer):
             args, from_file = self._read_file(args)
             task = from_file.pop("task", task) if task == "general" else task
             model_name = model_name or from_file.pop("model_name", None)
-            named = {name: value for name, value in from_file.items() if name != "task"} | named
+            from_file.pop("task", None)
+            named = from_file | named
         check_arguments(args, task, named)
         self.args = args if args is not None else MindFormersArguments()
         self.task_name = task
         self._adapters = PET_METHODS.get(str(named.get("pet_method") or ""), {})
-        self._given_parallel: dict[str, Any] = {}
-        self._given_recompute: dict[str, Any] = {}
+        self._parallel: dict[str, Any] = {}
+        self._recompute: dict[str, Any] = {}
         self._trained: Path | None = None
         self._named = named
         data = (named.get("train_dataset"), named.get("eval_dataset"))
@@ -133,18 +127,13 @@ class MindFormersTrainer(Trainer):
     def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
         optimizers = named.get("optimizers")
         pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
+        same = ("data_collator", "train_dataset", "eval_dataset", "compute_metrics")
         super().__init__(
-            model,
-            self.args,
-            named.get("data_collator"),
-            named.get("train_dataset"),
-            named.get("eval_dataset"),
-            named.get("tokenizer") or named.get("image_processor"),
-            compute_metrics=named.get("compute_metrics"),
-            callbacks=_list(named.get("callbacks")),
-            optimizers=pair,
+            model, self.args, **{name: named.get(name) for name in same},
+            processing_class=named.get("tokenizer") or named.get("image_processor"),
+            callbacks=_list(named.get("callbacks")), optimizers=pair,
             peft_config=build_config(Settings(**self._adapters)),
-        )
+        )  # fmt: skip
 
     def _choose_location(self, model: Any) -> str:
         if isinstance(model, nn.Module):
@@ -153,8 +142,7 @@ class MindFormersTrainer(Trainer):
             raise ConfigurationError("Trainer needs a model: a name, a folder or an instance.")
         if Path(str(model)).expanduser().is_dir():
             return str(model)
-        name = str(model).removeprefix("mindspore/")
-        return MODELS.get(name, str(model))
+        return MODELS.get(str(model).removeprefix("mindspore/"), str(model))
 
     def _save_instance(self, model: Any) -> str:
         """A model that was built by hand becomes a folder, from which a task loads it."""
@@ -173,16 +161,14 @@ class MindFormersTrainer(Trainer):
     def _output(self) -> Path:
         return Path(self.args.output_dir or "output")
 
-    # ---- settings ------------------------------------------------------------------------------
-
     def set_parallel_config(self, **widths: Any) -> None:
         """How the processes divide the model; checked when training starts."""
-        self._given_parallel = check_options("set_parallel_config", widths, PARALLEL_CONFIG)
+        self._parallel = check_options("set_parallel_config", widths, PARALLEL_CONFIG)
         self._forget_engine()
 
     def set_recompute_config(self, **options: Any) -> None:
         """What is computed again in the backward pass."""
-        self._given_recompute = check_options("set_recompute_config", options, RECOMPUTE_CONFIG)
+        self._recompute = check_options("set_recompute_config", options, RECOMPUTE_CONFIG)
         self._forget_engine()
 
     def _forget_engine(self) -> None:
@@ -191,7 +177,7 @@ class MindFormersTrainer(Trainer):
 
     def build_settings(self) -> Settings:
         """The arguments, and what ``set_parallel_config`` and ``init_context`` were given."""
-        return build_parallel_settings(self.args, self._given_parallel | self._given_recompute)
+        return build_parallel_settings(self.args, self._parallel | self._recompute)
 
     def _build_task_settings(self, **values: Any) -> Settings:
         if self.task_name not in TASKS:
@@ -199,31 +185,25 @@ class MindFormersTrainer(Trainer):
                 "task='general' needs a model instance; with a model's name, say one of "
                 f"{', '.join(TASKS)}."
             )
-        paths: dict[str, Any] = {
-            setting: [str(data)]
-            for setting, data in (
-                ("train_data", self.train_dataset),
-                ("valid_data", self.eval_dataset),
-            )
-            if is_path(data)
-        }
+        data = {"train_data": self.train_dataset, "valid_data": self.eval_dataset}
+        paths: dict[str, Any] = {name: [str(path)] for name, path in data.items() if is_path(path)}
         known = {"task": TASKS[self.task_name], "pretrained_model_name_or_path": self._location}
         return self.build_settings().replace(SOURCE, **{**known, **paths, **values})
 
     def _find_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """True: the newest of this output folder; a text: a path or a model's name."""
+        checkpoint = checkpoint or self._checkpoint
         if not checkpoint:
-            checkpoint = self._checkpoint
+            return {}
+        name = MODELS.get(str(checkpoint), str(checkpoint))
         if checkpoint is True:
             folder = self._trained or _find_model(self._output)
             if folder is None:
                 raise ConfigurationError(
                     f"checkpoint True: {self.args.output_dir} holds no model of an earlier run."
                 )
-            return {"pretrained_model_name_or_path": str(folder)}
-        if checkpoint:
-            return {"pretrained_model_name_or_path": MODELS.get(str(checkpoint), str(checkpoint))}
-        return {}
+            name = str(folder)
+        return {"pretrained_model_name_or_path": name}
 
     def _load_into_instance(self, checkpoint: Checkpoint) -> None:
         """The same for a model instance, whose weights are replaced."""
@@ -237,16 +217,6 @@ class MindFormersTrainer(Trainer):
             )
         load_weights(self.model, folder, best=(folder / BEST).is_dir())
         self._engine = None  # an optimizer may hold copies of the weights before
-
-    def _ask_for_evaluation(self, do_eval: bool) -> None:
-        if not do_eval:
-            return
-        if self.eval_dataset is None:
-            raise DataError("do_eval=True needs an eval_dataset.")
-        if self.args.eval_strategy == "no":
-            self.args.eval_strategy = "epoch"
-
-    # ---- the four verbs ------------------------------------------------------------------------
 
     def train(  # type: ignore[override]
         self,
@@ -277,7 +247,10 @@ class MindFormersTrainer(Trainer):
     def _learn(
         self, checkpoint: Checkpoint, resumes: Checkpoint, do_eval: bool, *, starts_fresh: bool
     ) -> Any:
-        self._ask_for_evaluation(do_eval)
+        if do_eval and self.eval_dataset is None:
+            raise DataError("do_eval=True needs an eval_dataset.")
+        if do_eval and self.args.eval_strategy == "no":
+            self.args.eval_strategy = "epoch"
         resumes = resumes or getattr(self.args, "resume_training", None)
         if self._is_instance:
             self._load_into_instance(checkpoint)
@@ -293,15 +266,12 @@ class MindFormersTrainer(Trainer):
         if resumes:
             values["load"] = self.args.output_dir if resumes is True else str(resumes)
         settings = self._build_task_settings(**values, **self._adapters)
-        check_task(
-            settings,
-            reads_files=is_path(self.train_dataset),
-            has_own_metrics=self.compute_metrics is not None,
-        )
-        given = Path(values.get("pretrained_model_name_or_path", ""))
-        if not resumes and given.parent == self._output and given.name in (BEST, LAST):
+        has_metrics = self.compute_metrics is not None
+        check_task(settings, reads_files=is_path(self.train_dataset), has_own_metrics=has_metrics)
+        model = Path(values.get("pretrained_model_name_or_path", ""))
+        if not resumes and model.parent == self._output and model.name in (BEST, LAST):
             # The earlier run of this folder is set aside before the weights are read.
-            moved = given.parent / PREVIOUS / given.name
+            moved = model.parent / PREVIOUS / model.name
             settings = settings.replace(SOURCE, pretrained_model_name_or_path=str(moved))
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
@@ -330,13 +300,13 @@ class MindFormersTrainer(Trainer):
         values = self._find_weights(eval_checkpoint or self._trained is not None)
         settings = self._build_task_settings(**values, allow_untrained=True)
         engine = RapidformerEngine(args=settings)
-        given = None if is_path(self.eval_dataset) else self.eval_dataset
+        rows = None if is_path(self.eval_dataset) else self.eval_dataset
 
         def measure_more(model: nn.Module, loader: Any) -> dict[str, float]:
             self.adopt_task(engine, model, None)
             return measure_own(self, loader)
 
-        report = evaluate_task(engine, given, measure_more if self.compute_metrics else None)
+        report = evaluate_task(engine, rows, measure_more if self.compute_metrics else None)
         metrics: dict[str, Any] = report.get_numbers()
         if "perplexity" in metrics:
             metrics["PPL"] = metrics["perplexity"]
@@ -355,8 +325,13 @@ class MindFormersTrainer(Trainer):
         """Answers to a text, a list of texts, a file with a text per line, or a data set."""
         if self._is_instance:
             self._load_into_instance(predict_checkpoint)
-            with self._predicting_in(batch_size):
+            engine, before = self.engine, self.engine.args
+            if batch_size is not None:
+                engine.args = before.replace("predict()", eval_micro_batch_size=batch_size)
+            try:
                 return super().predict(input_data, **options)
+            finally:
+                engine.args = before
         if input_data is None:
             input_data = self.eval_dataset
         rows = read_prompts(input_data)
@@ -370,24 +345,9 @@ class MindFormersTrainer(Trainer):
         answers = predict_task(RapidformerEngine(args=settings), rows)
         return rename_answers(self.task_name, rows, answers)
 
-    @contextmanager
-    def _predicting_in(self, batch_size: int | None) -> Iterator[None]:
-        """Predict in batches of this size; None: as evaluation does."""
-        engine = self.engine
-        before = engine.args
-        if batch_size is not None:
-            engine.args = before.replace("predict(batch_size)", eval_micro_batch_size=batch_size)
-        try:
-            yield
-        finally:
-            engine.args = before
-
 
 def _find_model(folder: Path) -> Path | None:
-    return next(
-        (folder / name for name in ("best", "last") if is_model_folder(folder / name)),
-        None,
-    )
+    return next(filter(is_model_folder, (folder / BEST, folder / LAST)), None)
 
 
 def _list(value: Any) -> list[Any]:
