@@ -20,7 +20,6 @@ import torch
 from rapidformer.checkpoint.inventory import read_metrics, take_inventory
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import publish, start_staging
-from rapidformer.checkpoint.run_metrics import read_metrics
 from rapidformer.cli.runs import draw, list_rows
 from tests.training.test_templates import LineFinetuner, make_engine
 

@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings, sections
+from rapidformer.config import Settings
+from rapidformer.config.task_sections import (
+    DataArguments,
+    GenerationArguments,
+    ModelArguments,
+    RunArguments,
+)
 from rapidformer.models.location import get_model_location
 from rapidformer.strict_json import format_json
 
@@ -23,10 +29,7 @@ Row = dict[str, Any]
 _KEY = "rapidformer_run"
 # What predictions depend on; what only changes speed (processes, parallelism, logging) is left out,
 # so a run may be resumed on another number of GPUs.
-_SECTIONS = (
-    sections.RunArguments, sections.ModelArguments, sections.DataArguments,
-    sections.GenerationArguments,
-)  # fmt: skip
+_SECTIONS = (RunArguments, ModelArguments, DataArguments, GenerationArguments)
 _BESIDES = ("load", "mixed_precision", "fp16", "bf16")
 _WITHOUT_EFFECT = (
     "input", "output", "config", "local_rank", "data_path", "num_workers", "preprocessing_workers",

@@ -212,8 +212,6 @@ class _Verification(ChildRuns):
 
     def _start(self, kind: Kind, description: str, is_cut: bool = False) -> list[Trace]:
         """Run it in new processes and read their traces."""
-        from rapidformer.verification.verified_run import get_trace_path
-
         processes = self.processes if kind == "switched" else 1
         job = Job(
             folder=str(self.folder), kind=kind, updates=self.options.verify_steps,
@@ -228,7 +226,7 @@ class _Verification(ChildRuns):
             processes=processes, variable=JOB_VARIABLE, job=job.to_text(),
             note=f"This was the run with {description}; its output is in {self.folder}.{hint}",
         )  # fmt: skip
-        return [Trace.load(get_trace_path(job, rank)) for rank in range(processes)]
+        return [Trace.load(job.get_path(rank)) for rank in range(processes)]
 
 
 def _work(job: Job, words: list[str]) -> None:

@@ -159,7 +159,8 @@ def read_command_line(extra_args_provider: ExtraArgumentsProvider | None = None)
     notebook's, a script's with flags of its own) is left alone, and settings have their defaults.
     """
     words = sys.argv[1:]
-    known = build_parser(extra_args_provider)._option_string_actions
+    parser = build_parser(extra_args_provider)
+    known = parser._option_string_actions
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     has_ours = any(flag in known or flag.replace("_", "-") in known for flag in flags)
     was_started = is_started() or any(name in os.environ for name in _LAUNCHERS)
@@ -173,7 +174,7 @@ def read_command_line(extra_args_provider: ExtraArgumentsProvider | None = None)
                     f"{near}?"
                 )
         words = []
-    return parse_arguments(words, extra_args_provider)
+    return parse_words(parser, words)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
         context=args.context_parallel_size, tensor=args.tensor_model_parallel_size,
         expert=args.expert_model_parallel_size, sharding=args.hybrid_sharding_size,
     )  # fmt: skip
-    check_device(args, processes.device)
     precision = choose_precision(args.mixed_precision, processes.device)
     check_device(args, processes.device, precision)
     # Nothing of the engine: the context outlives it.

@@ -45,11 +45,7 @@ class CompiledBlocks:
         self.graphs = self.recompilations = self.from_cache = 0
         self._skips_calls = False
         self._backend, self._rewrites = backend, rewrites
-        lean = torch_compile.recompute_cheap_activations(backend)
-        lean = torch_compile.cache_more_graphs(torch_compile.separate_cached_code(lean))
-        for rewrite in rewrites:
-            lean = torch_compile.rewrite_graphs(lean, rewrite)
-        self._lean_backend = lean
+        self._lean_backend = torch_compile.extend_backend(backend, rewrites)
         self._kinds: dict[Hashable, int] = {}
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}

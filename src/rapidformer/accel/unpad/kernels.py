@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad import row_attention
 from rapidformer.accel.unpad.masks import RowMask, get_largest_head
-from rapidformer.compat.torch_attention import attend_with_flash
+from rapidformer.compat.torch_dispatch import attend_with_flash
 from rapidformer.errors import ModelError
 
 

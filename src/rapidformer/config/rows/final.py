@@ -40,7 +40,7 @@ FINAL = register(
     # Last of what a pass consists of: the passes are recorded with everything above in them.
     Switch(
         "CUDA graph", turned_on_by=("cuda_graph",), off={"cuda_graph": "off"},
-        module="cuda_graph.obstacles", moment="final", is_for_training=True,
+        module="cuda_graph.graphs", moment="final", is_for_training=True,
         under_deepspeed="not applied", devices=("cuda",), ranks="one", precisions=("fp32", "bf16"),
         excludes=tuple(
             Rule(name, f"{why}. Leave out --cuda-graph")

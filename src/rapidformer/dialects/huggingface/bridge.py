@@ -186,8 +186,7 @@ class TrainerTemplate(Template):
     def make_evaluation(self, model: Any, loader: Any) -> Evaluation | None:
         if self.trainer.eval_dataset is None:
             return None
-        name, greater = self.choose_best_metric()
-        return Evaluation(run=self._evaluate, best_metric=name, greater_is_better=greater)
+        return self.plan_evaluation(self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         # Before `evaluate` calls the callbacks: what the loop has planned is not their wish.
