@@ -123,7 +123,8 @@ class Widths:
                 result.loss.backward()  # type: ignore[no-untyped-call]
             weights = [result.weight] if result.is_weight_given else []
             means = [result.loss, *weights, *(mean for mean, _ in result.parts.values())]
-            return [float(mean) for mean in means], take_gradients(self._parameters)
+            values = [torch.as_tensor(mean).detach().item() for mean in means]
+            return values, take_gradients(self._parameters)
 
         state = "in evaluation mode"
         with _evaluating(self._model, before, in_fp32=self._runs_in_fp32):
