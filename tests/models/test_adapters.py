@@ -128,6 +128,22 @@ def test_adapters_of_an_encoder_layer_run_in_evaluation(source: str, tmp_path: P
     hidden = torch.rand(1, 4, 8)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(hidden), model.train()(hidden))
+    assert torch.backends.mha.get_fastpath_enabled()  # other models keep it
+
+
+@pytest.mark.usefixtures("_fast_path")
+def test_an_encoder_with_adapters_makes_no_nested_tensors() -> None:
+    """They need the kernel that adapters are not in."""
+    encoder = nn.TransformerEncoder(build_encoder()[0], num_layers=2)
+    config = LoraConfig(r=2, target_modules=["linear1"], init_lora_weights=False)
+    engine, model = compose(get_peft_model(encoder, config))
+    hidden, padding = torch.rand(2, 4, 8), torch.tensor([[False] * 4, [False] * 2 + [True] * 2])
+    with torch.no_grad():
+        evaluated = model.eval()(hidden, src_key_padding_mask=padding)
+        trained = model.train()(hidden, src_key_padding_mask=padding)
+    torch.testing.assert_close(evaluated[~padding], trained[~padding])
+    engine.close()
+    assert encoder.use_nested_tensor
 
 
 def test_a_model_without_a_config_is_saved_with_its_adapters(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_repointing_by_name() -> None:
 def test_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     names = {id(p): name for name, p in model.named_parameters()}
-    with pytest.raises(RapidformerError, match="holds 2 parameters that are not in the model"):
+    with pytest.raises(RapidformerError, match="holds 2 parameters not in the model"):
         repoint_optimizer(torch.optim.SGD(other.parameters(), lr=1.0), model, names)
 
 

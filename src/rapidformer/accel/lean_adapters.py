@@ -7,18 +7,15 @@ forward pass, and the same products. Embeddings and norms work in fp32 and stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
-from rapidformer.models.adapters import find_adapter
+from rapidformer.models.adapters import call_adapted_layers, find_adapter
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -39,22 +36,9 @@ def apply(assembly: Assembly) -> str | None:
 
 def apply_adapted_layers(assembly: Assembly) -> str | None:
     """Row ``adapted layers``: torch's shortcut around layers that may have adapters is off."""
-    modules = assembly.model.modules()
-    has_shortcut = any(isinstance(module, nn.TransformerEncoderLayer) for module in modules)
-    if find_adapter(assembly.model) is None or not has_shortcut:
+    if find_adapter(assembly.model) is None or not call_adapted_layers(assembly.model):
         return None
-    _WITHOUT_SHORTCUT.keep(assembly.applied)
     return "torch's encoder layers call their parts"
-
-
-def _turn_shortcut_off() -> Callable[[], object]:
-    shortcut, before = torch.backends.mha, torch.backends.mha.get_fastpath_enabled()
-    shortcut.set_fastpath_enabled(False)
-    return partial(shortcut.set_fastpath_enabled, before)
-
-
-_WITHOUT_SHORTCUT = Change(_turn_shortcut_off)
-"""In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel."""
 
 
 def find_frozen_weights(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -78,12 +78,11 @@ def warn_about_unused_settings(
 def _list_sources(main: str) -> Iterator[Path]:
     """The script and the modules next to it."""
     # A script may be a link: its modules are next to the link or next to its target.
-    folders = {Path(main).resolve().parent, Path(main).parent.resolve()}
-    # Resolved once per folder: a process has thousands of modules.
-    resolve = functools.cache(lambda folder: Path(folder).resolve())
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and resolve(os.path.dirname(file)) in folders:  # noqa: PTH120
+    path = Path(main).absolute()
+    folders = {f"{folder}{os.sep}" for folder in (path.parent, path.resolve().parent)}
+    # As texts: a process has thousands of modules.
+    for file in [getattr(module, "__file__", None) for module in list(sys.modules.values())]:
+        if file and file.endswith(".py") and file[: file.rfind(os.sep) + 1] in folders:
             yield Path(file)
 
 

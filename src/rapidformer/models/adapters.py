@@ -134,16 +134,25 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
     return inner
 
 
-def call_adapted_layers(model: nn.Module) -> None:
-    """Turn off torch's shortcut around layers that may have adapters.
+def call_adapted_layers(model: nn.Module) -> bool:
+    """Keep torch's own encoder layers from a shortcut around their adapters; False without any.
 
-    In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel.
+    In evaluation, nn.TransformerEncoderLayer passes its layers' weights to one kernel, unless one
+    of its parts has a hook. Nested tensors, which nn.TransformerEncoder makes, need that kernel.
     """
-    import torch
     from torch import nn
 
-    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-        torch.backends.mha.set_fastpath_enabled(False)
+    layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    for layer in layers:
+        layer.register_forward_pre_hook(_be_called)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return bool(layers)
+
+
+def _be_called(module: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing but be there."""
 
 
 def get_inner(model: Any) -> nn.Module:
