@@ -122,17 +122,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     world_size: int, switches: dict[str, Any], tmp_path: Path
 ) -> None:
     """Interrupted in the middle of an epoch, with dropout: every later loss is bit-equal."""
-    # An epoch has eleven updates in one process, and six or three in two.
-    updates = 14 if world_size == 1 else 8
+    # An epoch has eleven updates in one process, and six or three in two. Processors that have no
+    # 16 bits take forty times as long.
+    updates = 7 if {"mixed_precision", "fp16"} & set(switches) else 14 if world_size == 1 else 8
     settings = {"train_iters": updates, "lr_warmup_iters": 2, "seed": 3, **switches}
     whole = {**settings, "save": str(tmp_path / "whole")}
-    first = {**settings, "save": str(tmp_path / "part"), "exit_interval": 5}
+    first = {**settings, "save": str(tmp_path / "part"), "exit_interval": 3}
     second = {**settings, "save": str(tmp_path / "part"), "load": str(tmp_path / "part")}
     losses = _run_each(world_size, whole)
     interrupted = _run_each(world_size, first)
     resumed = _run_each(world_size, second)
     assert len(losses) == updates
-    assert interrupted == losses[:5]
+    assert interrupted == losses[:3]
     assert resumed == losses
 
 
