@@ -96,7 +96,7 @@ def check(
     reference = copy.deepcopy(model)
     expected = train_bare(reference, batch, compute)
     losses = train(model, batch, compute)
-    assert losses == pytest.approx(expected, abs=2e-6)
+    assert losses == pytest.approx(expected, rel=2e-7, abs=2e-6)
     for name, parameter in model.named_parameters():
         other = reference.get_parameter(name)
         torch.testing.assert_close(parameter, other, rtol=0, atol=2e-6, msg=name)

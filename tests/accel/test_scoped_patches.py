@@ -59,6 +59,8 @@ def look() -> list[Any]:
     masks = [getattr(masking_utils, name) for name in MASKS]
     check = PreTrainedModel.warn_if_padding_and_no_attention_mask
     tables = [dict(ALL_ATTENTION_FUNCTIONS), dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)]
+    for table in tables:
+        table.pop("rapidformer_by_row", None)  # a name of our own, which stays
     return [*masks, check, *tables, get_order()]
 
 

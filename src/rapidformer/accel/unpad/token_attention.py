@@ -7,6 +7,7 @@ other case both do what ``sdpa`` does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
 
 NAME = "rapidformer_by_row"
@@ -40,16 +40,16 @@ def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextM
     return inside(_CURRENT, (rows, encoder))
 
 
-def _list_entries() -> Iterator[Entry]:
-    yield Entry(get_attention_table(), NAME, _build_attention)
-    yield Entry(get_mask_table(), NAME, _build_masks)
+@functools.cache
+def register() -> None:
+    """Give transformers' interfaces our functions, for good: a copy of a model may outlive us."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _build_attention())
+    AttentionMaskInterface.register(NAME, _build_masks())
 
 
-BY_ROW = Patch(_list_entries)
-"""Inside, transformers' interfaces have our functions."""
-
-
-def _build_masks(_: None) -> Any:
+def _build_masks() -> Any:
     from transformers.masking_utils import bidirectional_mask_function
 
     def make_mask(**given: Any) -> Any:
@@ -63,7 +63,7 @@ def _build_masks(_: None) -> Any:
     return make_mask
 
 
-def _build_attention(_: None) -> Any:
+def _build_attention() -> Any:
     # Looked up at each call: inside a call of ours, it may be another one.
     table = get_attention_table()
 

@@ -32,7 +32,7 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
-from rapidformer.accel.unpad.token_attention import BY_ROW, NAME, inside, use_rows
+from rapidformer.accel.unpad.token_attention import NAME, inside, register, use_rows
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -99,7 +99,7 @@ def apply_unpadding(
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
-    BY_ROW.keep(applied)
+    register()
     restore = _extend_parts(model, plan)
     WATCHING.keep(applied)
     trial = Removal(is_trial=True)
