@@ -93,9 +93,14 @@ def test_hooks_see_what_is_saved_and_loaded(tmp_path: Path) -> None:
     assert model.names is None
 
 
-def test_what_cannot_be_saved_with_the_state_is_named() -> None:
+def test_what_cannot_be_saved_with_the_state_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="Item at index 1, of type Tensor, has no"):
         Accelerator(cpu=True).register_for_checkpointing(nn.Linear(1, 1), torch.ones(1))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*make_parts())
+    accelerator.register_for_checkpointing(nn.Linear(1, 1))
+    with pytest.raises(RapidformerError, match=r"the state of Linear .* save it in a hook"):
+        accelerator.save_state(tmp_path)
 
 
 def test_a_model_without_an_optimizer_has_gradients_and_a_state(tmp_path: Path) -> None:
@@ -133,6 +138,18 @@ def test_loaders_answer_as_accelerates() -> None:
     next(iter(loader))
     loader.set_epoch(1)
     assert read() == second
+
+
+def test_the_order_follows_the_seed_of_the_data() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def get_order(seed: int) -> list[int]:
+        config = accelerate.DataLoaderConfiguration(data_seed=seed)
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=20, shuffle=True)
+        prepared = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+        return next(iter(prepared))[0].tolist()  # type: ignore[no-any-return]
+
+    assert get_order(1) == get_order(1) != get_order(2)
 
 
 def test_a_batch_sampler_of_the_users_own_is_refused() -> None:

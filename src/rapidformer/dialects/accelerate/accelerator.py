@@ -178,9 +178,12 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         # The order of the data and dropout follow the seed that the script has set last.
         seed = broadcast_object(torch.initial_seed() % 2**32)
         self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
-        training = self._find_training_loader(objects)
+        training, known = self._find_training_loader(objects), len(self._models)
         prepared = [self._prepare_one(part, is_training=part is training) for part in objects]
         self._compose()
+        for model in self._models[known:]:
+            if not self._is_trained(model):
+                self._equalize(model)
         for part in objects:
             if isinstance(part, LRScheduler):
                 self._schedulers.append(part)
@@ -208,7 +211,12 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         loaders = [part for part in objects if isinstance(part, DataLoader)]
         if self._has_train_loader or not loaders:
             return None
-        shuffled = [loader for loader in loaders if isinstance(loader.sampler, RandomSampler)]
+        samplers = [getattr(each.batch_sampler, "sampler", each.sampler) for each in loaders]
+        shuffled = [
+            loader
+            for loader, sampler in zip(loaders, samplers, strict=True)
+            if isinstance(sampler, RandomSampler)
+        ]
         # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
         # still be the one to train on.
         has_optimizer = any(isinstance(part, Optimizer) for part in (self._optimizer, *objects))
@@ -222,7 +230,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         if isinstance(part, nn.Module):
             if part not in self._models:
                 self._models.append(part.to(self.device))
-                self._equalize(part)
         elif isinstance(part, Optimizer):
             if self._lacks_optimizer:
                 raise RapidformerError(
@@ -250,13 +257,15 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         return size // replicas
 
     def _equalize(self, model: nn.Module) -> None:
-        """Give all processes the first one's weights, until the model may be trained."""
+        """Give all processes the first one's weights; refuse gradients until it is composed."""
         weights = list(model.parameters())
         is_split = any(isinstance(each, DTensor) or each.is_meta for each in weights)
         if self.num_processes == 1 or is_split:
             return
         broadcast_weights(model)
-        self._guards += [each.register_hook(_refuse_own) for each in weights if each.requires_grad]
+        if self.engine.model.module is None:
+            trained = (each for each in weights if each.requires_grad)
+            self._guards += [each.register_hook(_refuse_own) for each in trained]
 
     def _drop_guards(self) -> None:
         while self._guards:

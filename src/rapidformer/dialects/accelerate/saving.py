@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -243,4 +244,12 @@ def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 
 def _get_plain_state(holder: Any) -> dict[str, Any]:
     """The state to restore an object from, without functions, which cannot be saved."""
-    return {name: value for name, value in holder.state_dict().items() if not callable(value)}
+    state = {name: value for name, value in holder.state_dict().items() if not callable(value)}
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as reason:
+        raise RapidformerError(
+            f"the state of {type(holder).__name__} is more than numbers and texts ({reason}): save "
+            "it in a hook, register_save_state_pre_hook(hook), and load it in another."
+        ) from None
+    return state

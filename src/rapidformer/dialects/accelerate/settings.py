@@ -79,6 +79,8 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
     values |= translate_precision(arguments.get("mixed_precision"), arguments.get("fp16"), problems)
     if arguments.get("cpu"):
         values["device"] = "cpu"
+    if (seed := getattr(arguments.get("dataloader_config"), "data_seed", None)) is not None:
+        values["data_seed"] = seed
     if arguments.get("dynamo_backend"):
         values |= {"compile": True, "compile_backend": str(arguments["dynamo_backend"]).lower()}
     if (plugin := arguments.get("fsdp_plugin")) is not None:
