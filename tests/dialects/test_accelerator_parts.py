@@ -6,6 +6,7 @@ import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,17 +225,21 @@ def evaluate(batch_size: int) -> Any:
     inputs, targets = next(iter(loader))
     accelerator.backward(cross_entropy(model(inputs), targets))
     gradients = [float(value) for p in model.parameters() for value in p.grad.flatten()]
+    with mock.patch("rapidformer.dialects.accelerate.accelerator.warn_once") as warn:
+        accelerator.backward(nn.Linear(3, 1)(inputs).sum())  # of a model that is not prepared
+    warned = str(warn.call_args)
     state = AcceleratorState()
     shown = (state.num_processes, state.process_index, state.distributed_type)
-    return [*chain(*outputs)], gradients, reduced, padded, refusal, shown
+    return [*chain(*outputs)], gradients, reduced, padded, (refusal, warned), shown
 
 
 def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
     outputs, gradients, *_ = evaluate(4)
     found = run_in_processes(evaluate, 2, 2)
-    for rank, (rows, summed, reduced, padded, refusal, shown) in enumerate(found):
+    for rank, (rows, summed, reduced, padded, said, shown) in enumerate(found):
         torch.testing.assert_close(rows, outputs)
         assert summed == pytest.approx(gradients, abs=1e-6)
         assert reduced == [1.0, 2.0] and padded == [1.0, float(rank)]
-        assert "prepared without its optimizer" in refusal
+        assert "prepared without its optimizer" in said[0]
+        assert "the loss does not depend on the prepared model" in said[1]
         assert shown == (2, rank, DistributedType.MULTI_CPU)

@@ -29,7 +29,11 @@ from torch.utils.hooks import RemovableHandle
 from rapidformer.accel.weights import broadcast_weights
 from rapidformer.checkpoint.state import get_random_states, set_random_states
 from rapidformer.data.loader import get_rows_per_batch
-from rapidformer.dialects.accelerate.processes import DistributedType, tell_accelerate
+from rapidformer.dialects.accelerate.processes import (
+    DistributedType,
+    refuse_own_gradient,
+    tell_accelerate,
+)
 from rapidformer.dialects.accelerate.saving import SavingVerbs
 from rapidformer.dialects.accelerate.settings import (
     ProjectConfiguration,
@@ -54,15 +58,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
     rank = int(os.environ.get("RANK") or 0) if device_specific else 0
     seed_everything(seed + rank, deterministic=deterministic)
-
-
-def _refuse_own(gradient: torch.Tensor) -> None:
-    raise RapidformerError(
-        "this model was prepared without its optimizer, and loss.backward() would leave each "
-        "process with the gradient of its own rows. Call accelerator.prepare(model, optimizer) and "
-        "accelerator.backward(loss); or freeze the model, if it only runs: "
-        "model.requires_grad_(False)."
-    )
 
 
 class _UnchangedRates(LRScheduler):
@@ -211,11 +206,10 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         loaders = [part for part in objects if isinstance(part, DataLoader)]
         if self._has_train_loader or not loaders:
             return None
-        samplers = [getattr(each.batch_sampler, "sampler", each.sampler) for each in loaders]
         shuffled = [
-            loader
-            for loader, sampler in zip(loaders, samplers, strict=True)
-            if isinstance(sampler, RandomSampler)
+            each
+            for each in loaders
+            if isinstance(getattr(each.batch_sampler, "sampler", None), RandomSampler)
         ]
         # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
         # still be the one to train on.
@@ -265,7 +259,7 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         broadcast_weights(model)
         if self.engine.model.module is None:
             trained = (each for each in weights if each.requires_grad)
-            self._guards += [each.register_hook(_refuse_own) for each in trained]
+            self._guards += [each.register_hook(refuse_own_gradient) for each in trained]
 
     def _drop_guards(self) -> None:
         while self._guards:
@@ -329,6 +323,13 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         steps = self.gradient_accumulation_steps
         with self.engine.accumulate(is_last=True):
             self.engine.backward(loss / steps if steps > 1 else loss, retain_graph=retain_graph)
+        is_whole = self.num_processes == 1 or clock.keeper is not None
+        if not is_whole and all(each.grad is None for each in parameters):
+            warn_once(
+                "accelerator.backward(loss): the loss does not depend on the prepared model, and "
+                "nothing divides the gradients of another one by its rows. Prepare that model, or "
+                "call loss.backward() for it."
+            )
         if earlier:
             clock.add_to_finished(parameters, earlier)
 

@@ -52,6 +52,16 @@ def tell_accelerate(precision: str, device: torch.device, num_processes: int) ->
         module.AcceleratorState(precision, cpu=device.type == "cpu", **options)
 
 
+def refuse_own_gradient(gradient: torch.Tensor) -> None:
+    """For a tensor hook: the gradient would stay on its process."""
+    raise RapidformerError(
+        "this model was prepared without its optimizer, and loss.backward() would leave each "
+        "process with the gradient of its own rows. Call accelerator.prepare(model, optimizer) and "
+        "accelerator.backward(loss); or freeze the model, if it only runs: "
+        "model.requires_grad_(False)."
+    )
+
+
 class ProcessVerbs:
     """What this process is, and what only some processes do."""
 
