@@ -153,17 +153,6 @@ def test_the_order_follows_the_seed_of_the_data() -> None:
     assert get_order(1) == get_order(1) != get_order(2)
 
 
-def test_a_batch_sampler_of_the_users_own_is_refused() -> None:
-    class Pairs(BatchSampler):
-        pass
-
-    rows = TensorDataset(torch.arange(4))
-    with pytest.raises(RapidformerError, match="with a batch sampler of its own"):
-        Accelerator(cpu=True).prepare(
-            DataLoader(rows, batch_sampler=Pairs(RandomSampler(rows), 2, False))
-        )
-
-
 def test_a_profile_and_whether_a_step_was_skipped(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     handler = accelerate.utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))

@@ -327,8 +327,7 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         if not is_whole and all(each.grad is None for each in parameters):
             warn_once(
                 "accelerator.backward(loss): the loss does not depend on the prepared model, and "
-                "nothing divides the gradients of another one by its rows. Prepare that model, or "
-                "call loss.backward() for it."
+                "nothing divides another one's gradients by its rows: call loss.backward() for it."
             )
         if earlier:
             clock.add_to_finished(parameters, earlier)
