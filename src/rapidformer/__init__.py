@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         build_train_valid_test_datasets_for_huggingface,
         get_ltor_masks_and_position_ids,
     )
-    from rapidformer.dialects.accelerate.accelerator import Accelerator, DistributedType, set_seed
-    from rapidformer.dialects.accelerate.settings import DeepSpeedPlugin
+    from rapidformer.dialects.accelerate.accelerator import Accelerator, set_seed
+    from rapidformer.dialects.accelerate.processes import DistributedType
+    from rapidformer.dialects.accelerate.settings import DeepSpeedPlugin, ProjectConfiguration
     from rapidformer.dialects.huggingface.arguments import (
         Seq2SeqTrainingArguments,
         TrainingArguments,
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator", "DeepSpeedPlugin", "DistributedType", "Finetuner", "GPTModel", "ModelPlan",
-    "PreTrainer", "Pretrainer", "RapidformerEngine", "RapidformerError", "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
+    "PreTrainer", "Pretrainer", "ProjectConfiguration", "RapidformerEngine", "RapidformerError",
+    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
     "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
     "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
@@ -63,8 +64,9 @@ _NAMES = {
         "build_train_valid_test_datasets_for_huggingface",
         "get_ltor_masks_and_position_ids",
     ],
-    "rapidformer.dialects.accelerate.accelerator": ["Accelerator", "DistributedType", "set_seed"],
-    "rapidformer.dialects.accelerate.settings": ["DeepSpeedPlugin"],
+    "rapidformer.dialects.accelerate.accelerator": ["Accelerator", "set_seed"],
+    "rapidformer.dialects.accelerate.processes": ["DistributedType"],
+    "rapidformer.dialects.accelerate.settings": ["DeepSpeedPlugin", "ProjectConfiguration"],
     "rapidformer.dialects.huggingface.arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
     "rapidformer.dialects.huggingface.seq2seq": ["Seq2SeqTrainer"],
     "rapidformer.dialects.huggingface.trainer": ["Trainer"],

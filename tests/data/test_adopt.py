@@ -142,10 +142,21 @@ def test_resuming_an_own_random_sampler_continues_in_the_same_order() -> None:
     assert take(resumed) == whole[3:]
 
 
+def test_torchs_own_batch_sampler_is_cut_like_a_batch_size() -> None:
+    made = DataLoader(range(8), batch_sampler=BatchSampler(Backwards(8), 2, drop_last=False))
+    asked = DataLoader(range(8), batch_size=2, sampler=Backwards(8))
+    for replica in range(2):
+        assert take(adopt(made, 2, replica)) == take(adopt(asked, 2, replica))
+
+
+class Pairs(BatchSampler):
+    """A batch sampler that may do anything."""
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(range(8), batch_sampler=BatchSampler(Backwards(8), 2, False)),
+        lambda: DataLoader(range(8), batch_sampler=Pairs(Backwards(8), 2, False)),
         lambda: DataLoader(range(8), batch_size=None),
     ],
     ids=["batch sampler", "no batches"],

@@ -259,7 +259,7 @@ def test_bad_arguments_are_reported_at_once() -> None:
         )
     text = str(error.value)
     assert "say different things" in text and "use dynamo_backend" in text and "'colour'" in text
-    assert "log_with=wandb) is not supported" in text and "a tracker object" in text
+    assert "log_with=wandb): there is tensorboard" in text and "a tracker object" in text
 
 
 def test_accumulation_that_two_places_say_differently() -> None:

@@ -69,14 +69,14 @@ class Parallelized:
         """The strategy that performs the updates itself, if it does."""
         return self.synchronizer if isinstance(self.synchronizer, DeepSpeedStrategy) else None
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate the loss as prepared by the engine."""
         # What a model recomputes by itself must use the same attention again.
         with use_kernels(self.model):
             if self.deepspeed is not None:
-                self.deepspeed.backward(loss)
+                self.deepspeed.backward(loss, retain_graph=retain_graph)
             else:
-                loss.backward()
+                loss.backward(retain_graph=retain_graph)
 
     @property
     def _gathered(self) -> GatheredWeights | None:

@@ -64,6 +64,8 @@ class DistributedLoader:
         size = self.source.size
         self._order = EpochOrder(size or 0, self.seed, shuffle=shuffle, draw=order)
         self.is_shuffled = shuffle
+        self.sampler: Any = None
+        """The sampler of the user's DataLoader, if it was made from one."""
         self._num_workers = num_workers
         self.device = device or torch.device("cpu")
         self._lengths = lengths
@@ -76,7 +78,7 @@ class DistributedLoader:
             per_update=rounds_per_update, num_samples=self.num_samples, drops_last=drop_last,
             get_batch_size=get_batch_size, token_budget=token_budget,
         )  # fmt: skip
-        self.samples_per_round = self._cut.samples
+        self.samples_per_round = self.total_batch_size = self._cut.samples
         self.samples_per_update = self._cut.samples_per_update
         self.updates_per_epoch = -(-self._cut.count_after(0) // rounds_per_update)
         self.has_token_budget = token_budget is not None
@@ -204,6 +206,11 @@ class DistributedLoader:
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from self._hand_out(stays_on_host)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this epoch's; one that was resumed in the middle stays there."""
+        if epoch != self.epoch or not self._is_resuming:
+            self.epoch, self.consumed_samples, self._is_resuming = epoch, 0, False
+
     def rewind(self) -> None:
         """Start from the first sample again."""
         self.epoch, self.consumed_samples, self._is_resuming = 0, 0, False
@@ -284,6 +291,12 @@ def _pass_on(batch: Any) -> Any:
     return batch
 
 
+def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
+    """Rows of a batch, if torch's own batch sampler makes the batches."""
+    batches = loader.batch_sampler
+    return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
+
+
 def adopt_loader(
     loader: DataLoader[object],
     *,
@@ -298,18 +311,18 @@ def adopt_loader(
     """A user's DataLoader: the same data in the same batches, or others, divided over the ranks.
 
     Data set, collate function, batch size, workers and order carry over. A sampler of the user's
-    own decides the order (it must give the same one on every process); a batch sampler cannot be
-    cut.
+    own decides the order (it must give the same one on every process); a batch sampler of the
+    user's own cannot be cut.
     """
-    streams = is_stream(loader.dataset)
-    if loader.batch_size is None or (
-        not streams and type(loader.batch_sampler) is not BatchSampler
-    ):
+    streams, batches = is_stream(loader.dataset), loader.batch_sampler
+    size = get_rows_per_batch(loader)
+    if size is None or (not streams and type(batches) is not BatchSampler):
         raise DataError(
             "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
             "spread over processes: give it batch_size= (and sampler=, if you have an order)."
         )
-    sampler = None if streams else loader.sampler
+    sampler = batches.sampler if isinstance(batches, BatchSampler) and not streams else None
+    given = sampler
     if isinstance(sampler, DistributedSampler):
         raise DataError(
             "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
@@ -322,11 +335,14 @@ def adopt_loader(
     )
     if is_random or isinstance(sampler, SequentialSampler):
         sampler = None
-    return DistributedLoader(
-        loader.dataset, collate=loader.collate_fn, micro_batch_size=batch_size or loader.batch_size,
+    adopted = DistributedLoader(
+        loader.dataset, collate=loader.collate_fn, micro_batch_size=batch_size or size,
         num_replicas=num_replicas, replica=replica, rounds_per_update=rounds_per_update,
-        shuffle=is_random, seed=seed, drop_last=loader.drop_last, num_workers=loader.num_workers,
+        shuffle=is_random, seed=seed, num_workers=loader.num_workers,
+        drop_last=batches.drop_last if isinstance(batches, BatchSampler) else loader.drop_last,
         device=device, gather_digests=gather_digests,
         order=None if sampler is None else lambda: list(sampler),
         num_samples=len(sampler) if isinstance(sampler, Sized) else None,
     )  # fmt: skip
+    adopted.sampler = given
+    return adopted

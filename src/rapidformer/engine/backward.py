@@ -152,11 +152,16 @@ class BackwardPasses:
         self._trainable = [p.requires_grad for p in self.parameters]
 
     def run(
-        self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool
+        self,
+        result: MicroBatchResult,
+        micro_batch: MicroBatch | None,
+        *,
+        ends_update: bool,
+        retain_graph: bool = False,
     ) -> None:
         """Back-propagate a micro-batch's loss; finish the gradient after the last of its update."""
         is_last, fraction = self.count(result, micro_batch, ends_update=ends_update)
-        self._back_propagate(result.loss, fraction, is_last=is_last)
+        self._back_propagate(result.loss, fraction, is_last=is_last, retain_graph=retain_graph)
         if is_last:
             beat("update")
             self.finish()
@@ -173,7 +178,12 @@ class BackwardPasses:
         return is_last, self.clock.add_weight(weight, shared_unit=unit)
 
     def _back_propagate(
-        self, loss: torch.Tensor, fraction: float | torch.Tensor, *, is_last: bool
+        self,
+        loss: torch.Tensor,
+        fraction: float | torch.Tensor,
+        *,
+        is_last: bool,
+        retain_graph: bool = False,
     ) -> None:
         joined = join_loss(loss)
         if isinstance(joined, DTensor):
@@ -186,7 +196,8 @@ class BackwardPasses:
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
         synchronizer.before_backward(is_last)
-        self.parallelized.backward(scale_loss(joined, fraction, scale))
+        scaled = scale_loss(joined, fraction, scale)
+        self.parallelized.backward(scaled, retain_graph=retain_graph)
         synchronizer.after_backward()
         get_observer().see_phase("backward")
         self.clock.add_loss(loss, fraction)

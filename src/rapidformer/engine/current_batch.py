@@ -7,7 +7,7 @@ of this to train: an update carries its facts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,10 @@ NOT_COMPOSED = (
 )
 
 
+def _refuse_no_model() -> None:
+    raise RapidformerError(NOT_COMPOSED)
+
+
 class CurrentBatch:
     """The current micro-batch of a user's loop."""
 
@@ -35,6 +39,8 @@ class CurrentBatch:
         """The current micro-batch, if it is training data."""
         self.has_model = False
         """Whether a model was composed for what the loaders yield."""
+        self.refuse_no_model: Callable[[], None] = _refuse_no_model
+        """Called if none was, and batches go by with gradients on."""
         self._in_hand: MicroBatch | None = None
         self._batch_size = 0
         """Of the loader that yielded the current micro-batch."""
@@ -84,7 +90,7 @@ class CurrentBatch:
             yield micro_batch
             # After the first batch, not before: a look at one batch is no training.
             if not self.has_model and not is_alone() and torch.is_grad_enabled():
-                raise RapidformerError(NOT_COMPOSED)
+                self.refuse_no_model()
         # Its update has ended. What comes next, from wherever, starts another.
         self.in_training = None
 

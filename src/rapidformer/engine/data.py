@@ -19,7 +19,7 @@ from rapidformer.config.batches import get_batch_schedule
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
-from rapidformer.data.loader import DistributedLoader, adopt_loader
+from rapidformer.data.loader import DistributedLoader, adopt_loader, get_rows_per_batch
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
@@ -116,8 +116,9 @@ class RunData:
                 f"compose() takes torch DataLoaders, got {type(loader).__name__}: "
                 "use engine.data.build_loader(dataset, collate_fn)."
             )
-        if is_training and loader.batch_size is not None:
-            self._adopt_batch_size(batch_size or loader.batch_size)
+        size = batch_size or get_rows_per_batch(loader)
+        if is_training and size is not None:
+            self._adopt_batch_size(size)
         adopted = adopt_loader(
             loader, batch_size=batch_size, device=self._device,
             num_replicas=self.args.data_parallel_size, replica=self.topology.get_rank("data"),
@@ -152,6 +153,10 @@ class RunData:
             self.train_loader = loader
             self._clock.follows_loader = loader.has_token_budget
         return loader
+
+    def allow_no_model(self, tell: Callable[[], None]) -> None:
+        """Call this instead of refusing a pass with gradients before a model is composed."""
+        self._current.refuse_no_model = tell
 
     def iterate_updates(
         self, loader: DistributedLoader, *, stays_on_host: Callable[[], bool] | None = None

@@ -180,14 +180,21 @@ class RapidformerEngine:
         returned = passed if get_inner(passed) is module else module
         return (returned, self.updates.optimizer, self.updates.lr_scheduler, *loaders)
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Back-propagate a micro-batch's mean loss.
 
         ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
         of the batch that the training loader handed out last are counted. After the last
         micro-batch of an update, gradients are those of the mean over the whole global batch.
+        ``retain_graph`` lets a second loss go back through the same forward pass.
         """
-        self.updates.backward(loss, weight)
+        self.updates.backward(loss, weight, retain_graph=retain_graph)
 
     def run_update(
         self,

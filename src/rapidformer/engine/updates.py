@@ -125,7 +125,13 @@ class Updates:
         self._passes.parallelized.applied.check_open()
         return self._passes
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Back-propagate a micro-batch's mean loss; see ``engine.backward``."""
         passes = self._started_passes
         if passes.parallelized.pipeline is not None:
@@ -138,7 +144,8 @@ class Updates:
         loss = settle(loss)
         micro_batch = self._current.in_training
         result = self.weights.weigh(loss, weight, micro_batch)
-        passes.run(result, micro_batch, ends_update=bool(micro_batch and micro_batch.is_last))
+        ends_update = bool(micro_batch and micro_batch.is_last)
+        passes.run(result, micro_batch, ends_update=ends_update, retain_graph=retain_graph)
 
     def backward_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of ``run_update``; several losses add up.

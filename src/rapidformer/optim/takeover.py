@@ -151,7 +151,8 @@ def _build_update(
             cls.zero_grad(self, set_to_none)
 
     mark_as_counted(step)
-    return {"step": step, "zero_grad": zero_grad}
+    step_was_skipped = property(lambda self: clock.was_skipped)
+    return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped}
 
 
 def take_over_scheduler(

@@ -170,12 +170,12 @@ class DeepSpeedStrategy(GradientSynchronizer):
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate a sum; everything DeepSpeed would divide or scale by is 1."""
         self._set_scale(1.0)
         # A new tensor: DeepSpeed takes the model's own output for a loss it has not scaled yet, and
         # would divide its gradient by the number of micro-batches.
-        self.engine.backward(loss * 1.0, scale_wrt_gas=False)
+        self.engine.backward(loss * 1.0, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def finish(self, divisor: float) -> torch.Tensor:
         """Set the divisor for the sums over micro-batches; returns the norm after the division."""

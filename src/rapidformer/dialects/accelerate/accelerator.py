@@ -11,48 +11,47 @@ moves one step per call.
 
 from __future__ import annotations
 
-import enum
 import gc
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.hooks import RemovableHandle
 
+from rapidformer.accel.weights import broadcast_weights
 from rapidformer.checkpoint.state import get_random_states, set_random_states
+from rapidformer.data.loader import get_rows_per_batch
+from rapidformer.dialects.accelerate.processes import (
+    DistributedType,
+    refuse_own_gradient,
+    tell_accelerate,
+)
 from rapidformer.dialects.accelerate.saving import SavingVerbs
 from rapidformer.dialects.accelerate.settings import (
+    ProjectConfiguration,
     build_accelerator_settings,
+    find_folders,
     list_trackers,
     splits_batches,
 )
 from rapidformer.dialects.accelerate.tracking import TrackingVerbs
-from rapidformer.dist.collectives import broadcast_object, gather_from_all, sum_over_rows
+from rapidformer.dist.collectives import broadcast_object
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
+from rapidformer.log import warn_once
 from rapidformer.optim.takeover import take_over_scheduler
 
 _UNSEEDED = 67280421310721
 """What torch's generator says of its seed in a process that nobody has seeded."""
-
-
-class DistributedType(enum.StrEnum):
-    """How the processes of a run divide the work, in Accelerate's words."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    MEGATRON_LM = "MEGATRON_LM"
-    TPU = "TPU"
-    XLA = "XLA"
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -79,23 +78,31 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         if seed != _UNSEEDED:
             settings = settings.replace("set_seed()", seed=seed % 2**32)
         self._settings = settings
+        self._models: list[nn.Module] = []
+        """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
         self._start_engine()
         self.deepspeed_plugin = arguments.get("deepspeed_plugin")
         # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
         accumulates = self.gradient_accumulation_steps > 1
         self._is_counting = self.deepspeed_plugin is not None and accumulates
-        self._models: list[nn.Module] = []
-        """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
         self._optimizer: Optimizer | None = None
+        self._lacks_optimizer = False
+        """Whether the model was switched on without one."""
+        self._guards: list[RemovableHandle] = []
+        """They refuse gradients that would stay on their process."""
         self._has_train_loader = False
         self._schedulers: list[LRScheduler] = []
         self._registered: list[Any] = []
         self.split_batches = splits_batches(arguments)
-        names, self._user_trackers = list_trackers(arguments)
-        self._writes_board = bool(names)
-        project, logs = arguments.get("project_dir", ""), arguments.get("logging_dir", "")
-        self.project_dir, self.logging_dir = project or None, logs or project or None
+        self._save_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._tracker_names, self._user_trackers = list_trackers(arguments)
+        self.project_configuration = arguments.get("project_config") or ProjectConfiguration()
+        self.project_dir, self.logging_dir = find_folders(arguments)
         self._trackers: dict[str, Any] = {}
+        handlers = arguments.get("kwargs_handlers") or []
+        self._profile = next((each for each in handlers if hasattr(each, "output_trace_dir")), None)
+        tell_accelerate(self.mixed_precision, self.device, self.num_processes)
 
     def _start_engine(self) -> None:
         """Make the engine; a script that has seeded its random numbers keeps them."""
@@ -103,8 +110,17 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         states = get_random_states(device)
         self.engine = RapidformerEngine(args=self._settings)
         self.engine.updates.has_own_parts = False
+        self.engine.data.allow_no_model(self._warn_without_model)
         if is_seeded:
             set_random_states(states, device)
+
+    def _warn_without_model(self) -> None:
+        if not self._models:
+            warn_once(
+                "a prepared DataLoader gives each process other rows, and no model was prepared: "
+                "if this loop trains one, each process trains its own. Call "
+                "accelerator.prepare(model, optimizer, loader), or evaluate in torch.no_grad()."
+            )
 
     # ---- what this process is ------------------------------------------------------------------
 
@@ -157,9 +173,12 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         # The order of the data and dropout follow the seed that the script has set last.
         seed = broadcast_object(torch.initial_seed() % 2**32)
         self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
-        training = self._find_training_loader(objects)
+        training, known = self._find_training_loader(objects), len(self._models)
         prepared = [self._prepare_one(part, is_training=part is training) for part in objects]
         self._compose()
+        for model in self._models[known:]:
+            if not self._is_trained(model):
+                self._equalize(model)
         for part in objects:
             if isinstance(part, LRScheduler):
                 self._schedulers.append(part)
@@ -187,7 +206,11 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         loaders = [part for part in objects if isinstance(part, DataLoader)]
         if self._has_train_loader or not loaders:
             return None
-        shuffled = [loader for loader in loaders if isinstance(loader.sampler, RandomSampler)]
+        shuffled = [
+            each
+            for each in loaders
+            if isinstance(getattr(each.batch_sampler, "sampler", None), RandomSampler)
+        ]
         # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
         # still be the one to train on.
         has_optimizer = any(isinstance(part, Optimizer) for part in (self._optimizer, *objects))
@@ -202,6 +225,11 @@ class Accelerator(SavingVerbs, TrackingVerbs):
             if part not in self._models:
                 self._models.append(part.to(self.device))
         elif isinstance(part, Optimizer):
+            if self._lacks_optimizer:
+                raise RapidformerError(
+                    "prepare the optimizer before the first backward(), save_state() or "
+                    "load_state(): the model has been switched on without one."
+                )
             if self._optimizer not in (None, part):
                 raise RapidformerError(
                     "an Accelerator has one optimizer: give it all the parameters, in groups of "
@@ -211,15 +239,31 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         return part
 
     def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
-        if not self.split_batches or loader.batch_size is None:
+        size = get_rows_per_batch(loader)
+        if not self.split_batches or size is None:
             return None
         replicas = self.engine.args.data_parallel_size
-        if loader.batch_size % replicas:
+        if size % replicas:
             raise RapidformerError(
-                f"split_batches: the DataLoader's batch_size {loader.batch_size} must be a "
+                f"split_batches: the DataLoader's batch_size {size} must be a "
                 f"multiple of the {replicas} processes that divide it."
             )
-        return loader.batch_size // replicas
+        return size // replicas
+
+    def _equalize(self, model: nn.Module) -> None:
+        """Give all processes the first one's weights; refuse gradients until it is composed."""
+        weights = list(model.parameters())
+        is_split = any(isinstance(each, DTensor) or each.is_meta for each in weights)
+        if self.num_processes == 1 or is_split:
+            return
+        broadcast_weights(model)
+        if self.engine.model.module is None:
+            trained = (each for each in weights if each.requires_grad)
+            self._guards += [each.register_hook(refuse_own_gradient) for each in trained]
+
+    def _drop_guards(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
 
     def _compose(self) -> None:
         if self._optimizer is None or not self._models:
@@ -239,16 +283,33 @@ class Accelerator(SavingVerbs, TrackingVerbs):
                 f"{len(trained)}: put several into one nn.Module, or make an Accelerator for each."
             )
         model = trained[0] if trained else self._models[0]
+        self._drop_guards()
         self.engine.compose(model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer))
+
+    def compose_without_optimizer(self, verb: str) -> None:
+        """Switch on a model that was prepared alone, for a verb that needs a composed one."""
+        if self.engine.model.module is not None:
+            return
+        if len(self._models) != 1 or self._optimizer is not None:
+            raise RapidformerError(f"{verb}: call accelerator.prepare(model, optimizer) first.")
+        args = self.engine.args
+        if self.deepspeed_plugin or args.zero_stage or args.data_parallel_size != args.world_size:
+            raise RapidformerError(
+                f"{verb}: this run splits the model over the processes, which takes its optimizer, "
+                "too: call accelerator.prepare(model, optimizer) first."
+            )
+        self._drop_guards()
+        self._lacks_optimizer = True
+        idle = torch.optim.SGD(self._models[0].parameters(), lr=0.0)
+        self.engine.compose(self._models[0], idle, lr_scheduler=_UnchangedRates(idle))
 
     # ---- the loop's verbs ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
-        if self.engine.model.module is None:
-            raise RapidformerError("backward(): call accelerator.prepare(model, optimizer) first.")
-        if self._is_counting:
-            self.engine.backward(loss)
+        self.compose_without_optimizer("backward()")
+        if self._is_counting and not self._lacks_optimizer:
+            self.engine.backward(loss, retain_graph=retain_graph)
             return
         # Not the model's own list: between forward and backward, sharded weights are whole there.
         clock, parameters = self.engine.updates.clock, self.engine.model.parameters
@@ -261,7 +322,13 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         earlier = clock.set_aside(parameters) if clock.is_unused else []
         steps = self.gradient_accumulation_steps
         with self.engine.accumulate(is_last=True):
-            self.engine.backward(loss / steps if steps > 1 else loss)
+            self.engine.backward(loss / steps if steps > 1 else loss, retain_graph=retain_graph)
+        is_whole = self.num_processes == 1 or clock.keeper is not None
+        if not is_whole and all(each.grad is None for each in parameters):
+            warn_once(
+                "accelerator.backward(loss): the loss does not depend on the prepared model, and "
+                "nothing divides another one's gradients by its rows: call loss.backward() for it."
+            )
         if earlier:
             clock.add_to_finished(parameters, earlier)
 
@@ -277,6 +344,8 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
         """Nothing to do: gradients are the same whenever processes exchange them."""
         return nullcontext()
+
+    trigger_sync_in_backward = no_sync
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2.0
@@ -302,7 +371,8 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared; the script must drop its own references, as in Accelerate."""
         self._models, self._optimizer, self._has_train_loader = [], None, False
-        self._schedulers = []
+        self._schedulers, self._lacks_optimizer = [], False
+        self._drop_guards()
         self._start_engine()
         gc.collect()
         if self.device.type == "cuda":
@@ -314,27 +384,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the run, for what is computed outside the model."""
         return self.engine.runtime.precision.autocast(self.device)
-
-    # ---- between processes ---------------------------------------------------------------------
-
-    def reduce(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean of a tensor over the processes."""
-        if reduction not in ("sum", "mean", "none"):
-            raise RapidformerError(f"reduce(): sum, mean or none, not {reduction!r}.")
-        if reduction == "none":
-            return tensor
-        total = sum_over_rows(tensor.detach().clone(), self.engine.runtime.topology) * scale
-        return total / self.engine.args.data_parallel_size if reduction == "mean" else total
-
-    def pad_across_processes(
-        self, tensor: torch.Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> torch.Tensor:
-        """The tensor padded along a dimension to the longest of any process."""
-        size = max(gather_from_all(tensor.shape[dim]))
-        missing = list(tensor.shape)
-        missing[dim] = size - tensor.shape[dim]
-        filler = tensor.new_full(missing, pad_index)
-        return torch.cat([filler, tensor] if pad_first else [tensor, filler], dim=dim)
 
     def end_training(self) -> None:
         """Close the logs and leave the other processes; the last call of a script."""

@@ -28,21 +28,23 @@ ACCELERATOR: dict[str, ForeignName] = {
     "step_scheduler_with_optimizer": refused(
         "do not prepare a scheduler that should step at its own pace"),
     "log_with": honoured(
-        '"tensorboard" or "all": log() writes TensorBoard files, and metrics.jsonl in '
-        "project_dir; a tracker object (Accelerate's GeneralTracker) is called; other names are "
-        "refused"),
+        '"tensorboard": log() writes TensorBoard files, and metrics.jsonl in project_dir; a '
+        "tracker object (Accelerate's GeneralTracker) is called; other names need Accelerate, "
+        'whose class writes to them, and the tracker\'s package; "all": all that are installed'),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),
-    "project_dir": honoured("where log() writes; save_state() is given its folder itself"),
-    "project_config": ignored("pass the folder to save_state()"),
+    "project_dir": honoured("where log() writes, and save_state() if it names checkpoints itself"),
+    "project_config": honoured(
+        "its folders, automatic_checkpoint_naming, total_limit and iteration"),
     "logging_dir": honoured("where TensorBoard's files go, instead of project_dir"),
-    "dataloader_config": honoured(f"its split_batches; otherwise {_LOADER}"),
+    "dataloader_config": honoured(f"its split_batches and data_seed; otherwise {_LOADER}"),
     "dispatch_batches": ignored(_LOADER),
     "even_batches": ignored("batches that only keep ranks in step are never counted"),
     "use_seedable_sampler": ignored("the order follows set_seed() on any number of ranks"),
     "rng_types": ignored("each rank has its own random numbers, derived from one seed"),
-    "kwargs_handlers": ignored(
-        "they tune DistributedDataParallel and GradScaler, which are not used"),
+    "kwargs_handlers": honoured(
+        "a ProfileKwargs is for profile(); others tune DistributedDataParallel and GradScaler, "
+        "which are not used"),
 }  # fmt: skip
 
 DEEPSPEED_PLUGIN: dict[str, ForeignName] = {

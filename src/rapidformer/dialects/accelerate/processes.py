@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+import enum
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
 import torch
 
-from rapidformer.data.nested import iterate_tensors
-from rapidformer.dist.collectives import gather_from_all, wait_for_all
+from rapidformer.data.nested import iterate_tensors, map_tensors
+from rapidformer.dist.collectives import gather_from_all, gather_rows, sum_over_rows, wait_for_all
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 
 Function = Callable[..., Any]
+
+
+class DistributedType(enum.StrEnum):
+    """How the processes of a run divide the work, in Accelerate's words."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    TPU = "TPU"
+    XLA = "XLA"
+
+
+def tell_accelerate(precision: str, device: torch.device, num_processes: int) -> None:
+    """Let Accelerate's own ``AcceleratorState()`` see the same processes, if the script has it."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or (num_processes == 1 and "LOCAL_RANK" in os.environ):
+        return  # alone, it would start a process group of one
+    from accelerate.utils import TorchDynamoPlugin
+
+    options: dict[str, Any] = {"dynamo_plugin": TorchDynamoPlugin(), "_from_accelerator": True}
+    with suppress(ValueError):  # that of an earlier Accelerator, with another precision, stays
+        module.AcceleratorState(precision, cpu=device.type == "cpu", **options)
+
+
+def refuse_own_gradient(gradient: torch.Tensor) -> None:
+    """For a tensor hook: the gradient would stay on its process."""
+    raise RapidformerError(
+        "this model was prepared without its optimizer, and loss.backward() would leave each "
+        "process with the gradient of its own rows. Call accelerator.prepare(model, optimizer) and "
+        "accelerator.backward(loss); or freeze the model, if it only runs: "
+        "model.requires_grad_(False)."
+    )
 
 
 class ProcessVerbs:
@@ -148,6 +192,36 @@ class ProcessVerbs:
         if isinstance(part, torch.Tensor):
             return torch.cat([part, *[last] * missing])
         return part + last * missing
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum of a tensor over the processes; also of nested ones."""
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise RapidformerError(f"reduce(): sum, mean, max or none, not {reduction!r}.")
+        if reduction == "none":
+            return tensor
+        return map_tensors(tensor, lambda _, each: self._reduce(each, reduction) * scale)
+
+    def _reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        topology = self.engine.runtime.topology
+        if reduction == "max":
+            return gather_rows(tensor.detach()[None], topology).amax(dim=0)
+        total = sum_over_rows(tensor.detach().clone(), topology)
+        return total / self.engine.args.data_parallel_size if reduction == "mean" else total
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """A tensor padded to the longest of any process; also each of nested ones."""
+
+        def pad(_: str, each: torch.Tensor) -> torch.Tensor:
+            if each.dim() <= dim:
+                return each
+            missing = list(each.shape)
+            missing[dim] = max(gather_from_all(each.shape[dim])) - each.shape[dim]
+            filler = each.new_full(missing, pad_index)
+            return torch.cat([filler, each] if pad_first else [each, filler], dim=dim)
+
+        return map_tensors(tensor, pad)
 
     def set_trigger(self) -> None:
         """Raise a flag that ``check_trigger`` of every process will see."""

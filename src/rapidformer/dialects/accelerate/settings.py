@@ -47,6 +47,26 @@ class DeepSpeedPlugin:
     zero3_save_16bit_model: bool | None = None
 
 
+@dataclass
+class ProjectConfiguration:
+    """Accelerate's words for the folders of a project and the checkpoints in them."""
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+
+def find_folders(arguments: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Where a project and its logs are, in the arguments of ``Accelerator`` or their project."""
+    project = arguments.get("project_config")
+    folder = arguments.get("project_dir") or getattr(project, "project_dir", None)
+    logs = arguments.get("logging_dir") or getattr(project, "logging_dir", None)
+    return folder or None, logs or folder or None
+
+
 def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
@@ -59,6 +79,8 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
     values |= translate_precision(arguments.get("mixed_precision"), arguments.get("fp16"), problems)
     if arguments.get("cpu"):
         values["device"] = "cpu"
+    if (seed := getattr(arguments.get("dataloader_config"), "data_seed", None)) is not None:
+        values["data_seed"] = seed
     if arguments.get("dynamo_backend"):
         values |= {"compile": True, "compile_backend": str(arguments["dynamo_backend"]).lower()}
     if (plugin := arguments.get("fsdp_plugin")) is not None:
@@ -158,12 +180,32 @@ def list_trackers(arguments: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
 
 def _check_trackers(arguments: Mapping[str, Any], problems: list[str]) -> None:
     names, _ = list_trackers(arguments)
-    unknown = [name for name in names if name not in ("all", "tensorboard")]
+    known = find_tracker_classes()
+    unknown = [name for name in names if name not in ("all", "tensorboard", *known)]
     if unknown:
         problems.append(
-            f'Accelerator(log_with={", ".join(unknown)}) is not supported: use "tensorboard", a '
-            "tracker object (a subclass of accelerate.tracking.GeneralTracker), or write to your "
-            "tracker yourself, if accelerator.is_main_process."
+            f"Accelerator(log_with={', '.join(unknown)}): there is "
+            f"{', '.join(['tensorboard', *known])} here. For another tracker, install its package "
+            "and Accelerate, which brings the class that writes to it, or give a tracker object "
+            "(a subclass of accelerate.tracking.GeneralTracker)."
         )
-    if names and not (arguments.get("project_dir") or arguments.get("logging_dir")):
+    needs_folder = any(
+        name in ("all", "tensorboard") or getattr(known.get(name), "requires_logging_directory", 0)
+        for name in names
+    )
+    if needs_folder and find_folders(arguments)[1] is None:
         problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
+
+
+def find_tracker_classes() -> dict[str, Any]:
+    """Accelerate's own trackers by name, as far as their packages are installed."""
+    try:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    except ImportError:
+        return {}
+    available = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    return {
+        str(name): tracker
+        for name, tracker in LOGGER_TYPE_TO_CLASS.items()
+        if str(name) in available and str(name) != "tensorboard"
+    }

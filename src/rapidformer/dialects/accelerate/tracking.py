@@ -1,4 +1,4 @@
-"""What ``accelerator.log`` writes: ``metrics.jsonl``, TensorBoard's files, the user's own trackers.
+"""What ``accelerator.log`` writes: ``metrics.jsonl``, TensorBoard's files, and to other trackers.
 
 An earlier run's lines are kept: a script that resumes says so only after ``init_trackers``.
 """
@@ -6,7 +6,8 @@ An earlier run's lines are kept: a script that resumes says so only after ``init
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
+from rapidformer.dialects.accelerate.settings import find_tracker_classes
 from rapidformer.dialects.calls import flatten
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
@@ -72,8 +74,10 @@ class TrackingVerbs(ProcessVerbs):
 
     project_dir: str | None
     logging_dir: str | None
-    _writes_board: bool
+    _tracker_names: list[str]
     _user_trackers: list[Any]
+    _profile: Any
+    """How to profile, if the script has said."""
     _trackers: dict[str, Any]
     """Those that were started, by name."""
 
@@ -84,11 +88,18 @@ class TrackingVerbs(ProcessVerbs):
         init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Start logging to the folders of ``Accelerator(log_with=, project_dir=)``."""
-        if self._writes_board and self.is_main_process:
+        names, classes = set(self._tracker_names), find_tracker_classes()
+        if names & {"tensorboard", "all"} and self.is_main_process:
             logs = str(self.logging_dir)
             run = TrackedRun(name=project_name, settings=config or {}, resume_step=math.inf)
             self._trackers["tensorboard"] = BoardTracker(run, self.project_dir or logs, logs)
-        for tracker in self._user_trackers:
+        others = [name for name in classes if names & {name, "all"}]
+        made = []
+        for name in others if self.is_main_process else []:
+            build, options = classes[name], (init_kwargs or {}).get(name, {})
+            folders = [self.logging_dir] if build.requires_logging_directory else []
+            made.append(build(project_name, *folders, **options))
+        for tracker in [*made, *self._user_trackers]:
             if self.is_main_process or not getattr(tracker, "main_process_only", True):
                 if hasattr(tracker, "start"):
                     tracker.start()
@@ -120,6 +131,17 @@ class TrackingVerbs(ProcessVerbs):
             )
         for name, tracker in self._trackers.items():
             tracker.log(values, step=step, **(log_kwargs or {}).get(name, {}))
+
+    @contextmanager
+    def profile(self, profile_handler: Any = None) -> Iterator[Any]:
+        """torch's profiler, as Accelerate's ``ProfileKwargs`` describe it, or its defaults."""
+        asked = profile_handler or self._profile
+        with asked.build() if asked is not None else torch.profiler.profile() as profiler:
+            yield profiler
+        if (folder := getattr(asked, "output_trace_dir", None)) is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(folder) / f"profile_{self.process_index}.json"))
+            self.wait_for_everyone()
 
 
 def _to_plain(value: Any) -> Any:
