@@ -48,6 +48,8 @@ _SAME = (
     ("lr_decay_iters", "lr_decay_samples"),
 )
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Each of them means ``--do-sample``."""
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
@@ -168,13 +170,15 @@ def _check_generation(args: Settings) -> Iterator[str]:
 def _check_answers(args: Settings) -> Iterator[str]:
     """How tokens are chosen, how many answers there are and where they go."""
     beams, answers = args.num_beams, args.num_return_sequences
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        if getattr(args, name) is not None and not args.do_sample:
+    given = [name for name in SAMPLING if getattr(args, name) is not None]
+    refuses = args.is_given("do_sample") and not args.do_sample
+    for name in given:
+        if refuses and args.sources["do_sample"] == args.sources.get(name):
             yield (
-                f"{to_flag(name)} {getattr(args, name)} needs --do-sample: without it, every token "
-                "is the most likely one."
+                f"{to_flag(name)} {getattr(args, name)} says how to sample, and --no-do-sample not "
+                "to: give only one of them."
             )
-    if answers > max(beams, 1) and (beams > 1 or not args.do_sample):
+    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or given)):
         other = "" if beams > 1 else "--do-sample or "
         reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
         yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."

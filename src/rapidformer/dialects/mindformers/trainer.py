@@ -85,6 +85,7 @@ class MindFormersTrainer(Trainer):
         self._adapters = PET_METHODS.get(str(named.get("pet_method") or ""), {})
         self._parallel: dict[str, Any] = {}
         self._recompute: dict[str, Any] = {}
+        self._predicts = False
         self._trained: Path | None = None
         self._named = named
         data = (named.get("train_dataset"), named.get("eval_dataset"))
@@ -177,7 +178,9 @@ class MindFormersTrainer(Trainer):
 
     def build_settings(self) -> Settings:
         """The arguments, and what ``set_parallel_config`` and ``init_context`` were given."""
-        return build_parallel_settings(self.args, self._parallel | self._recompute)
+        return build_parallel_settings(
+            self.args, self._parallel | self._recompute, allows_replicas=self._predicts
+        )
 
     def _build_task_settings(self, **values: Any) -> Settings:
         if self.task_name not in TASKS:

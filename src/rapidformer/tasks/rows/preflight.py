@@ -14,6 +14,7 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
+from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.nearest import find_nearest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.registry import get_task, is_pretraining
@@ -59,8 +60,14 @@ def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
-    if command == "train" and args.task is None:
-        yield "nothing to train: give --task (see `rapidformer tasks`) or --user-script FILE."
+    if args.load is not None and is_missing_folder(args.load):
+        path = Path(args.load).expanduser()
+        yield f"--load {args.load}: there is no such folder.{suggest_path(path)}"
+    elif command == "train" and args.task is None:
+        yield (
+            "nothing to train: give --task (see `rapidformer tasks`), --user-script FILE, or "
+            "--load RUN to go on with the run of a task."
+        )
     if command in ("evaluate", "predict"):
         name = args.load or args.pretrained_model_name_or_path
         if name is None and not args.model_type:
@@ -69,10 +76,12 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 "model."
             )
         elif args.task is None and not _has_no_model(args.load):
+            path = Path(name or "").expanduser()
             reason = (
                 "--load does not name a run with a task"
-                if name is None or Path(name).expanduser().exists()
-                else f"{name} is not a folder here. Check its name, or give the task of a Hub model"
+                if name is None or path.exists()
+                else f"{name} is not a folder here.{suggest_path(path)} Check its name, or give "
+                "the task of a Hub model"
             )
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
 
@@ -211,7 +220,7 @@ def _looks_like_missing_file(text: str) -> bool:
 
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
-    from rapidformer.data.heads import read_head
+    from rapidformer.data.heads import read_heads
 
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
         if args.data_name is not None:  # on its own, it is the dataset's name
@@ -219,8 +228,11 @@ def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
         what = "" if has_answers else "--input TEXT ... or "
         return [f"no data: give {what}--data-path, a file, a folder or a dataset on the Hub."]
     problems: list[str] = []
-    rows = read_head(args, problems)
-    return problems + _check_columns(args, task, rows, has_answers=has_answers)
+    heads = read_heads(args, problems)
+    for path, rows in heads.items():
+        if found := _check_columns(args, task, rows, has_answers=has_answers):
+            return problems + [f"{path}: {text}" if len(heads) > 1 else text for text in found]
+    return problems
 
 
 def _check_columns(args: Settings, task: Task, rows: list[Any], *, has_answers: bool) -> list[str]:

@@ -105,8 +105,17 @@ def load_text_parts(args: Settings, **options: Any) -> TextParts:
     """The model's configuration, its tokenizer (loaded with the options) and the row length."""
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
+    from rapidformer.models.location import get_model_location
 
-    config, tokenizer = load_config(args), load_tokenizer(args, **options)
+    config = load_config(args)
+    for part, what in (("vision_config", "images"), ("audio_config", "audio")):
+        if getattr(config, part, None) is not None:
+            raise ModelError(
+                f"{get_model_location(args)} ({config.model_type}) also reads {what}, and --task "
+                f"{args.task} trains models of text alone: give one of those, or train this one in "
+                "a script of your own."
+            )
+    tokenizer = load_tokenizer(args, **options)
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
