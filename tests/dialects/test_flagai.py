@@ -251,7 +251,10 @@ def test_a_split_model_under_deepspeed(
 ) -> None:
     alone, expected = train_small(tmp_path / "alone", make_model)
     found = run_in_processes(train_split, 2, tmp_path, make_model, stage)[0]
-    assert line in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert line in said and "ranks over" not in said
+    counted = re.findall(r"model +\w+: (\S+) parameters", said)
+    assert len(counted) > 1 and len(set(counted)) == 1, "of the whole model, however it is split"
     assert found["uses_deepspeed"] == (stage < 3)
     assert found["losses"] == pytest.approx(expected, abs=1e-5)
     assert found["resumed"] == found["losses"]  # the first five are the checkpoint's history

@@ -101,6 +101,8 @@ class ChatTemplate:
             start = self._find_start(text, messages[:number])
             end = self._find_end(text, start, messages, number)
             _check_shows_calls(message, text[start:end])
+            if text[start:end].strip() in ("", self.end_of_turn.strip()):
+                raise BadRowError("has an answer of which the chat template shows nothing")
             spans.append((start, end))
         return text, spans
 

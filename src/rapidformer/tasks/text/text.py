@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
@@ -131,6 +132,13 @@ def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
         raise ConfigurationError(
             f"--seq-length {args.seq_length} is longer than the {limit} positions of the model: "
             f"use at most {limit}."
+        )
+    known = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > known:  # rotary positions have no end
+        warn_once(
+            f"--seq-length {args.seq_length} is beyond the {known} positions that the model was "
+            "trained for, and it may read such rows badly: use at most that many, or extend its "
+            "rope_parameters in config.json."
         )
     special = tokenizer.num_special_tokens_to_add(pair=True)
     if args.seq_length <= special:
