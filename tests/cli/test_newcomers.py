@@ -170,6 +170,26 @@ def test_streaming_is_not_taken_for_stream(tmp_path: Path, monkeypatch: pytest.M
     assert problems[0] == f"--streaming is not supported: {expected}"
 
 
+def test_other_mistakes(command: Command, tmp_path: Path, small_model: Path, rows: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text,label\nw1,yes\nw2,no\n")
+    (tmp_path / "empty.csv").touch()
+    model = ["--pretrained-model-name-or-path", small_model]
+    task = ["--task", "sequence_classification", *model, "--save", "none"]
+    for words, message in (
+        ([*task, "--data-path", "rows.cvs"], "with --data-path. Did you mean rows.csv?"),
+        ([*task, "--data-path", "empty.csv"], "empty.csv is empty (0 bytes)."),
+        ([*task, "--data-path", "rows.csv", "--chat"], "--chat is for `rapidformer predict`"),
+        (
+            ["--task", "causal_lm", *model, "--data-path", rows],
+            "(bert) is an encoder: under --task",
+        ),
+        (["plot", "row.csv"], "row.csv does not exist. Did you mean rows.csv?"),
+    ):
+        done = command(*words)
+        assert done.returncode == 1 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_training_and_prediction_by_call(
     tmp_path: Path, small_model: Path, chat_folder: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser
 from rapidformer.errors import DataError
+from rapidformer.hub import suggest_path
 
 
 def run(argv: list[str]) -> None:
@@ -35,6 +36,8 @@ def build_parser() -> CommandParser:
 
 
 def _find_metrics(source: Path) -> Path:
+    if not source.exists():
+        raise DataError(f"{source} does not exist.{suggest_path(source)}")
     metrics = source / "metrics.jsonl" if source.is_dir() else source
     if not metrics.is_file():
         raise DataError(f"{source} has no metrics.jsonl: give the folder of a run (--save).")

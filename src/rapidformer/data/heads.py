@@ -122,7 +122,7 @@ def _read_table(file: Any, path: Path) -> list[Any]:
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
     reader = csv.DictReader(file, **options)
     rows = list(itertools.islice(reader, _ROWS))
-    return rows or [dict.fromkeys(reader.fieldnames or ())]
+    return rows or ([dict.fromkeys(reader.fieldnames)] if reader.fieldnames else [])
 
 
 def _read_text(file: Any, path: Path) -> list[Any]:

@@ -60,6 +60,9 @@ def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
+    for name in ("chat", "stream", "input", "system_prompt"):
+        if command != "predict" and args.is_changed(name):
+            yield f"--{name.replace('_', '-')} is for `rapidformer predict`: leave it out."
     if args.load is not None and is_missing_folder(args.load):
         path = Path(args.load).expanduser()
         yield f"--load {args.load}: there is no such folder.{suggest_path(path)}"
