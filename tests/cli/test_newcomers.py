@@ -59,7 +59,7 @@ def test_a_stopped_run_is_seen_gone_on_with_and_compared(
     assert "2 of 4" in command("runs", stopped).stdout
 
     done = command("--load", stopped.with_name("chta"), "--epochs", "2")
-    assert f"chta: there is no such folder. Did you mean {stopped}?" in done.stderr
+    assert f"chta: no such folder. Did you mean {stopped}?" in done.stderr
     done = command("--load", stopped, "--epochs", "2", "--exit-interval", "100")
     assert done.returncode == 0, done.stderr
     assert "resumed   from" in done.stderr and "8 steps = 2 epochs" in done.stderr
@@ -82,7 +82,7 @@ def test_a_misspelt_folder_is_the_only_problem(
     Path("runs/mrpc").mkdir(parents=True)
     with pytest.raises(ConfigurationError) as caught:
         check_command(word, read_flags(["--load", "runs/mrcp", "--data-path", "rows.jsonl"]))
-    expected = "--load runs/mrcp: there is no such folder. Did you mean runs/mrpc?"
+    expected = "--load runs/mrcp: no such folder. Did you mean runs/mrpc?"
     assert caught.value.problems[0] == expected
     assert not any("--task" in problem for problem in caught.value.problems)
 
@@ -173,6 +173,7 @@ def test_streaming_is_not_taken_for_stream(tmp_path: Path, monkeypatch: pytest.M
 def test_other_mistakes(command: Command, tmp_path: Path, small_model: Path, rows: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,label\nw1,yes\nw2,no\n")
     (tmp_path / "empty.csv").touch()
+    (tmp_path / "splits.json").write_text('{"train": [{"text": "a", "label": 1}], "test": []}')
     model = ["--pretrained-model-name-or-path", small_model]
     task = ["--task", "sequence_classification", *model, "--save", "none"]
     for words, message in (
@@ -182,6 +183,19 @@ def test_other_mistakes(command: Command, tmp_path: Path, small_model: Path, row
         (
             ["--task", "causal_lm", *model, "--data-path", rows],
             "(bert) is an encoder: under --task",
+        ),
+        ([*task, "--data-path", "splits.json"], "The data holds splits (train, test), not rows"),
+        (
+            ["predict", "--load", small_model, "--input", "w1", "--temperature", "0"],
+            "--temperature 0 would draw nothing: leave it out",
+        ),
+        (
+            ["predict", "--load", small_model, "--input", "w1", "--output", "x.xlsx"],
+            "--output x.xlsx: end the name in .jsonl, .json, .csv, .tsv or .parquet.",
+        ),
+        (
+            ["evaluate", "--load", small_model, "--data-path", "rows.csv", "--eval-split", "tst"],
+            "choose another with --eval-split, or give other data with --data-path.",
         ),
         (["plot", "row.csv"], "row.csv does not exist. Did you mean rows.csv?"),
     ):

@@ -17,7 +17,7 @@ from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import count
-from rapidformer.hub import is_hub_name, looks_like_path
+from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -161,8 +161,11 @@ def _check_generation(args: Settings) -> Iterator[str]:
         return  # a script may have flags of these names, with other rules
     counts, shares = ("top_k", "num_return_sequences"), ("top_p", "min_p")
     yield from _check_each(args, counts, lambda v: v >= 1, "be at least 1")
-    scales = ("temperature", "repetition_penalty")
-    yield from _check_each(args, scales, lambda v: v > 0, "be positive")
+    if args.temperature == 0:
+        yield "--temperature 0 would draw nothing: leave it out to get the most likely tokens."
+    else:
+        yield from _check_each(args, ("temperature",), lambda v: v > 0, "be positive")
+    yield from _check_each(args, ("repetition_penalty",), lambda v: v > 0, "be positive")
     yield from _check_each(args, shares, lambda v: 0 < v <= 1, "be above 0 and at most 1")
     yield from _check_answers(args)
 
@@ -319,10 +322,10 @@ def _check_files(args: Settings) -> Iterator[str]:
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:
         # A script may mean any Hub name: it calls from_pretrained(args.load) itself.
-        may_be_name = _is_script(args) and not looks_like_path(args.load)
-        is_missing = not Path(args.load).expanduser().exists()
-        if is_missing and not may_be_name and not loads_from_hub(args):
-            yield f"--load {args.load}: no such folder."
+        may_be_name = _is_script(args) and not is_missing_folder(args.load)
+        path = Path(args.load).expanduser()
+        if not path.exists() and not may_be_name and not loads_from_hub(args):
+            yield f"--load {args.load}: no such folder.{suggest_path(path)}"
     if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
         yield f"--output {args.output}: there is no folder {Path(args.output).parent}."
     for name in ("vocab_file", "merge_file", "tokenizer_model"):

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rapidformer.data.folders import get_split_name
 from rapidformer.errors import DataError
 from rapidformer.nearest import find_nearest
 
@@ -90,6 +91,11 @@ def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> s
         return (
             f"The data has one column, {only!r}: it seems to be separated by {separator!r}. "
             "Separate its columns by commas, or by tabs in a .tsv file."
+        )
+    if available and all(map(get_split_name, available)):
+        return (
+            f"The data holds splits ({', '.join(available)}), not rows: write each to a file of "
+            "its own, named after it."
         )
     parts, hints = [], []
     for role in roles:

@@ -21,6 +21,7 @@ from rapidformer.tasks.registry import get_task, is_pretraining
 
 _PRETRAINING_METRICS = ("loss", "perplexity", "lm_loss", "sop_loss", "moe_loss")
 _GPU_DRIVER = Path("/proc/driver/nvidia")
+_OUTPUTS = ("", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 STANDARD_INPUT = "-"
 """``--input -``: one text or JSON object per line of standard input."""
 
@@ -33,7 +34,7 @@ def find_task_problems(
     ``rows`` are the first of those that a call was given instead of files.
     """
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
-    problems += _check_save(args) if command == "train" else _check_output(args)
+    problems += _check_save(args) if command == "train" else _check_output(args, command)
     if args.task is None:
         return problems
     if is_pretraining(args.task) and command != "predict":
@@ -63,10 +64,9 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
     for name in ("chat", "stream", "input", "system_prompt"):
         if command != "predict" and args.is_changed(name):
             yield f"--{name.replace('_', '-')} is for `rapidformer predict`: leave it out."
-    if args.load is not None and is_missing_folder(args.load):
-        path = Path(args.load).expanduser()
-        yield f"--load {args.load}: there is no such folder.{suggest_path(path)}"
-    elif command == "train" and args.task is None:
+    # A folder that is missing is the problem to report.
+    is_missing = args.load is not None and is_missing_folder(args.load)
+    if command == "train" and args.task is None and not is_missing:
         yield (
             "nothing to train: give --task (see `rapidformer tasks`), --user-script FILE, or "
             "--load RUN to go on with the run of a task."
@@ -109,10 +109,12 @@ def _check_save(args: Settings) -> Iterator[str]:
         yield f"--save {args.save}: {nearest} cannot be written to. Choose another folder."
 
 
-def _check_output(args: Settings) -> Iterator[str]:
+def _check_output(args: Settings, command: str) -> Iterator[str]:
     if args.output is None:
         return
     file = Path(args.output).expanduser()
+    if command == "predict" and file.suffix.lower() not in _OUTPUTS:
+        yield (f"--output {args.output}: end the name in .jsonl, .json, .csv, .tsv or .parquet.")
     if file.is_dir():
         yield f"--output {args.output} is a folder: give a file in it."
     elif file.exists() and (not file.is_file() or file.parent == Path("/dev")):
