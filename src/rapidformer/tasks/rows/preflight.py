@@ -61,9 +61,9 @@ def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
-    for name in ("chat", "stream", "input", "system_prompt"):
-        if command != "predict" and args.is_changed(name):
-            yield f"--{name.replace('_', '-')} is for `rapidformer predict`: leave it out."
+    for setting in ("chat", "stream", "input", "system_prompt"):
+        if command != "predict" and args.is_changed(setting):
+            yield f"--{setting.replace('_', '-')} is for `rapidformer predict`: leave it out."
     # A folder that is missing is the problem to report.
     is_missing = args.load is not None and is_missing_folder(args.load)
     if command == "train" and args.task is None and not is_missing:
