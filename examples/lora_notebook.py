@@ -3,13 +3,10 @@
 MODEL, TRAIN and EVAL are environment variables here; in a notebook, write names or paths.
 """
 
-# %% Three lines: chat data in, adapters in `run/last`, and how good they are
+# %% Two calls: chat data in, adapters in `run/best`, and how good they are
 import os
 
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-from rapidformer.dialects.mindformers import Trainer, TrainingArguments
+import rapidformer
 
 if missing := [name for name in ("MODEL", "TRAIN", "EVAL") if name not in os.environ]:
     raise SystemExit(
@@ -17,18 +14,15 @@ if missing := [name for name in ("MODEL", "TRAIN", "EVAL") if name not in os.env
         "Qwen2.5-0.5B TRAIN=train.jsonl EVAL=test.jsonl python examples/lora_notebook.py"
     )
 model, train, test = (os.environ[name] for name in ("MODEL", "TRAIN", "EVAL"))
-arguments = TrainingArguments(
-    output_dir="run", num_train_epochs=2, batch_size=4, learning_rate=2e-4, sink_size=10
-)
 
-trainer = Trainer(arguments, "text_generation", model, None, train, test, pet_method="lora")
-trainer.finetune()
-print(trainer.evaluate())
+rapidformer.train(
+    task="causal_lm", pretrained_model_name_or_path=model, train_data=[train], valid_data=[test],
+    lora_rank=8, epochs=2, micro_batch_size=4, lr=2e-4, save="run", overwrite=True,
+)  # fmt: skip
+print(rapidformer.evaluate(load="run"))
 
-# %% Merge: plain peft reads the run's adapter
-merged = AutoPeftModelForCausalLM.from_pretrained("run/last").merge_and_unload()
-merged.save_pretrained("merged")
-AutoTokenizer.from_pretrained("run/last").save_pretrained("merged")
+# %% Merge the adapter into the model, and prove that plain transformers computes the same
+rapidformer.export("run", "merged")
 
 # %% Generate with the merged model
-print(trainer.predict("merged", input_data="who runs ?", max_new_tokens=8))
+print(rapidformer.predict("who runs ?", load="merged", max_new_tokens=8))

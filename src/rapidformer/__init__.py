@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
     from rapidformer.cli.evaluate import evaluate
     from rapidformer.cli.predict import predict
+    from rapidformer.cli.train import train
     from rapidformer.context import get_args, get_timers, get_tokenizer
     from rapidformer.data.pretraining import (
         build_pretrain_huggingface_bert_datasets,
@@ -49,7 +50,7 @@ __all__ = [
     "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
     "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
-    "load_metric", "mpu", "predict", "set_seed",
+    "load_metric", "mpu", "predict", "set_seed", "train",
 ]  # fmt: skip
 
 # Module -> the public names in it; `mpu` is a module itself, and `Pretrainer` an older name.
@@ -57,6 +58,7 @@ _NAMES = {
     "rapidformer.checkpoint.exporting.export": ["export"],
     "rapidformer.cli.evaluate": ["evaluate"],
     "rapidformer.cli.predict": ["predict"],
+    "rapidformer.cli.train": ["train"],
     "rapidformer.context": ["get_args", "get_timers", "get_tokenizer"],
     "rapidformer.data.pretraining": [
         "build_pretrain_huggingface_bert_datasets",

@@ -42,6 +42,12 @@ def is_hub_name(text: str) -> bool:
     return text.count("/") == 1 and not looks_like_path(text) and not Path(text).parent.is_dir()
 
 
+def is_missing_folder(text: str) -> bool:
+    """Whether a text must be a local folder, since no name on the Hub is like it, and is none."""
+    is_path = looks_like_path(text) or ("/" in text and Path(text).parent.is_dir())
+    return is_path and not Path(text).expanduser().exists()
+
+
 def list_names(folder: Path) -> list[str]:
     """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())

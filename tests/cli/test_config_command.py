@@ -126,6 +126,7 @@ def test_help_lists_the_answers_flags(ask: Run) -> None:
 @pytest.mark.parametrize(("machine", "device"), [("2", "cuda"), ("1", "cpu")])
 def test_the_six_answers_of_accelerate(ask: Run, tmp_path: Path, machine: str, device: str) -> None:
     done = ask(answers=f"0\n{machine}\n1\nno\n2\nno\n")
+    assert "TPU" not in done.stdout, "nothing is offered that would be refused"
     assert done.returncode == 0, done.stderr
     args = parse_arguments(["--config", str(tmp_path / "rapidformer.yaml")])
     assert (args.device, args.nproc_per_node, args.mixed_precision) == (device, 2, None)

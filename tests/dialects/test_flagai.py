@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,10 @@ def test_a_split_model_under_deepspeed(
 ) -> None:
     alone, expected = train_small(tmp_path / "alone", make_model)
     found = run_in_processes(train_split, 2, tmp_path, make_model, stage)[0]
-    assert line in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert line in said and "ranks over" not in said
+    counted = re.findall(r"model +\w+: (\S+) parameters", said)
+    assert len(counted) > 1 and len(set(counted)) == 1, "of the whole model, however it is split"
     assert found["uses_deepspeed"] == (stage < 3)
     assert found["losses"] == pytest.approx(expected, abs=1e-5)
     assert found["resumed"] == found["losses"]  # the first five are the checkpoint's history
@@ -406,6 +410,33 @@ def test_the_defaults_are_flagais() -> None:
         "device": "cpu", "clip_grad": 1.0,
     }  # fmt: skip
     assert {name: getattr(settings, name) for name in wanted} == pytest.approx(wanted)
+
+
+def test_the_cosine_follows_the_files_rate(tmp_path: Path) -> None:
+    """FlagAI's own example file has another rate than the constructor beside it."""
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Adam", "params": {"lr": 5e-6, "weight_decay": 0.1}},
+    }))  # fmt: skip
+    given = {"env_type": "deepspeed", "deepspeed_config": str(file), "lr": 1e-4, "epochs": 1}
+    values = flagai_settings.complete(given)
+    settings = resolve(flagai_settings.build_settings(values, set(given)))
+    assert (settings.lr, settings.min_lr) == pytest.approx((5e-6, 5e-7))
+
+
+def test_an_error_is_in_flagais_words_and_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps must be") as caught:
+        make_trainer(tmp_path, gradient_accumulation_steps=0).train(
+            make_classifier(), train_dataset=make_rows()
+        )
+    assert "--" not in str(caught.value)
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown and shown.startswith(f"error: {__file__}, line ")
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,14 @@ def test_lora_on_model_2_x_pipeline_2_has_the_losses_of_one_process(place: Path)
     # Asked afterwards, it is the adapter that answers.
     assert trainer.predict(input_data="hello!")[0]["text_generation_text"]
     assert trainer._trained == Path("output", "last")
+    answer = trainer.predict(input_data="hello!", max_new_tokens=4)
+    # So does it in a new process: the document's prediction, in which two of four ranks are spare.
+    later = Trainer(task="text_generation", model="gpt2", pet_method="lora", args=arguments)
+    assert later._find_weights(None) == {"pretrained_model_name_or_path": "output/last"}
+    assert later.predict(input_data="hello!", max_new_tokens=4) == answer
+    asked = ["--task", "text_generation", "--model_type", "gpt2", "--pet_method", "lora",
+             "--run_mode", "predict", "--data_parallel", "1", "--model_parallel", "2"]  # fmt: skip
+    run_in_processes(run_script, 4, asked)
 
 
 def check_trained(place: Path, model_parallel: int = 2) -> None:
@@ -399,3 +407,23 @@ def test_rank_variables(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigurationError, match="lists 2 devices"):
         adopt_rank_variables({"RANK_ID": "0", "RANK_SIZE": "3", "RANK_TABLE_FILE": str(table)})
+
+
+def test_keywords_of_the_context_that_do_nothing_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from rapidformer.dialects.mindformers import ContextConfig, ParallelContextConfig
+
+    with caplog.at_level("INFO"):
+        ContextConfig(device_target="CPU", max_devce_memory="30GB")
+        ParallelContextConfig("DATA_PARALLEL", loss_repeated_mean=True)
+    assert "ContextConfig: not used here: max_devce_memory." in caplog.text
+    assert "ParallelContextConfig: not used here: loss_repeated_mean." in caplog.text
+
+
+def test_an_adapter_that_is_not_there_is_said(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = Trainer(task="text_generation", model="gpt2", pet_method="lora")
+    trainer.predict(input_data="hello!", max_new_tokens=2)
+    assert "pet_method='lora': output holds no trained adapter" in caplog.text

@@ -199,7 +199,7 @@ def test_the_example_goes_from_chat_data_to_answers(
     assert "who runs" in done.stdout.splitlines()[-1]
 
 
-def test_the_notebook_does_the_same_in_three_lines(
+def test_the_notebook_does_the_same_by_calls(
     gpt_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -181,6 +181,35 @@ def test_an_answer_may_contain_the_end_of_turn(template: str, folder: Path) -> N
     )
 
 
+def test_a_call_or_answer_that_the_template_leaves_out_is_not_learnt_as_silence(
+    folder: Path, said: list[str]
+) -> None:
+    calls = [{"type": "function", "function": {"name": "get_colour", "arguments": {"of": "sky"}}}]
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": calls}]
+    lost = "it calls the tool 'get_colour', which the chat template leaves out"
+    for template in (CHATML, MARKED):
+        with pytest.raises(DataError, match=lost):
+            prepare(folder, [{"messages": turns}], chat_template=template)
+    kept = prepare(folder, [{"messages": turns}, {"messages": TURNS}], chat_template=CHATML)
+    assert len(kept.train) == 1 and any(f"dropped 1 of 2 examples: {lost}" in line for line in said)
+    silent = CHATML.replace("m.content", "('' if 'hidden' in m.content else m.content)")
+    with pytest.raises(DataError, match="has an answer of which the chat template shows nothing"):
+        turns = [TURNS[1], {"role": "assistant", "content": "hidden"}]
+        prepare(folder, [{"messages": turns}], chat_template=silent)
+
+
+def test_rows_beyond_the_positions_of_a_rotary_model_are_said(said: list[str]) -> None:
+    from transformers import LlamaConfig
+
+    from rapidformer.tasks.text.text import get_max_length
+
+    config, tokenizer = LlamaConfig(max_position_embeddings=64), build_tokenizer()
+    assert get_max_length(make_args(seq_length=64), tokenizer, config) == 64
+    assert not said
+    assert get_max_length(make_args(seq_length=4096), tokenizer, config) == 4096
+    assert said[0].startswith("--seq-length 4096 is beyond the 64 positions that the model was")
+
+
 def test_an_empty_answer_between_others_is_not_trained_on(folder: Path) -> None:
     turns = [*TURNS[:2], {"role": "assistant", "content": ""}, *TURNS[3:]]
     for template in (CHATML, MARKED):

@@ -293,7 +293,10 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--temperature", "0.5"], "--temperature 0.5 needs --do-sample: without it"),
+        (
+            ["--temperature", "0.5", "--no-do-sample"],
+            "says how to sample, and --no-do-sample not to",
+        ),
         (["--top-p", "2", "--do-sample"], "--top-p must be above 0 and at most 1, got 2.0"),
         (["--num-return-sequences", "3"], "needs --do-sample or --num-beams 3: all answers would"),
         (["--num-return-sequences", "3", "--num-beams", "2"], "needs --num-beams 3: 2 beams give"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rapidformer.errors import MissingPackageError
-from rapidformer.training.curve import plot_run
+from rapidformer.training.curve import plot_runs
 
 
 def _write(folder: Path, lines: list[dict[str, Any]], tail: str = "") -> Path:
@@ -29,18 +29,18 @@ def test_pictures_are_drawn(steps: int, has_evaluation: bool, tmp_path: Path) ->
     lines = _training(steps)
     if has_evaluation:
         lines.append({"step": steps, "eval_loss": 0.4, "eval_accuracy": 0.8})
-    picture = plot_run(_write(tmp_path, lines), tmp_path / "curve.png")
+    picture = plot_runs([_write(tmp_path, lines)], tmp_path / "curve.png")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
 
 
 def test_svg_by_its_suffix(tmp_path: Path) -> None:
-    picture = plot_run(_write(tmp_path, _training(5)), tmp_path / "curve.svg")
+    picture = plot_runs([_write(tmp_path, _training(5))], tmp_path / "curve.svg")
     assert "<svg" in picture.read_text()
 
 
 def test_a_line_cut_off_by_a_crash_is_passed_over(tmp_path: Path) -> None:
     metrics = _write(tmp_path, _training(5), tail='{"step": 6, "lo')
-    assert plot_run(metrics, tmp_path / "curve.png").exists()
+    assert plot_runs([metrics], tmp_path / "curve.png").exists()
 
 
 def test_matplotlib_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,4 +53,4 @@ def test_matplotlib_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(MissingPackageError, match=r"rapidformer\[plot\]"):
-        plot_run(_write(tmp_path, _training(3)), tmp_path / "curve.png")
+        plot_runs([_write(tmp_path, _training(3))], tmp_path / "curve.png")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 from rapidformer import Finetuner, PreTrainer, Pretrainer, RapidformerEngine, get_args, get_timers
@@ -212,6 +213,46 @@ def test_pretrainer_asks_for_megatrons_numbers_of_samples(tmp_path: Path) -> Non
     steps = [line["step"] for line in read_lines(tmp_path) if "eval_loss" in line]
     assert steps == [10, 20, 25]
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+
+
+def test_the_perplexity_of_bert_is_of_its_words_alone() -> None:
+    """Its loss also holds that of the order of sentences, and the forward step returns the sum."""
+    from transformers import BertConfig, BertForPreTraining
+
+    def make_rows(count: int) -> list[dict[str, Any]]:
+        torch.manual_seed(count)
+        ids = torch.randint(5, 40, (count, 12))
+        labels = ids.masked_fill(torch.rand(ids.shape) > 0.3, -100)
+        return [
+            {"input_ids": ids[n], "labels": labels[n], "next_sentence_label": torch.tensor(n % 2)}
+            for n in range(count)
+        ]
+
+    valid = make_rows(8)
+
+    class BertPreTrainer(PreTrainer):
+        def train_valid_test_datasets_provider(self, counts: list[int]) -> Any:
+            return make_rows(16), valid, None
+
+        def model_optimizer_lr_scheduler_provider(self) -> Any:
+            sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            self.bert = BertForPreTraining(BertConfig(vocab_size=40, intermediate_size=16, **sizes))
+            return self.bert, None, None
+
+        def run_forward_step(self, data_iterator: Any, model: Any) -> Any:
+            return model(**next(data_iterator))["loss"]
+
+    trainer = BertPreTrainer(
+        make_engine(train_iters=2, eval_iters=1, eval_interval=2, global_batch_size=8)
+    )
+    result = trainer.train()
+    batch = {name: torch.stack([row[name] for row in valid]) for name in valid[0]}
+    with torch.no_grad():
+        logits = trainer.bert.eval()(input_ids=batch["input_ids"]).prediction_logits
+    words = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert result["lm_loss"] == pytest.approx(float(words), abs=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(words), rel=1e-4)
+    assert result["loss"] > result["lm_loss"] + 0.1
 
 
 def test_pretrainer_with_the_short_signatures() -> None:

@@ -62,8 +62,11 @@ class RunEntry:
 
     path: Path
     state: str
-    """``running``, ``complete``, ``damaged``, ``killed``, ``replaced`` or ``no checkpoint``."""
+    """``running``, ``complete``, ``stopped``, ``damaged``, ``killed``, ``replaced`` or ``no
+    checkpoint``."""
     step: int | None
+    train_iters: int | None
+    """Where it was to end; None if its checkpoints do not say."""
     size: int
     modified: float
     loss: float | None
@@ -156,16 +159,22 @@ def _describe_run(folder: Path) -> RunEntry:
     steps = [metrics.step, *(entry.step for entry in checkpoints)]
     times = [entry.modified for entry in checkpoints]
     times += [_get_time(folder / METRICS_FILE), _get_time(folder / RUN_FILE)]
+    extra = _read_extra(newest_first)
+    done, planned = extra.get("attempts"), extra.get("train_iters")
+    is_short = isinstance(done, int) and isinstance(planned, int) and done < planned
     return RunEntry(
-        path=folder, state=_judge_run(folder, newest_first, is_running),
+        path=folder, state=_judge_run(folder, newest_first, is_running, is_short=is_short),
         step=max((step for step in steps if step is not None), default=None),
+        train_iters=planned if isinstance(planned, int) else None,
         size=_measure(folder), modified=max(times) or _get_time(folder), loss=metrics.loss,
-        **_find_best(folder, newest_first, metrics),
+        **_find_best(folder, extra, metrics),
         checkpoints=[*staged, *newest_first, *abandoned],
     )  # fmt: skip
 
 
-def _judge_run(folder: Path, checkpoints: list[CheckpointEntry], is_running: bool | None) -> str:
+def _judge_run(
+    folder: Path, checkpoints: list[CheckpointEntry], is_running: bool | None, *, is_short: bool
+) -> str:
     if folder.name == REPLACED:
         return "replaced"
     if is_running:
@@ -175,7 +184,9 @@ def _judge_run(folder: Path, checkpoints: list[CheckpointEntry], is_running: boo
     if checkpoints[0].state == "damaged":
         return "damaged"
     # A run that ends by itself removes its lock.
-    return "killed" if is_running is False else "complete"
+    if is_running is False:
+        return "killed"
+    return "stopped" if is_short else "complete"
 
 
 def _describe_checkpoint(
@@ -217,13 +228,16 @@ def _read_metrics_at(run: Path, checkpoints: list[Path]) -> RunMetrics:
     return read_metrics(run / METRICS_FILE, [step for step in steps if step is not None])
 
 
-def _find_best(
-    folder: Path, checkpoints: list[CheckpointEntry], metrics: RunMetrics
-) -> dict[str, Any]:
-    """The best evaluation: `.run.json` has its step, checkpoints have the metric's name."""
+def _read_extra(checkpoints: list[CheckpointEntry]) -> dict[str, Any]:
+    """What the loop has written into the newest whole checkpoint."""
     newest = next((entry.path for entry in checkpoints if entry.problem is None), None)
     extra = read_json(newest / RUN, or_nothing=True).get("extra") if newest else None
-    progress = extra.get("progress") if isinstance(extra, dict) else None
+    return extra if isinstance(extra, dict) else {}
+
+
+def _find_best(folder: Path, extra: dict[str, Any], metrics: RunMetrics) -> dict[str, Any]:
+    """The best evaluation: `.run.json` has its step, checkpoints have the metric's name."""
+    progress = extra.get("progress")
     name = progress.get("best_metric") if isinstance(progress, dict) else None
     step = read_json(folder / RUN_FILE, or_nothing=True).get("best_step")
     if not isinstance(step, int):

@@ -15,12 +15,12 @@ COMMANDS = {
     "data": "show a run's data, inspect pre-training files",
     "runs": "list the runs and checkpoints in a folder",
     "check": "verify every hash and tensor of a checkpoint",
-    "plot": "draw a run's loss curve",
+    "plot": "draw the loss curves of runs",
 }
 """What each sub-command does; its module of this package has a ``run``."""
 DISTRIBUTED = frozenset({"train", "evaluate", "predict"})
 """Take the flags of a run, and start one process per GPU."""
 OWN_FLAGS = frozenset(
-    {"preprocess", "data", "launch", "config", "verify", "bench", "runs", "check", "export"}
+    ("preprocess", "data", "launch", "config", "verify", "bench", "runs", "check", "export", "plot")
 )
 """Have their own flags, and therefore their own help."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from rapidformer.cli import DISTRIBUTED
 from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, arguments_from_mapping, resolve
@@ -47,6 +48,8 @@ def check_call(
         problems.append(
             "--chat is a conversation in a terminal: type `rapidformer predict --chat`."
         )
+    if args.user_script is not None:
+        problems.append("user_script= is for the command: a call takes a task.")
     if data is not None:
         problems += [
             f"data= and {name}= exclude each other: give only one of them."
@@ -55,7 +58,8 @@ def check_call(
         ]
     # A call starts no processes: it runs in those that a launcher has started, or alone.
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-    rows = None if data is None or setting else take_head(data, args.eval_split)
+    split = "train" if name == "train" else args.eval_split
+    rows = None if data is None or setting else take_head(data, split)
     problems += _find_setting_problems(args, world_size)
     _check(name, args, problems, rows)
     return args
@@ -65,7 +69,7 @@ def _choose_model(name: str, args: Settings, problems: list[str]) -> Settings:
     """The settings with the model that ``--load`` names, and those of its run."""
     if name == "predict":
         args = name_input_files(args)
-    if name in ("evaluate", "predict"):
+    if name in DISTRIBUTED:
         try:
             args = choose_run_model(args, name)
         except RapidformerError as error:

@@ -24,7 +24,6 @@ usage: rapidformer [COMMAND] --flag value ...
 _USAGES = {
     "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
     "predict": "rapidformer predict --load RUN --input TEXT|FILE|- ... [--output FILE]",
-    "plot": "rapidformer plot RUN [--output curve.png]",
     "tasks": "rapidformer tasks [TASK ...]",
 }
 # The flags that most people need, by command; topics show the others.
@@ -63,7 +62,7 @@ def show_help(command: str | None, topic: str | None = None) -> None:
         write(_format_topic(topic))
         return
     write(_format_introduction(command))
-    if command in ("tasks", "plot"):
+    if command == "tasks":
         return
     settings = get_settings()
     write("\ncommon flags\n")

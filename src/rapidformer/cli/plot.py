@@ -1,30 +1,44 @@
-"""``rapidformer plot RUN``: draw the run's loss curve."""
+"""``rapidformer plot RUN ...``: draw the loss curves of one run, or of several in one picture."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.cli.own_flags import CommandParser
+from rapidformer.errors import DataError
+from rapidformer.hub import suggest_path
 
 
 def run(argv: list[str]) -> None:
-    """Draw ``RUN/metrics.jsonl`` to ``--output`` (default: ``RUN/curve.png``)."""
-    words = list(argv)
-    output = None
-    if "--output" in words:
-        at = words.index("--output")
-        if at + 1 == len(words):
-            raise ConfigurationError("--output needs the name of an image, such as curve.png.")
-        output = words.pop(at + 1)
-        words.pop(at)
-    if len(words) != 1:
-        raise ConfigurationError("usage: rapidformer plot RUN [--output curve.png]")
-    source = Path(words[0])
+    """Draw each ``RUN/metrics.jsonl``; of one run, to ``RUN/curve.png``."""
+    options = build_parser().parse_args(argv)
+    files = [_find_metrics(Path(text).expanduser()) for text in options.runs]
+    from rapidformer.training.curve import plot_runs
+
+    default = files[0].with_name("curve.png") if len(files) == 1 else Path("curves.png")
+    picture = plot_runs(files, Path(options.output).expanduser() if options.output else default)
+    sys.stdout.write(f"{picture}\n")
+
+
+def build_parser() -> CommandParser:
+    """The command's flags."""
+    parser = CommandParser(
+        prog="rapidformer plot", description="Draw the loss curves of one run or of several."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--output", metavar="FILE",
+        help="the image, .png, .svg or .pdf (default: curve.png in the folder of a single run, "
+        "curves.png here for several)",
+    )  # fmt: skip
+    return parser
+
+
+def _find_metrics(source: Path) -> Path:
+    if not source.exists():
+        raise DataError(f"{source} does not exist.{suggest_path(source)}")
     metrics = source / "metrics.jsonl" if source.is_dir() else source
     if not metrics.is_file():
         raise DataError(f"{source} has no metrics.jsonl: give the folder of a run (--save).")
-    from rapidformer.training.curve import plot_run
-
-    picture = plot_run(metrics, Path(output) if output else metrics.with_name("curve.png"))
-    sys.stdout.write(f"{picture}\n")
+    return metrics

@@ -54,7 +54,7 @@ def predict(data: Any = None, **settings: Any) -> list[dict[str, Any]]:
         data = [data] if isinstance(data, dict) else [str(data)]
     data = keep_rows(data)
     rows: Rows | None
-    if data is None or (data and all(isinstance(row, str) for row in data)):
+    if data is None or (len(data) and all(isinstance(row, str) for row in data)):
         named = () if data is None else (list(data), "input")
         args = check_call("predict", settings, *named)
         rows = _read_early(args)

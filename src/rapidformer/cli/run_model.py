@@ -1,6 +1,7 @@
 """``--load`` in evaluate and predict: a run's best model, its task, how it read its data.
 
-It may also name a model folder, an adapter, a checkpoint, or a model on the Hub.
+It may also name a model folder, an adapter, a checkpoint, or a model on the Hub. In training
+without ``--task``, it names a run to go on with; its settings hold unless they are given again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
-from rapidformer.hub import looks_like_path
+from rapidformer.hub import is_missing_folder
 from rapidformer.models.location import DESCRIPTION, get_model_location, is_model_folder
 
 _ARGUMENTS_FILE = "arguments.yaml"
@@ -48,8 +49,15 @@ _PRETRAINING = (
 )  # fmt: skip
 
 
+# What the user says about the length of a run replaces all that the run was told about it.
+_LENGTHS = ("epochs", "train_iters", "train_samples", "train_tokens")
+
+
 def choose_run_model(args: Settings, command: str) -> Settings:
     """The settings with a model folder in ``load``, the settings of its run and its task."""
+    if command == "train":
+        has_work = args.task is not None or args.user_script is not None or args.load is None
+        return args if has_work else _inherit(args, Path(args.load or "").expanduser(), command)
     if args.is_given("load") and args.load is not None:
         args = _choose_model(args, Path(args.load).expanduser(), command)
     if args.task is None and command in ("evaluate", "predict"):
@@ -63,10 +71,7 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
     if is_model_folder(folder):
         return args
     if not folder.is_dir():
-        # A missing folder, or a name on the Hub such as org/model?
-        text = str(args.load)
-        is_path = looks_like_path(text) or text.count("/") > 1
-        if is_path or ("/" in text and folder.parent.is_dir()):
+        if is_missing_folder(str(args.load)):  # reported with the other problems
             return args
         return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
     for name in ("best", "last"):
@@ -125,8 +130,16 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     stored = _read(file)
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
+    if command == "train":
+        is_length_given = any(map(args.is_given, _LENGTHS))
+        left_out = {"load", "save", "config", *(_LENGTHS if is_length_given else ())}
+        names = [name for name in stored if name not in left_out]
+        if stored.get("task") is None or stored.get("user_script") is not None:
+            return args
     if command == "predict" and not has_data:
         names.remove("data_name")  # on its own, it would name a data set to predict on
+    if command == "predict" and stored.get("task") == "causal_lm":
+        names.remove("seq_length")  # answers and conversations may fill the model's whole context
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()

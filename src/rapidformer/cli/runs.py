@@ -28,7 +28,7 @@ _DROPPED = ("size", "loss", "age")
 _NARROWEST_NAME = 16
 _COLOURS = {
     "running": "green", "in progress": "green", "damaged": "red", "killed": "yellow",
-    "abandoned": "yellow",
+    "stopped": "yellow", "abandoned": "yellow",
 }  # fmt: skip
 
 
@@ -54,9 +54,9 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer runs",
         description="List the runs and checkpoints in a folder, the newest first.",
-        epilog="A run is running, complete, damaged (its newest checkpoint is), killed or without "
-        "a checkpoint; a checkpoint is complete, damaged, in progress or abandoned. Contents are "
-        "not verified: `rapidformer check` does that.",
+        epilog="A run is running, complete, stopped (before its last step), damaged (its newest "
+        "checkpoint is), killed or without a checkpoint; a checkpoint is complete, damaged, in "
+        "progress or abandoned. Contents are not verified: `rapidformer check` does that.",
     )
     parser.add_argument(
         "folder", nargs="?", metavar="DIR", default=os.environ.get("RAPIDFORMER_RUNS") or "runs",
@@ -102,7 +102,8 @@ def _to_json(inventory: Inventory) -> dict[str, Any]:
 def _run_to_json(run: RunEntry) -> dict[str, Any]:
     best = {"metric": run.best_metric, "value": run.best_value, "step": run.best_step}
     return {
-        "path": str(run.path), "state": run.state, "step": run.step, "loss": run.loss,
+        "path": str(run.path), "state": run.state, "step": run.step,
+        "train_iters": run.train_iters, "loss": run.loss,
         "best": best if run.best_value is not None else None, **_size_to_json(run),
         "checkpoints": [_checkpoint_to_json(entry) for entry in run.checkpoints],
     }  # fmt: skip
@@ -201,6 +202,8 @@ def _describe_checkpoint(entry: CheckpointEntry, name: str, metric: str | None =
 
 def _format_cells(entry: RunEntry | CheckpointEntry, metric: str) -> dict[str, str]:
     step = "" if entry.step is None else str(entry.step)
+    if isinstance(entry, RunEntry) and entry.state in ("stopped", "killed") and entry.train_iters:
+        step += f" of {entry.train_iters}"
     return {
         "step": step, "loss": _format_number(entry.loss), "metric": metric,
         "size": format_size(entry.size), "age": _format_age(entry.modified),

@@ -1,39 +1,79 @@
-"""``rapidformer [train]``: the black box with ``--task``, the white box with ``--user-script``."""
+"""``rapidformer [train]``: the black box with ``--task``, the white box with ``--user-script``.
+
+``rapidformer.train`` is the black box by call.
+"""
 
 from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from rapidformer.cli.checks import check_call
+from rapidformer.cli.run_model import choose_run_model
+from rapidformer.config import Settings
 from rapidformer.config.parse import CommandLine
 from rapidformer.context import mark_as_started
+from rapidformer.data.files import import_datasets
+from rapidformer.data.heads import keep_rows
+from rapidformer.data.sources import hold_out
 from rapidformer.errors import ConfigurationError
 
 
 def run(command: CommandLine) -> None:
     """Train in this process."""
-    args = command.args
-    if args.user_script is not None:
-        run_script(args.user_script, command.words)
+    if command.args.user_script is not None:
+        run_script(command.args.user_script, command.words)
         return
     if command.problems:
         raise ConfigurationError(command.problems)
+    args = choose_run_model(command.args, "train")
     if args.task is None:  # under another launcher, where nothing has been checked yet
         raise ConfigurationError("nothing to train: give --task or --user-script FILE.py.")
+    _train(args)
+
+
+def train(data: Any = None, **settings: Any) -> dict[str, float]:
+    """Train by call: ``train(rows, task="causal_lm", load="org/model", save="runs/chat")``.
+
+    The settings are the command's flags. ``data`` replaces --data-path: a list of rows, a
+    DataFrame, a `datasets.Dataset`, a dictionary of splits, or a file. Returns the metrics of the
+    last evaluation.
+    """
+    if isinstance(data, (str, Path)):
+        return _train(check_call("train", settings, str(data), "data_path"))
+    data = keep_rows(data)
+    args = check_call("train", settings, data)
+    if data is None:
+        return _train(args)
+    splits = dict(data) if isinstance(data, Mapping) else {"train": data}
+    if args.validation_split and isinstance(splits.get("train"), list):
+        splits["train"] = import_datasets().Dataset.from_list(splits["train"])
+    held = hold_out(splits, args.validation_split, args.seed) if args.validation_split else splits
+    return _train(args, held)
+
+
+def _train(args: Settings, splits: Mapping[str, Any] | None = None) -> dict[str, float]:
     # Imported here, not above: a script decides itself what it imports, and may not need torch.
+    from rapidformer.engine import RapidformerEngine
     from rapidformer.tasks.registry import get_task, is_pretraining
 
+    assert args.task is not None
     if is_pretraining(args.task):
-        from rapidformer.tasks.pretraining.runner import pretrain as train
+        from rapidformer.tasks.pretraining.runner import pretrain
+
+        engine = RapidformerEngine(args=args)
+        metrics = pretrain(engine)
     else:
         get_task(args.task)
-        from rapidformer.tasks.runner import train_task as train
-    from rapidformer.engine import RapidformerEngine
+        from rapidformer.tasks.runner import train_task
 
-    engine = RapidformerEngine(args=args)
-    train(engine)
+        engine = RapidformerEngine(args=args)
+        metrics = train_task(engine, splits)
     engine.close(gives_back=False)
+    return metrics
 
 
 def check_script(script: str) -> None:

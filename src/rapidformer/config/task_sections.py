@@ -260,15 +260,14 @@ class GenerationArguments:
     do_sample: bool = False
     """draw tokens by their probability, reproducibly by --seed, instead of the most likely one"""
     temperature: float | None = None
-    """with --do-sample: below 1 likely tokens become likelier (default: the model's own)"""
+    """sample: below 1, likely tokens become likelier (default: the model's own)"""
     top_k: int | None = None
-    """with --do-sample: draw from the K likeliest tokens (default: the model's own)"""
+    """sample from the K likeliest tokens (default: the model's own)"""
     top_p: float | None = None
-    """with --do-sample: draw from the likeliest tokens whose probabilities add up to P (default:
-    the model's own)"""
+    """sample from the likeliest tokens whose probabilities add up to P (default: the model's
+    own)"""
     min_p: float | None = None
-    """with --do-sample: draw from tokens at least P times as likely as the likeliest (default: the
-    model's own)"""
+    """sample from tokens at least P times as likely as the likeliest (default: the model's own)"""
     repetition_penalty: float | None = None
     """above 1, tokens that have already occurred become less likely (default: the model's own)"""
     num_return_sequences: int = 1
@@ -277,5 +276,7 @@ class GenerationArguments:
     """end an answer before any of these texts, in addition to the model's own end tokens"""
     stream: bool = False
     """`rapidformer predict`: print each answer token by token, one prompt after the other"""
+    system_prompt: str | None = None
+    """`rapidformer predict`: the system message before a conversation or prompt without one"""
     chat: bool = False
     """`rapidformer predict`: a conversation in the terminal; /new starts over, /exit leaves"""

@@ -17,7 +17,7 @@ from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import count
-from rapidformer.hub import is_hub_name, looks_like_path
+from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -48,6 +48,8 @@ _SAME = (
     ("lr_decay_iters", "lr_decay_samples"),
 )
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Each of them means ``--do-sample``."""
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
@@ -159,8 +161,11 @@ def _check_generation(args: Settings) -> Iterator[str]:
         return  # a script may have flags of these names, with other rules
     counts, shares = ("top_k", "num_return_sequences"), ("top_p", "min_p")
     yield from _check_each(args, counts, lambda v: v >= 1, "be at least 1")
-    scales = ("temperature", "repetition_penalty")
-    yield from _check_each(args, scales, lambda v: v > 0, "be positive")
+    if args.temperature == 0:
+        yield "--temperature 0 would draw nothing: leave it out to get the most likely tokens."
+    else:
+        yield from _check_each(args, ("temperature",), lambda v: v > 0, "be positive")
+    yield from _check_each(args, ("repetition_penalty",), lambda v: v > 0, "be positive")
     yield from _check_each(args, shares, lambda v: 0 < v <= 1, "be above 0 and at most 1")
     yield from _check_answers(args)
 
@@ -168,13 +173,15 @@ def _check_generation(args: Settings) -> Iterator[str]:
 def _check_answers(args: Settings) -> Iterator[str]:
     """How tokens are chosen, how many answers there are and where they go."""
     beams, answers = args.num_beams, args.num_return_sequences
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        if getattr(args, name) is not None and not args.do_sample:
+    given = [name for name in SAMPLING if getattr(args, name) is not None]
+    refuses = args.is_given("do_sample") and not args.do_sample
+    for name in given:
+        if refuses and args.sources["do_sample"] == args.sources.get(name):
             yield (
-                f"{to_flag(name)} {getattr(args, name)} needs --do-sample: without it, every token "
-                "is the most likely one."
+                f"{to_flag(name)} {getattr(args, name)} says how to sample, and --no-do-sample not "
+                "to: give only one of them."
             )
-    if answers > max(beams, 1) and (beams > 1 or not args.do_sample):
+    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or given)):
         other = "" if beams > 1 else "--do-sample or "
         reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
         yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."
@@ -315,10 +322,10 @@ def _check_files(args: Settings) -> Iterator[str]:
         yield f"--user-script {args.user_script} is not a file."
     if args.is_given("load") and args.load is not None:
         # A script may mean any Hub name: it calls from_pretrained(args.load) itself.
-        may_be_name = _is_script(args) and not looks_like_path(args.load)
-        is_missing = not Path(args.load).expanduser().exists()
-        if is_missing and not may_be_name and not loads_from_hub(args):
-            yield f"--load {args.load}: no such folder."
+        may_be_name = _is_script(args) and not is_missing_folder(args.load)
+        path = Path(args.load).expanduser()
+        if not path.exists() and not may_be_name and not loads_from_hub(args):
+            yield f"--load {args.load}: no such folder.{suggest_path(path)}"
     if args.output is not None and not Path(args.output).expanduser().parent.is_dir():
         yield f"--output {args.output}: there is no folder {Path(args.output).parent}."
     for name in ("vocab_file", "merge_file", "tokenizer_model"):

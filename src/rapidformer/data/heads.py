@@ -29,24 +29,32 @@ from rapidformer.errors import DataError
 
 Rows = list[dict[str, Any]]
 _ROWS = 5
+_FILES = 20
 _CHARACTERS = 1 << 20
 
 
-def read_head(args: Settings, problems: list[str]) -> Rows:
-    """The first rows of the first split; paths that are not there go to ``problems``."""
+def read_heads(args: Settings, problems: list[str]) -> dict[Path, Rows]:
+    """The first rows of each file of the first split; paths that are missing go to ``problems``."""
     files = list(_find_files(args, problems))
     for split in (*SPLITS_BY_FLAG.values(), None):
-        path = next((path for name, path in files if name == split), None)
-        if path is not None:
-            return _read_rows(path)
-    return []
+        if paths := [path for name, path in files if name == split]:
+            return {path: _read_rows(path) for path in paths[:_FILES]}
+    return {}
 
 
 def keep_rows(data: Any) -> Any:
-    """The same data with lists instead of iterators, whose rows can be read only once."""
-    if isinstance(data, Mapping) and any(isinstance(rows, Iterator) for rows in data.values()):
+    """The same data with lists instead of DataFrames, and of iterators, which are read once."""
+    if isinstance(data, Mapping) and any(map(_is_table_of_rows, data.values())):
         return {split: keep_rows(rows) for split, rows in data.items()}
+    if hasattr(data, "to_dicts"):  # polars
+        return data.to_dicts()
+    if hasattr(data, "iterrows"):  # pandas; its missing values are NaN
+        return data.astype(object).where(data.notna(), None).to_dict("records")
     return list(data) if isinstance(data, Iterator) else data
+
+
+def _is_table_of_rows(data: Any) -> bool:
+    return isinstance(data, Iterator) or hasattr(data, "to_dicts") or hasattr(data, "iterrows")
 
 
 def take_head(data: Any, split: str) -> list[Any]:
@@ -114,7 +122,7 @@ def _read_table(file: Any, path: Path) -> list[Any]:
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
     reader = csv.DictReader(file, **options)
     rows = list(itertools.islice(reader, _ROWS))
-    return rows or [dict.fromkeys(reader.fieldnames or ())]
+    return rows or ([dict.fromkeys(reader.fieldnames)] if reader.fieldnames else [])
 
 
 def _read_text(file: Any, path: Path) -> list[Any]:

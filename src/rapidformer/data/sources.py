@@ -151,12 +151,12 @@ def _describe_hub_failure(
         return (
             f"The data set {full_name} is neither a local file or folder nor in the local cache, "
             "and the Hugging Face Hub cannot be reached: check the spelling or the network, or "
-            "give a local file or folder with --data-path."
+            f"give a local file or folder with --data-path.{suggest_path(Path(name))}"
         )
     if type(error).__name__ in ("DatasetNotFoundError", "FileNotFoundError"):
         return (
             f"The data set {full_name} is neither a file or folder here nor on the Hugging Face "
-            "Hub (or it is private): check the spelling of --data-path."
+            f"Hub (or it is private): check the spelling of --data-path.{suggest_path(Path(name))}"
         )
     return f"The data set {full_name} cannot be loaded: {get_first_line(error)}"
 

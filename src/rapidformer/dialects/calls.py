@@ -7,20 +7,74 @@ arguments gets an error with the import line to copy, not a list of names that d
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import re
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.dialects.mindformers.names import TRAINER, TRAINING_ARGUMENTS
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.foreign_names import Table
 from rapidformer.log import warn_once
 
 _FLAGAI = "rapidformer.dialects.flagai"
 MINDFORMERS = "rapidformer.dialects.mindformers"
+_PACKAGE = Path(__file__).parents[1]
+
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def in_words_of(*tables: Table) -> Callable[[Verb], Verb]:
+    """Makes the errors of a verb name the dialect's arguments where they named flags of ours.
+
+    If nobody catches one, it is shown with the script's line instead of a traceback.
+    """
+    rows = [(row.setting, name) for table in tables for name, row in table.items() if row.setting]
+    words = dict(reversed(rows))  # the first name of a setting
+
+    def decorate(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def call(*args: Any, **named: Any) -> Any:
+            try:
+                return verb(*args, **named)
+            except RapidformerError as error:
+                error.args = (_replace_flags(str(error), words),)
+                _show_plainly(error)
+                raise
+
+        return cast(Verb, call)
+
+    return decorate
+
+
+def _replace_flags(text: str, words: Mapping[str, str]) -> str:
+    def replace(flag: re.Match[str]) -> str:
+        return words.get(flag[1].replace("-", "_"), flag[0])
+
+    return re.sub(r"--([a-z][a-z0-9-]*[a-z0-9])", replace, text)
+
+
+def _show_plainly(error: RapidformerError) -> None:
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if value is not error:
+            before(kind, value, trace)
+            return
+        frames = traceback.extract_tb(trace)
+        theirs = list(takewhile(lambda one: _PACKAGE not in Path(one.filename).parents, frames))
+        place = f"{theirs[-1].filename}, line {theirs[-1].lineno}: " if theirs else ""
+        sys.stderr.write(f"error: {place}{value}\n")
+
+    sys.excepthook = show
 
 
 def check_names(

@@ -200,10 +200,12 @@ def _describe_failure(location: str, wanted: str, error: Exception) -> str:
                 f"The model {location} is neither a local folder nor in the local cache, and the "
                 "Hugging Face Hub cannot be reached: check the spelling or the network, or give "
                 "a local folder with --pretrained-model-name-or-path."
+                f"{suggest_path(Path(location))}"
             )
         if "not a valid model identifier" in text or "Repository Not Found" in text:
             return (
                 f"The model {location} is neither a local folder nor on the Hugging Face Hub (or "
                 "it is private): check the spelling of --pretrained-model-name-or-path."
+                f"{suggest_path(Path(location))}"
             )
     return f"The {wanted} of {location} cannot be loaded: {text[:300]}"

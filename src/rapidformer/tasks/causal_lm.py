@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn, warn_once
+from rapidformer.models.location import get_model_location
 from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
@@ -82,6 +83,7 @@ class CausalLM(LanguageModel):
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
+        _check_is_causal(parts.config, args)
         tables = get_splits(args, splits)
         columns = find_chat_columns(next(iter(tables.values())), args, TEXT, has_answers=True)
         collate: Any = build_text_collator(parts.tokenizer, side="right")
@@ -105,6 +107,7 @@ class CausalLM(LanguageModel):
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
 
         parts = load_text_parts(args)
+        _check_is_causal(parts.config, args)
         tokenizer, limit = parts.tokenizer, parts.length
         if args.seq_length is None:
             limit = get_context_length(tokenizer, parts.config)
@@ -170,6 +173,20 @@ class CausalLM(LanguageModel):
             more = {} if wanted is None else {"expected": wanted}
             result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
         return result
+
+
+def _check_is_causal(config: Any, args: Settings) -> None:
+    """Refuse an encoder: under a causal head, its tokens see those that they are to predict."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_turned = getattr(config, "is_decoder", getattr(config, "causal", False))
+    if is_encoder and not config.is_encoder_decoder and not is_turned:
+        raise ModelError(
+            f"{get_model_location(args) or config.model_type} ({config.model_type}) is an encoder: "
+            f"under --task {args.task}, every token would see the next one, which it is to "
+            "predict. Use --task masked_lm, or a model that reads from left to right."
+        )
 
 
 def _encode_texts(

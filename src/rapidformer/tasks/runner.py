@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
@@ -20,9 +20,11 @@ from rapidformer.training.finetuner import Finetuner
 class TaskFinetuner(Finetuner):
     """A Finetuner whose hooks come from a task."""
 
-    def __init__(self, engine: RapidformerEngine, task: Task) -> None:
+    def __init__(
+        self, engine: RapidformerEngine, task: Task, splits: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(engine)
-        self.task = task
+        self.task, self.splits = task, splits
         self.has_shifted_labels = task.has_shifted_labels
         self.prepared: PreparedData | None = None
 
@@ -44,8 +46,8 @@ class TaskFinetuner(Finetuner):
         return prepared.train, validation, prepared.test, prepared.collate
 
     def prepare_data(self) -> PreparedData:
-        """The splits that the settings name, ready for the model."""
-        return self.task.prepare(self.args)
+        """The splits that were given or that the settings name, ready for the model."""
+        return self.task.prepare(self.args, self.splits)
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         assert self.prepared is not None
@@ -70,10 +72,12 @@ class TaskFinetuner(Finetuner):
         return measure(self.engine, self.task, model, loader, self.prepared, split).compute()
 
 
-def train_task(engine: RapidformerEngine) -> dict[str, float]:
-    """Fine-tune on the task that ``--task`` names."""
+def train_task(
+    engine: RapidformerEngine, splits: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Fine-tune on the task that ``--task`` names, with its data or these splits."""
     task = get_task(engine.args.task or "")
     unused = describe_unused_flags(engine.args, task)
     if unused is not None:
         warn_once(unused)
-    return TaskFinetuner(engine, task).train()
+    return TaskFinetuner(engine, task, splits).train()

@@ -1,4 +1,4 @@
-"""Draw a run's ``metrics.jsonl`` as a loss curve.
+"""Draw the ``metrics.jsonl`` of runs as loss curves.
 
 Uses matplotlib's figures without pyplot: pyplot would choose a backend for the whole process and
 keep every figure, which a library must not do.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,41 +31,72 @@ BLUE, ORANGE, GREEN = "#2f6db5", "#e07b28", "#2e8b57"
 INK, FAINT = "#333333", "#d9d9d9"
 
 
-def plot_run(metrics_file: Path, picture: Path) -> Path:
-    """Draw the losses and the main metric of a run; the suffix selects the image format."""
+def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
+    """Draw the losses and the main metric; the suffix selects the image format.
+
+    Of several runs, each has a colour; the metric is the first run's.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise MissingPackageError("matplotlib", "drawing the loss curve", extra="plot") from None
-    lines = _read_lines(metrics_file)
-    losses, eval_losses = _get_points(lines, "loss"), _get_points(lines, "eval_loss")
-    metric = _find_metric(lines)
-    if not losses and not eval_losses and metric is None:
-        raise DataError(
-            f"{metrics_file} has no losses yet: wait until the run reaches a log interval."
-        )
+    runs = [_read_lines(file) for file in metrics_files]
+    for file, lines in zip(metrics_files, runs, strict=True):
+        has_losses = any(_get_points(lines, key) for key in ("loss", "eval_loss"))
+        if not has_losses and _find_metric(lines) is None:
+            raise DataError(f"{file} has no losses yet: wait until the run reaches a log interval.")
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise DataError(f"{picture}: the name of an image must end in .png, .svg or .pdf.")
+    metric = _find_metric(runs[0])
     panels = 2 if metric is not None else 1
     figure = Figure(figsize=(8, 6 if panels == 2 else 4.5), layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])
     axes: list[Axes] = list(grid[:, 0])
-    _draw_losses(axes[0], losses, eval_losses)
-    if metric is not None:
-        falls = "perplexity" in metric or "error" in metric
-        _draw_metric(axes[1], metric, _get_points(lines, metric), rises=not falls)
+    names = _name_runs(metrics_files)
+    if len(runs) > 1:
+        title = _draw_runs(axes, names, runs, metric)
+    else:
+        losses = _get_points(runs[0], "loss")
+        _draw_losses(axes[0], losses, _get_points(runs[0], "eval_loss"))
+        if metric is not None:
+            falls = "perplexity" in metric or "error" in metric
+            _draw_metric(axes[1], metric, _get_points(runs[0], metric), rises=not falls)
+        title = f"{names[0]}: step {losses[-1][0]:,.0f}" if losses else names[0]
     axes[-1].set_xlabel("step", color=INK)
-    steps = {float(line["step"]) for line in lines}
+    steps = {float(line["step"]) for lines in runs for line in lines}
     if len(steps) == 1:
         axes[-1].set_xlim(min(steps) - 1, min(steps) + 1)
     axes[-1].xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
-    name = metrics_file.resolve().parent.name or "run"
-    title = f"{name}: step {losses[-1][0]:,.0f}" if losses else name
     figure.suptitle(title, color=INK, fontsize=12)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=150, facecolor="white")
     return picture
+
+
+def _name_runs(metrics_files: Sequence[Path]) -> list[str]:
+    """Their folders' names; their paths where two have the same."""
+    folders = [file.resolve().parent for file in metrics_files]
+    names = [folder.name or "run" for folder in folders]
+    are_different = len(set(names)) == len(names)
+    return names if are_different else [str(file.parent) for file in metrics_files]
+
+
+def _draw_runs(
+    axes: list[Axes], names: list[str], runs: list[list[dict[str, Any]]], metric: str | None
+) -> str:
+    """Training solid, evaluation dashed, a colour for each run; returns the title."""
+    _dress(axes[0], "loss")
+    if metric is not None:
+        _dress(axes[1], metric.removeprefix("eval_").replace("_", " "))
+    for number, (name, lines) in enumerate(zip(names, runs, strict=True)):
+        losses, colour = _get_points(lines, "loss"), f"C{number}"
+        axes[0].plot(*_columns(_smooth(losses) or losses), color=colour, linewidth=2, label=name)
+        axes[0].plot(*_columns(_get_points(lines, "eval_loss")), "o--", color=colour, markersize=5)
+        if metric is not None:
+            axes[1].plot(*_columns(_get_points(lines, metric)), "o-", color=colour, markersize=5)
+    axes[0].legend(frameon=False, labelcolor=INK, loc="best")
+    return "training (solid) and evaluation (dashed)"
 
 
 def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:

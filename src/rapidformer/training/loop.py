@@ -358,7 +358,11 @@ class TrainingLoop:
             self._saves.start(
                 self.step,
                 self.progress,
-                {"attempts": self._attempts, "bad_batches": self._bad_batches.state_dict()},
+                {
+                    "attempts": self._attempts,
+                    "train_iters": self.train_iters,
+                    "bad_batches": self._bad_batches.state_dict(),
+                },
                 protected=self._best_folder,
                 processor=self.processor,
                 wait=wait,

@@ -16,13 +16,18 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.update import Mean, MicroBatch
+from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError
 from rapidformer.objectives.loss_function import SingleBatch
 from rapidformer.training.evaluation import Evaluation, Metrics
@@ -36,6 +41,7 @@ from rapidformer.training.template import (
 from rapidformer.training.timetable import count_updates
 
 _EVAL_INTERVAL = 1000
+_ORDER = {"next_sentence_label", "sentence_order_label"}
 
 
 class PreTrainer(Template):
@@ -99,13 +105,55 @@ class PreTrainer(Template):
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches, always the same."""
         forward = self.make_forward(model)
+        words = _WordLoss(self.engine)
         rounds = self.args.eval_iters * self.engine.updates.clock.rounds_per_update
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
-        for micro_batch in islice(loader.iterate_micro_batches(), rounds):
-            sums.add(self.engine.updates.weights.run_forward(forward, micro_batch).means)
+        with words:
+            for micro_batch in islice(loader.iterate_micro_batches(), rounds):
+                result = self.engine.updates.weights.run_forward(forward, micro_batch)
+                sums.add({**words.take(micro_batch), **result.means})
         means = forward.combine_means(sums.read_means(self.engine.runtime.topology))
         loss = means.pop("loss")
         # A balancing or sentence-order loss says nothing about how well tokens are predicted.
         of_words = means.get("lm_loss", loss)
+        if words.is_unknown and "lm_loss" not in means:
+            return {"loss": loss, **means}
         return {"loss": loss, **means, "perplexity": math.exp(min(of_words, 700.0))}
+
+
+class _WordLoss:
+    """The loss of the words alone in a model whose loss also holds that of a sentence's order.
+
+    It is computed again from the model's own logits, which only a whole model has on every rank.
+    """
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        topology = engine.runtime.topology
+        self._is_whole = topology.tensor * topology.pipeline * topology.context == 1
+        self._model = engine.model.parallelized.model
+        self._mean: Mean | None = None
+        self.is_unknown = False
+
+    def __enter__(self) -> None:
+        self._hook = self._model.register_forward_hook(self._look, with_kwargs=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def take(self, micro_batch: MicroBatch) -> dict[str, Mean]:
+        """Of the micro-batch that the model has just seen."""
+        batch, mean, self._mean = micro_batch.batch, self._mean, None
+        self.is_unknown |= isinstance(batch, Mapping) and bool(_ORDER & batch.keys())
+        if mean is None:
+            return {}
+        return {"lm_loss": (mean[0], 0.0 if micro_batch.is_filler else mean[1])}
+
+    def _look(self, model: nn.Module, args: Any, named: dict[str, Any], outputs: Any) -> None:
+        logits, labels = getattr(outputs, "prediction_logits", None), named.get("labels")
+        if not self._is_whole or logits is None or labels is None or not _ORDER & named.keys():
+            return
+        is_word = labels != IGNORED_LABEL
+        loss = functional.cross_entropy(logits[is_word].float(), labels[is_word], reduction="sum")
+        count = is_word.sum()
+        self._mean = (loss / count.clamp(min=1), count)

@@ -29,13 +29,11 @@ def describe_run(
     """One line per subject."""
     args, parallelized = engine.args, engine.model.parallelized
     model = parallelized.model
-    # Under DeepSpeed's stage 3, a weight holds nothing but its size.
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    if parallelized.pipeline is not None:  # which has released most of them
-        total = parallelized.pipeline.num_parameters
-        trained = parallelized.pipeline.num_trained
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # These have released or split most of them.
+    if (splitting := parallelized.pipeline or parallelized.deepspeed) is not None:
+        total, trained = splitting.num_parameters, splitting.num_trained
     adapter, plan = engine.model.adapter, parallelized.plan
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
@@ -161,9 +159,13 @@ def describe_finished(args: Settings, *, step: int, total: int) -> Iterator[str]
 def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
     run, is_black_box = shlex.quote(str(folder)), args.task and args.user_script is None
     if is_black_box:
-        yield f"next      rapidformer evaluate --load {run}"
+        data = " --data-path FILE" if model.name != BEST else ""  # the run has none to evaluate on
+        yield f"next      rapidformer evaluate --load {run}{data}"
         if args.task != "pretraining":
             yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
+        if args.task == "causal_lm" and (model / "chat_template.jinja").is_file():
+            yield f"          rapidformer predict --load {run} --chat"
+        yield f"          rapidformer export {run} FOLDER"
     elif is_model_folder(model):
         yield f'next      load the model with from_pretrained("{model}")'
     else:  # a custom model, which has no configuration

@@ -21,6 +21,7 @@ from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.deepspeed.package import announce_build, import_deepspeed, in_process_group
 from rapidformer.accel.deepspeed.state import GatheredState
 from rapidformer.accel.precision.precision import to_fp32
+from rapidformer.accel.tensor.slices import find_slice
 from rapidformer.compat.deepspeed import compute_norm, forget_groups
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import multiply_all
@@ -92,6 +93,8 @@ class DeepSpeedStrategy(GradientSynchronizer):
         self._is_calling = False
         self.bypass: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context manager inside which the optimizer steps at once."""
+        self.num_parameters = self.num_trained = 0
+        """Of the whole model, before DeepSpeed splits it."""
 
     def start(
         self,
@@ -109,6 +112,9 @@ class DeepSpeedStrategy(GradientSynchronizer):
             announce_build()
         forget_groups()
         shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        sizes = [(_get_whole_size(p), p.requires_grad) for p in self.model.parameters()]
+        self.num_parameters = sum(size for size, _ in sizes)
+        self.num_trained = sum(size for size, is_trained in sizes if is_trained)
         with in_process_group(self.device):
             try:
                 self.engine, *_ = self.deepspeed.initialize(
@@ -154,7 +160,10 @@ class DeepSpeedStrategy(GradientSynchronizer):
         from deepspeed import __version__
 
         zero = self.settings["zero_optimization"]
-        parts = [f"DeepSpeed {__version__}", f"ZeRO-{self.stage}" if self.stage else "no ZeRO"]
+        replicas = self._topology.num_replicas
+        over = f" over {replicas} ranks" if replicas > 1 else ""
+        zero_stage = f"ZeRO-{self.stage}" if self.stage else "no ZeRO"
+        parts = [f"DeepSpeed {__version__}", f"{zero_stage}{over}"]
         offloads = {name: zero.get(f"offload_{name}") or {} for name in ("optimizer", "param")}
         on_cpu = [name for name, offload in offloads.items() if offload.get("device") == "cpu"]
         if on_cpu:
@@ -163,9 +172,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
             parts.append(f"AutoTP over {self._topology.tensor} ranks")
         if self.keeps_precision:
             parts.append("16-bit weights next to fp32 ones")
-        replicas = self._topology.num_replicas
-        over = f" over {replicas} ranks" if replicas > 1 else ""
-        return f"{', '.join(parts)}{over} ({self.file})"
+        return f"{', '.join(parts)} ({self.file})"
 
     def before_backward(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)
@@ -313,3 +320,8 @@ class DeepSpeedStrategy(GradientSynchronizer):
         if self._topology.tensor > 1:
             text += " --tensor-model-parallel-size without --deepspeed splits more models."
         return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}")
+
+
+def _get_whole_size(parameter: torch.nn.Parameter) -> int:
+    slice_ = find_slice(parameter)
+    return parameter.numel() if slice_ is None else slice_.shape.numel()

@@ -11,7 +11,7 @@ Ask = Callable[[str, str, str, Callable[[str], str]], str]
 
 START = "0"
 """The first answer, "This machine", to our first question starts this dialogue."""
-_MACHINES = ("no distributed training", "multi-CPU", "multi-GPU", "TPU")
+_MACHINES = ("no distributed training", "multi-CPU", "multi-GPU")
 
 
 def ask_as_accelerate(ask: Ask) -> dict[str, Any]:

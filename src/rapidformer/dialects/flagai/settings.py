@@ -131,7 +131,10 @@ def _take_file(settings: Settings, values: Mapping[str, Any], said: set[str]) ->
     else:
         merged, _ = merge_deepspeed(asked)
     _report_overridden(settings, merged, said, path)
-    return merged if merged.deepspeed is None else asked
+    chosen = merged if merged.deepspeed is None else asked
+    if merged.lr is None or find_value(content, "scheduler.type") is not None:
+        return chosen
+    return chosen.replace(_BY_FILE, min_lr=_LAST_FRACTION * merged.lr)  # of the file's rate
 
 
 def _use_our_own(asked: Settings, content: dict[str, Any]) -> Settings:

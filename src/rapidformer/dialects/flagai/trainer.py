@@ -22,7 +22,9 @@ from transformers.trainer_callback import ExportableState
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.dialects.calls import in_words_of
 from rapidformer.dialects.flagai import settings as flagai_settings
+from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.bridge import TrainerTemplate
 from rapidformer.dialects.huggingface.callbacks import build_state
@@ -65,6 +67,7 @@ class FlagAITrainer(Trainer):
 
     room = "rapidformer.dialects.flagai"
 
+    @in_words_of(FLAGAI)
     def __init__(self, **named: Any) -> None:
         configure_logging()
         self.values = values = flagai_settings.complete(named)
@@ -86,6 +89,7 @@ class FlagAITrainer(Trainer):
         outputs: Any = model(**data)
         return dict(outputs)
 
+    @in_words_of(FLAGAI)
     def train(  # type: ignore[override]
         self,
         model: nn.Module | None = None,
@@ -201,6 +205,7 @@ class FlagAITrainer(Trainer):
     def _can_train(self) -> bool:
         return self.train_dataset is not None and bool(self.values["epochs"])
 
+    @in_words_of(FLAGAI)
     def evaluate(  # type: ignore[override]
         self,
         data_loader: Any = None,

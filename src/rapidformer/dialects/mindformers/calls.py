@@ -57,7 +57,7 @@ def check_options(function: str, options: dict[str, Any], table: Table) -> dict[
     return options
 
 
-_FOR_COMMAND = {"stream", "chat"}
+_FOR_COMMAND = {"stream", "chat", "system_prompt"}
 _GENERATION = {f.name for f in dataclasses.fields(GenerationArguments)} - _FOR_COMMAND
 _OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
 

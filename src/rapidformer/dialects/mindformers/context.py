@@ -17,6 +17,7 @@ from typing import Any
 
 from rapidformer.dist.processes import start_processes
 from rapidformer.errors import ConfigurationError
+from rapidformer.log import say_once
 
 _FIRST_PORT, _PORTS = 20000, 10000
 _MODES = ("DATA_PARALLEL", "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL", "HYBRID_PARALLEL", "STAND_ALONE")
@@ -33,6 +34,7 @@ class ContextConfig:
         **options: Any,
     ) -> None:
         self.device_target = device_target
+        _say_unused("ContextConfig", options)
 
 
 class ParallelContextConfig:
@@ -54,6 +56,12 @@ class ParallelContextConfig:
             )
         self.parallel_mode = word
         self.enable_parallel_optimizer = enable_parallel_optimizer
+        _say_unused("ParallelContextConfig", options)
+
+
+def _say_unused(name: str, options: dict[str, Any]) -> None:
+    if options:
+        say_once(f"{name}: not used here: {', '.join(options)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

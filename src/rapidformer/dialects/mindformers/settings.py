@@ -71,8 +71,13 @@ SOURCE = "Trainer"
 _WIDTHS = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
 
 
-def build_parallel_settings(args: Any, overriding: Mapping[str, Any]) -> Settings:
-    """The training arguments as settings; ``set_parallel_config`` and the like override them."""
+def build_parallel_settings(
+    args: Any, overriding: Mapping[str, Any], *, allows_replicas: bool = False
+) -> Settings:
+    """The training arguments as settings; ``set_parallel_config`` and the like override them.
+
+    With ``allows_replicas``, processes that the widths leave over hold copies of the model.
+    """
     named = {name: getattr(args, name, None) for name in TRAINING_ARGUMENTS}
     said = {name: value for name, value in named.items() if value is not None}
     said |= overriding
@@ -85,7 +90,7 @@ def build_parallel_settings(args: Any, overriding: Mapping[str, Any]) -> Setting
     if said.get("select_recompute"):
         values |= {"checkpoint_activations": True, "recompute_granularity": "selective"}
     if context.splits_models:
-        _check_widths(said)
+        _check_widths(said, allows_replicas=allows_replicas)
     else:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size",
                      "context_parallel_size"):  # fmt: skip
@@ -95,9 +100,11 @@ def build_parallel_settings(args: Any, overriding: Mapping[str, Any]) -> Setting
     return build_settings(args).replace(SOURCE, **values)
 
 
-def _check_widths(said: Mapping[str, Any]) -> None:
+def _check_widths(said: Mapping[str, Any], *, allows_replicas: bool) -> None:
     widths = {name: int(said.get(name) or 1) for name in _WIDTHS}
     world, product = get_world_size_from_environment(), math.prod(widths.values())
+    if allows_replicas and world % product == 0:
+        return
     if "data_parallel" in said and product != world:
         listed = " x ".join(f"{name} {width}" for name, width in widths.items())
         raise ConfigurationError(

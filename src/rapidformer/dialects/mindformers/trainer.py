@@ -15,7 +15,8 @@ from torch import nn
 
 from rapidformer.checkpoint.finding import PREVIOUS
 from rapidformer.config import Settings
-from rapidformer.dialects.calls import MINDFORMERS
+from rapidformer.dialects.calls import MINDFORMERS, in_words_of
+from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.dialects.mindformers.calls import (
@@ -34,6 +35,8 @@ from rapidformer.dialects.mindformers.names import (
     PET_METHODS,
     RECOMPUTE_CONFIG,
     TASKS,
+    TRAINER,
+    TRAINING_ARGUMENTS,
 )
 from rapidformer.dialects.mindformers.run import GivenTask, is_path, measure_own
 from rapidformer.dialects.mindformers.settings import (
@@ -45,14 +48,16 @@ from rapidformer.dialects.mindformers.settings import (
 from rapidformer.dist.processes import get_world_size_from_environment
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import configure_logging, get_logger, say_once
+from rapidformer.log import configure_logging, get_logger, say_once, warn_once
 from rapidformer.models.adapter_config import build_config
+from rapidformer.models.adapter_folder import is_adapter_folder
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluation.evaluating import evaluate_task
 from rapidformer.tasks.evaluation.predicting import predict_task
 from rapidformer.training.run_folder import BEST, LAST, set_aside
 
 _NEEDS_INSTANCE = ("optimizers", "data_collator")
+_SPEAKING = in_words_of(TRAINING_ARGUMENTS, TRAINER, HUGGING_FACE)
 Checkpoint = str | bool | None
 
 
@@ -61,6 +66,7 @@ class MindFormersTrainer(Trainer):
 
     room = MINDFORMERS
 
+    @_SPEAKING
     def __init__(
         self,
         args: Any = None,
@@ -179,7 +185,7 @@ class MindFormersTrainer(Trainer):
         """The arguments, and what ``set_parallel_config`` and ``init_context`` were given."""
         return build_parallel_settings(self.args, self._parallel | self._recompute)
 
-    def _build_task_settings(self, **values: Any) -> Settings:
+    def _build_task_settings(self, *, predicts: bool = False, **values: Any) -> Settings:
         if self.task_name not in TASKS:
             raise ConfigurationError(
                 "task='general' needs a model instance; with a model's name, say one of "
@@ -188,13 +194,16 @@ class MindFormersTrainer(Trainer):
         data = {"train_data": self.train_dataset, "valid_data": self.eval_dataset}
         paths: dict[str, Any] = {name: [str(path)] for name, path in data.items() if is_path(path)}
         known = {"task": TASKS[self.task_name], "pretrained_model_name_or_path": self._location}
-        return self.build_settings().replace(SOURCE, **{**known, **paths, **values})
+        base = build_parallel_settings(
+            self.args, self._parallel | self._recompute, allows_replicas=predicts
+        )
+        return base.replace(SOURCE, **{**known, **paths, **values})
 
     def _find_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """True: the newest of this output folder; a text: a path or a model's name."""
         checkpoint = checkpoint or self._checkpoint
         if not checkpoint:
-            return {}
+            return self._find_adapter() if self._adapters else {}
         name = MODELS.get(str(checkpoint), str(checkpoint))
         if checkpoint is True:
             folder = self._trained or _find_model(self._output)
@@ -204,6 +213,19 @@ class MindFormersTrainer(Trainer):
                 )
             name = str(folder)
         return {"pretrained_model_name_or_path": name}
+
+    def _find_adapter(self) -> dict[str, Any]:
+        """The adapter of an earlier run: ``pet_method`` says that one is meant."""
+        folder = _find_model(self._output)
+        method = self._named["pet_method"]
+        if folder is None or not is_adapter_folder(str(folder)):
+            warn_once(
+                f"pet_method={method!r}: {self.args.output_dir} holds no trained adapter, so the "
+                "model is used without one. Give the checkpoint of the adapter."
+            )
+            return {}
+        say_once(f"pet_method={method!r}: the adapter in {folder} is used.")
+        return {"pretrained_model_name_or_path": str(folder)}
 
     def _load_into_instance(self, checkpoint: Checkpoint) -> None:
         """The same for a model instance, whose weights are replaced."""
@@ -218,6 +240,7 @@ class MindFormersTrainer(Trainer):
         load_weights(self.model, folder, best=(folder / BEST).is_dir())
         self._engine = None  # an optimizer may hold copies of the weights before
 
+    @_SPEAKING
     def train(  # type: ignore[override]
         self,
         train_checkpoint: Checkpoint = False,
@@ -231,6 +254,7 @@ class MindFormersTrainer(Trainer):
         resumes = resume_training or resume_from_checkpoint
         return self._learn(train_checkpoint, resumes, do_eval, starts_fresh=True)
 
+    @_SPEAKING
     def finetune(
         self,
         finetune_checkpoint: Checkpoint = False,
@@ -255,7 +279,7 @@ class MindFormersTrainer(Trainer):
         if self._is_instance:
             self._load_into_instance(checkpoint)
             return super().train(resume_from_checkpoint=resumes)
-        weights = self._find_weights(checkpoint)
+        weights = self._find_weights(checkpoint) if checkpoint or self._checkpoint else {}
         if starts_fresh:
             weights = {**weights, "from_scratch": not weights}
         return self._run_training(resumes, **weights)
@@ -281,6 +305,7 @@ class MindFormersTrainer(Trainer):
         self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None
         return metrics
 
+    @_SPEAKING
     def evaluate(  # type: ignore[override]
         self,
         eval_checkpoint: Checkpoint = False,
@@ -314,6 +339,7 @@ class MindFormersTrainer(Trainer):
         get_logger().info("evaluation | %s", shown)
         return metrics
 
+    @_SPEAKING
     def predict(  # type: ignore[override]
         self,
         predict_checkpoint: Checkpoint = None,
@@ -341,7 +367,7 @@ class MindFormersTrainer(Trainer):
             values["chat_template"] = "none"  # its prompts are continued, never answered
         if batch_size is not None:
             values["eval_micro_batch_size"] = batch_size
-        settings = self._build_task_settings(**values, allow_untrained=True)
+        settings = self._build_task_settings(**values, allow_untrained=True, predicts=True)
         answers = predict_task(RapidformerEngine(args=settings), rows)
         return rename_answers(self.task_name, rows, answers)
 

@@ -6,6 +6,7 @@ have all three). Only a column of turns, or a flag, takes precedence over the te
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -100,6 +101,8 @@ def find_chat_columns(
     try:
         column = find_column(text if prompt is None else as_optional(text), available, args)
     except DataError as error:
+        if {"chosen", "rejected"} <= by_lower.keys():
+            raise DataError(_describe_preferences(rows, by_lower)) from None
         raise DataError(
             f"{error} For conversations, give --messages-column; for prompts and answers, "
             "--prompt-column and --response-column."
@@ -113,6 +116,20 @@ def find_chat_columns(
             prompt, response,
         )  # fmt: skip
     return None
+
+
+def _describe_preferences(rows: Any, by_lower: Mapping[str, str]) -> str:
+    chosen, prompt = by_lower["chosen"], by_lower.get("prompt")
+    if _holds_turns(rows, chosen):
+        flags = f"--messages-column {shlex.quote(chosen)}, if its turns begin with the prompt"
+    elif prompt is not None:
+        flags = f"--prompt-column {shlex.quote(prompt)} --response-column {shlex.quote(chosen)}"
+    else:
+        flags = f"--text-column {shlex.quote(chosen)}"
+    return (
+        "The data holds preferences (chosen and rejected answers), and this task learns answers, "
+        f"not preferences: to train on the chosen ones alone, give {flags}."
+    )
 
 
 def _check_one_kind(args: Settings) -> None:

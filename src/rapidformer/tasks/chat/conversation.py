@@ -8,6 +8,7 @@ from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import build_encoder
+from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
 from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
@@ -36,6 +37,7 @@ class Conversation:
         self._streamer = (
             AnswerStreamer(self._prepared.processor, stop_strings) if engine.is_main else None
         )
+        self._system = build_system(engine.args)
         self._messages: list[Message] = []
         self._turns = 0
 
@@ -67,7 +69,8 @@ class Conversation:
         """The tokens of the conversation; the oldest turns are forgotten if it is too long."""
         assert self._encoder.template is not None
         while True:
-            text = self._encoder.template.render(self._messages, lets_answer=True)
+            turns = [*self._system, *self._messages]
+            text = self._encoder.template.render(turns, lets_answer=True)
             ids = list(tokenize([text], self._encoder.tokenizer)[0])
             if len(ids) <= self._encoder.length or len(self._messages) < 3:
                 return ids[-self._encoder.length :]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import DataError
+from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import Row
 from rapidformer.tasks.chat.columns import ChatColumns
@@ -37,10 +37,16 @@ def name_column(rows: Sequence[Row], tokenizer: Any, args: Settings) -> str:
     return "prompt"
 
 
+def build_system(args: Settings) -> list[Message]:
+    """The system message of --system-prompt, or nothing."""
+    return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+
+
 def encode_beginnings(
     table: list[dict[str, Any]], tokenizer: Any, length: int, args: Settings
 ) -> tuple[Any, dict[str, Any]]:
     """Encode texts to be continued as they are."""
+    _check_has_turns(args)
     column = str(find_column(TEXT, get_column_names(table), args))
     # A prompt that is too long is cut at the beginning: the continuation depends on its end.
     tokenizer.truncation_side = "left"
@@ -63,17 +69,30 @@ def encode_questions(
 ) -> tuple[Any, dict[str, Any]]:
     """Encode conversations and prompts to be answered."""
     encoder = build_encoder(tokenizer, columns, args, length)
+    if encoder.template is None:
+        _check_has_turns(args)
+    system = build_system(args)
     shown, expected = _read_questions(table, columns)
 
     def encode(part: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        return _encode_prompts(ChatRows(part, indices, "input", columns), encoder)
+        return _encode_prompts(ChatRows(part, indices, "input", columns), encoder, system)
 
     extras = {"shown": shown, "expected": expected, "is_answer": True}
     extras["stop_id"] = encoder.get_stop_id()
     return map_rows(table, encode, workers=None, key=()), extras
 
 
-def _encode_prompts(chats: ChatRows, encoder: ChatEncoder) -> dict[str, list[Any]]:
+def _check_has_turns(args: Settings) -> None:
+    if args.system_prompt is not None:
+        raise ConfigurationError(
+            "--system-prompt needs a chat template, and these texts are continued as they are: "
+            "give --chat-template FILE, or write it into the texts."
+        )
+
+
+def _encode_prompts(
+    chats: ChatRows, encoder: ChatEncoder, system: list[Message]
+) -> dict[str, list[Any]]:
     """Tokens up to where the answer begins; a prompt that is too long is cut at the beginning."""
     if encoder.template is None:
         ids = tokenize_prompts(chats.read_prompts(), encoder.tokenizer)
@@ -82,8 +101,11 @@ def _encode_prompts(chats: ChatRows, encoder: ChatEncoder) -> dict[str, list[Any
         rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), strict=True)
         for number, messages, tools in rows:
             template = encoder.template.with_tools(tools)
+            turns = _split_answer(messages)[0]
+            if not turns or turns[0]["role"] != "system":
+                turns = [*system, *turns]
             try:
-                texts.append(template.render(_split_answer(messages)[0], lets_answer=True))
+                texts.append(template.render(turns, lets_answer=True))
             except BadRowError as reason:
                 raise DataError(f"input, row {number + 1} {reason}.") from None
         ids = tokenize(texts, encoder.tokenizer)

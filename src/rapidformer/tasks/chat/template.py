@@ -99,7 +99,11 @@ class ChatTemplate:
             if message["role"] != "assistant" or number == 0 or is_empty(message):
                 continue
             start = self._find_start(text, messages[:number])
-            spans.append((start, self._find_end(text, start, messages, number)))
+            end = self._find_end(text, start, messages, number)
+            _check_shows_calls(message, text[start:end])
+            if text[start:end].strip() in ("", self.end_of_turn.strip()):
+                raise BadRowError("has an answer of which the chat template shows nothing")
+            spans.append((start, end))
         return text, spans
 
     def get_stop_id(self) -> int | None:
@@ -157,6 +161,8 @@ class ChatTemplate:
                 **self.variables,
             )
         (text,), (marks,) = rendered
+        for message in messages:
+            _check_shows_calls(message, text)
         # If the marks stop before the end of the turn, the model would never learn to stop.
         return text, [(start, self._pass_end(text, end)) for start, end in marks if end > start]
 
@@ -231,6 +237,17 @@ class ChatTemplate:
         alike = takewhile(lambda token: token[0] == token[1], tokens)
         length = max((end for _, _, (_, end) in alike), default=0)
         return self._cut_after_special(rests[0][:length])
+
+
+def _check_shows_calls(message: Message, text: str) -> None:
+    """Refuse a tool call that the template leaves out: the model would learn to say nothing."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if str(function.get("name", "")) not in text:
+            raise BadRowError(
+                f"calls the tool {function['name']!r}, which the chat template leaves out: give "
+                "--chat-template FILE with one that shows tool calls"
+            )
 
 
 @contextmanager

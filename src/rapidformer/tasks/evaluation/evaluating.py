@@ -130,7 +130,7 @@ def _choose_rows(args: Settings, split: str, data: Any) -> Any:
         return data
     splits = load_splits(args) if data is None else name_splits(data, "the given data")
     if split not in splits:
-        hint = "" if split != "validation" else ", or hold out rows with --validation-split 0.1"
+        hint = ", or give other data with --data-path" if data is None else ""
         raise DataError(
             f"the data has no split {split!r}, only {', '.join(splits)}: choose another with "
             f"--eval-split{hint}."

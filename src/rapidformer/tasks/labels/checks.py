@@ -8,7 +8,7 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.log import warn
+from rapidformer.log import get_logger, warn
 from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
 
 
@@ -69,10 +69,14 @@ def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
             ) from None
 
 
-def warn_about_few_fractions(values: list[Any], split: str, column: str) -> None:
-    """Say that a few labels, perhaps mistyped, make the task a regression instead of classes."""
+def report_regression(values: list[Any], split: str, column: str) -> None:
+    """Say that fractions make the task a regression; a few of them may be mistyped."""
     fractions = [row for row, value in enumerate(values, start=1) if float(value) % 1]
     if len(fractions) > len(values) / 10:
+        get_logger().info(
+            "labels    the column %s holds fractions, so the model learns a number for each row "
+            "(regression)", column,
+        )  # fmt: skip
         return
     if fractions:
         row = fractions[0]

@@ -123,7 +123,7 @@ def read_labels(
     if kind == REGRESSION:
         checks.check_numbers(values, column)
         if args.problem_type is None and learned.problem_type is None and args.num_labels != 1:
-            checks.warn_about_few_fractions(values[first], first, column)
+            checks.report_regression(values[first], first, column)
         return LabelSpace(column=column, problem_type=kind), labelled
     names = get_class_names(splits[first], column)
     read = _read_multi_label if kind == MULTI else read_classes

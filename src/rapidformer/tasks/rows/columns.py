@@ -6,10 +6,11 @@ Columns are found by their usual names; a flag overrides the search. This import
 
 from __future__ import annotations
 
-import difflib
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rapidformer.data.folders import get_split_name
 from rapidformer.errors import DataError
 from rapidformer.nearest import find_nearest
 
@@ -77,7 +78,7 @@ def check_given(column: str, flag: str, available: Sequence[str]) -> str:
     if column in available:
         return column
     near = find_nearest(column, available)
-    hint = f" Did you mean {flag} {near}?" if near else ""
+    hint = f" Did you mean {flag} {shlex.quote(near)}?" if near else ""
     raise DataError(
         f"{flag} {column}: the data has no such column. It has {_listed(available)}.{hint}"
     )
@@ -85,25 +86,27 @@ def check_given(column: str, flag: str, available: Sequence[str]) -> str:
 
 def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> str:
     """One message for all the roles without a column."""
+    only = available[0] if len(available) == 1 else ""
+    if separator := next((sign for sign in ";\t|" if sign in only), None):
+        return (
+            f"The data has one column, {only!r}: it seems to be separated by {separator!r}. "
+            "Separate its columns by commas, or by tabs in a .tsv file."
+        )
+    if available and all(map(get_split_name, available)):
+        return (
+            f"The data holds splits ({', '.join(available)}), not rows: write each to a file of "
+            "its own, named after it."
+        )
     parts, hints = [], []
     for role in roles:
         known = ", ".join(role.candidates[:6]) + (", ..." if role.candidates[6:] else "")
         parts.append(f"no column with {role.holds} was found (tried {known})")
-        near = _nearest(role.candidates, available)
-        hints.append(f"{role.flag} {near or 'NAME'}")
+        alike = (find_nearest(known, available) for known in role.candidates)
+        near = next((name for name in alike if name), None)
+        hints.append(f"{role.flag} {shlex.quote(near) if near else 'NAME'}")
     text = " and ".join(parts)
     start, flags = f"{text[0].upper()}{text[1:]}", " and ".join(hints)
     return f"{start}. The data has {_listed(available)}: name it with {flags}."
-
-
-def _nearest(candidates: Sequence[str], available: Sequence[str]) -> str | None:
-    scored = [
-        (difflib.SequenceMatcher(None, name.lower(), known).ratio(), name)
-        for name in available
-        for known in candidates
-    ]
-    best = max(scored, default=(0.0, ""))
-    return best[1] if best[0] >= 0.6 else None
 
 
 def _listed(available: Sequence[str]) -> str:

@@ -14,12 +14,14 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
+from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.nearest import find_nearest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.registry import get_task, is_pretraining
 
 _PRETRAINING_METRICS = ("loss", "perplexity", "lm_loss", "sop_loss", "moe_loss")
 _GPU_DRIVER = Path("/proc/driver/nvidia")
+_OUTPUTS = ("", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 STANDARD_INPUT = "-"
 """``--input -``: one text or JSON object per line of standard input."""
 
@@ -32,7 +34,7 @@ def find_task_problems(
     ``rows`` are the first of those that a call was given instead of files.
     """
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
-    problems += _check_save(args) if command == "train" else _check_output(args)
+    problems += _check_save(args) if command == "train" else _check_output(args, command)
     if args.task is None:
         return problems
     if is_pretraining(args.task) and command != "predict":
@@ -59,8 +61,16 @@ def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
-    if command == "train" and args.task is None:
-        yield "nothing to train: give --task (see `rapidformer tasks`) or --user-script FILE."
+    for setting in ("chat", "stream", "input", "system_prompt"):
+        if command != "predict" and args.is_changed(setting):
+            yield f"--{setting.replace('_', '-')} is for `rapidformer predict`: leave it out."
+    # A folder that is missing is the problem to report.
+    is_missing = args.load is not None and is_missing_folder(args.load)
+    if command == "train" and args.task is None and not is_missing:
+        yield (
+            "nothing to train: give --task (see `rapidformer tasks`), --user-script FILE, or "
+            "--load RUN to go on with the run of a task."
+        )
     if command in ("evaluate", "predict"):
         name = args.load or args.pretrained_model_name_or_path
         if name is None and not args.model_type:
@@ -69,10 +79,12 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 "model."
             )
         elif args.task is None and not _has_no_model(args.load):
+            path = Path(name or "").expanduser()
             reason = (
                 "--load does not name a run with a task"
-                if name is None or Path(name).expanduser().exists()
-                else f"{name} is not a folder here. Check its name, or give the task of a Hub model"
+                if name is None or path.exists()
+                else f"{name} is not a folder here.{suggest_path(path)} Check its name, or give "
+                "the task of a Hub model"
             )
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
 
@@ -97,10 +109,12 @@ def _check_save(args: Settings) -> Iterator[str]:
         yield f"--save {args.save}: {nearest} cannot be written to. Choose another folder."
 
 
-def _check_output(args: Settings) -> Iterator[str]:
+def _check_output(args: Settings, command: str) -> Iterator[str]:
     if args.output is None:
         return
     file = Path(args.output).expanduser()
+    if command == "predict" and file.suffix.lower() not in _OUTPUTS:
+        yield (f"--output {args.output}: end the name in .jsonl, .json, .csv, .tsv or .parquet.")
     if file.is_dir():
         yield f"--output {args.output} is a folder: give a file in it."
     elif file.exists() and (not file.is_file() or file.parent == Path("/dev")):
@@ -211,7 +225,7 @@ def _looks_like_missing_file(text: str) -> bool:
 
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
-    from rapidformer.data.heads import read_head
+    from rapidformer.data.heads import read_heads
 
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
         if args.data_name is not None:  # on its own, it is the dataset's name
@@ -219,8 +233,11 @@ def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
         what = "" if has_answers else "--input TEXT ... or "
         return [f"no data: give {what}--data-path, a file, a folder or a dataset on the Hub."]
     problems: list[str] = []
-    rows = read_head(args, problems)
-    return problems + _check_columns(args, task, rows, has_answers=has_answers)
+    heads = read_heads(args, problems)
+    for path, rows in heads.items():
+        if found := _check_columns(args, task, rows, has_answers=has_answers):
+            return problems + [f"{path}: {text}" if len(heads) > 1 else text for text in found]
+    return problems
 
 
 def _check_columns(args: Settings, task: Task, rows: list[Any], *, has_answers: bool) -> list[str]:

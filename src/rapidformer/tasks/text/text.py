@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
@@ -105,8 +106,17 @@ def load_text_parts(args: Settings, **options: Any) -> TextParts:
     """The model's configuration, its tokenizer (loaded with the options) and the row length."""
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
+    from rapidformer.models.location import get_model_location
 
-    config, tokenizer = load_config(args), load_tokenizer(args, **options)
+    config = load_config(args)
+    for part, what in (("vision_config", "images"), ("audio_config", "audio")):
+        if getattr(config, part, None) is not None:
+            raise ModelError(
+                f"{get_model_location(args)} ({config.model_type}) also reads {what}, and --task "
+                f"{args.task} trains models of text alone: give one of those, or train this one in "
+                "a script of your own."
+            )
+    tokenizer = load_tokenizer(args, **options)
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
@@ -122,6 +132,13 @@ def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
         raise ConfigurationError(
             f"--seq-length {args.seq_length} is longer than the {limit} positions of the model: "
             f"use at most {limit}."
+        )
+    known = getattr(config, "max_position_embeddings", None) or args.seq_length
+    if args.seq_length > known:  # rotary positions have no end
+        warn_once(
+            f"--seq-length {args.seq_length} is beyond the {known} positions that the model was "
+            "trained for, and it may read such rows badly: use at most that many, or extend its "
+            "rope_parameters in config.json."
         )
     special = tokenizer.num_special_tokens_to_add(pair=True)
     if args.seq_length <= special:
