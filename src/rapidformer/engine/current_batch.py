@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -87,8 +88,10 @@ class CurrentBatch:
             batch=map_tensors(micro_batch.batch, lambda _, tensor: tensor.detach())
         )
         for tensor in iterate_tensors(micro_batch.batch):
-            key = id(tensor)
-            self._known[key] = ref(tensor, lambda _, key=key: self._known.pop(key, None)), facts
+            self._known[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), facts
+
+    def _forget(self, key: int, _: object) -> None:
+        self._known.pop(key, None)
 
     @contextmanager
     def holding(self, micro_batch: MicroBatch) -> Iterator[None]:
