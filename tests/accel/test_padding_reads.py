@@ -282,7 +282,8 @@ def test_a_model_that_pools_by_itself(kind: str, removes: bool | None, train: An
     check(model, make_batch(model, "rows"), own_loss, train, removes=removes)
 
 
-def test_a_hook_that_comes_later() -> None:
+@pytest.mark.parametrize(("start", "removes"), [(-1, None), (0, False), (2, False)])
+def test_a_hook_before_compose_and_one_that_comes_later(start: int, removes: bool | None) -> None:
     torch.manual_seed(0)
     model = Pooled("first").eval()
 
@@ -291,11 +292,13 @@ def test_a_hook_that_comes_later() -> None:
         return output
 
     def compute(model: Any, batch: dict[str, Tensor], step: int) -> Tensor:
-        if step == 2:
+        if step == start:
             model.roberta.register_forward_hook(add_mean)
         return own_loss(model, batch, step)
 
-    check(model, make_batch(model, "rows"), compute, removes=False)
+    if start < 0:
+        model.roberta.register_forward_hook(add_mean)
+    check(model, make_batch(model, "rows"), compute, removes=removes)
 
 
 def test_evaluation_is_exact() -> None:

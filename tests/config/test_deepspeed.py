@@ -89,15 +89,13 @@ def test_what_deepspeed_is_handed_says_everything_once(tmp_path: Path) -> None:
     assert "cpu_offload" not in zero
     assert config["fp16"] == {"enabled": True, "loss_scale": 1.0}
     assert not {"optimizer", "scheduler", "train_batch_size"} & set(config)
-    assert config["gradient_clipping"] == 0.5
 
 
-def test_clipping_is_passed_on_if_the_file_is_silent(tmp_path: Path) -> None:
-    """DeepSpeed would clip at 1.0 by itself."""
-    assert (
-        build_deepspeed_config(read(tmp_path, {}, "--clip-grad", "0"), None)["gradient_clipping"]
-        == 0.0
-    )
+@pytest.mark.parametrize("content", [{}, FLAGAI])
+def test_clipping_is_left_to_the_update(content: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed would clip at 1.0 by itself, or a second time."""
+    config = build_deepspeed_config(read(tmp_path, content), None)
+    assert config["gradient_clipping"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -203,7 +201,7 @@ def test_auto_is_filled_from_the_settings(tmp_path: Path) -> None:
     config = build_deepspeed_config(args, "bf16")
     assert config["train_micro_batch_size_per_gpu"] == 2
     assert config["gradient_accumulation_steps"] == 2
-    assert config["gradient_clipping"] == 0.3
+    assert args.clip_grad == 0.3
     assert config["bf16"] == {"enabled": True} and "fp16" not in config
     assert "reduce_bucket_size" not in config["zero_optimization"]
     assert args.weight_decay == 0.01

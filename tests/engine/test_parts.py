@@ -104,6 +104,18 @@ def test_data_after_a_resume_with_another_batch_size() -> None:
     assert data.get_train_iters() == 8 - 1
 
 
+def test_data_says_what_the_batch_would_be_in_one_process() -> None:
+    clock = make_clock(2)
+    asked = arguments_from_mapping({"lr": 0.1, "micro_batch_size": 8})
+    data = RunData(resolve(asked, world_size=2, rank=0), make_runtime(), clock, CurrentBatch(clock))
+    loader = data.build_loader([{"x": torch.ones(1)}] * 64)
+    assert data.describe_batch(loader) == (
+        "32 = 8 micro x 2 data parallel x 2 accumulation (in one process 16; batches of 4 keep it)"
+    )
+    data.args = resolve(asked.replace("flag", global_batch_size=32), world_size=2, rank=0)
+    assert data.describe_batch(loader) == "32 = 8 micro x 2 data parallel x 2 accumulation"
+
+
 def test_model_alone() -> None:
     current = CurrentBatch(make_clock())
     model = RunModel(make_settings(), make_runtime(), current)

@@ -177,11 +177,15 @@ def test_forgotten_step_is_an_error() -> None:
         rig.backward(rig.loss())
 
 
-def test_closures_are_refused() -> None:
-    rig = Rig()
-    rig.backward(rig.loss())
-    with pytest.raises(RapidformerError, match="closure"):
-        rig.optimizer.step(lambda: 0.0)
+def test_a_closure_may_only_return_the_loss() -> None:
+    rig, expected = Rig(), Rig()
+    for each in (rig, expected):
+        each.backward(each.loss())
+    assert rig.optimizer.step(lambda: 0.5) == 0.5
+    expected.optimizer.step()
+    assert equal(rig.weights, expected.weights)
+    with pytest.raises(RapidformerError, match="without a gradient"):
+        rig.optimizer.step(lambda: 0.5)
 
 
 def test_optimizer_and_scheduler_keep_their_identity() -> None:

@@ -66,12 +66,66 @@ def clamp_while_accumulating(loop: Loop) -> None:
         loop.engine.step()
 
 
+def clear_while_accumulating(loop: Loop) -> None:
+    """ZeRO-1 adds up the gradients of gathered weights, which the model's parameters are then."""
+    for number in range(2):
+        for micro_batch in range(3):
+            loop.model.zero_grad()
+            with loop.engine.accumulate(is_last=micro_batch == 2):
+                loop.engine.backward(loop.compute_loss(3 * number + micro_batch))
+        loop.optimizer.step()
+
+
+def clip_while_accumulating(loop: Loop) -> None:
+    for micro_batch in range(2):
+        with loop.engine.accumulate(is_last=micro_batch == 1):
+            loop.engine.backward(loop.compute_loss(micro_batch))
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def halve_and_clip(loop: Loop) -> None:
+    for number in range(2):
+        loop.engine.backward(loop.compute_loss(number))
+        for parameter in loop.model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        loop.values.append(float(loop.engine.clip_grad_norm(0.1)))
+        loop.engine.step()
+
+
+def step_with_a_closure(loop: Loop) -> None:
+    """Two gradients per update, as SAM's: the first only moves the weights."""
+    for number in range(2):
+        moves = []
+
+        def compute(number: int = number) -> None:
+            loop.engine.backward(loop.compute_loss(number))
+
+        compute()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                moves.append(0.05 * parameter.grad)
+                parameter.add_(moves[-1])
+        loop.optimizer.zero_grad()
+
+        def compute_and_return(moves: list[torch.Tensor] = moves) -> None:
+            compute()
+            with torch.no_grad():
+                for parameter, move in zip(loop.model.parameters(), moves, strict=True):
+                    parameter.sub_(move)
+
+        loop.optimizer.step(compute_and_return)
+        loop.optimizer.zero_grad()
+
+
 def test_looks_and_changes_by_hand_between_updates() -> None:
     cases = [look_before_the_step, look_with_gradients, clamp_after_a_look]
     layouts = [zero(1), zero(2), zero(3), zero(2, cpu_offload=True)]
     runs = [(case, layout, GPT2) for case in cases for layout in layouts]
     # Changes to gathered weights are copied to shards of uneven sizes, some of them empty.
     runs += [(clamp_while_accumulating, zero(stage), {}) for stage in (1, 2, 3)]
+    cases = [clear_while_accumulating, halve_and_clip, step_with_a_closure]
+    runs += [(c, layout, {}) for c in cases for layout in ({}, zero(1), zero(2), zero(3))]
+    runs += [(case, TENSOR, GPT2) for case in cases]
     assert_same(runs)
 
 
@@ -204,11 +258,24 @@ def copy_the_model(loop: Loop) -> None:
         loop.note_mean(copied(**loop.get_batch(VALIDATION))["loss"])
 
 
+def average_whole_weights(loop: Loop) -> None:
+    """torch's own average, which cannot copy a sharded model."""
+    average = torch.optim.swa_utils.AveragedModel(build_model("small-gpt2"))
+    for number in range(3):
+        loop.engine.backward(loop.compute_loss(number))
+        loop.engine.step()
+        whole = [loop.engine.model.gather_weight(p).detach() for p in loop.model.parameters()]
+        average.update_parameters(nn.ParameterList(whole))
+    with torch.no_grad():
+        loop.note_mean(average(**loop.get_batch(VALIDATION))["loss"])
+
+
 def test_weights_parts_and_averages_of_a_split_model() -> None:
     sharded = [zero(1), zero(2), zero(3)]
     runs = [(case, layout, GPT2) for case in (penalise_weights, call_the_embedding,
             keep_a_moving_average) for layout in [*sharded, TENSOR]]  # fmt: skip
     runs += [(call_the_parts, layout, GPT2) for layout in sharded]
+    runs += [(average_whole_weights, layout, GPT2) for layout in [zero(1), zero(3), TENSOR]]
     runs += [(copy_the_model, layout, GPT2) for layout in ({}, TENSOR)]
     runs += [(penalise_shards, layout, GPT2) for layout in ({}, TENSOR)[: 1 + CAN_JOIN_FUSED]]
     assert_same(runs)
@@ -218,7 +285,10 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     layouts = [zero(1), zero(3)] if CAN_JOIN_FUSED else [zero(1), zero(3), TENSOR]
     runs = [(penalise_shards, layout, GPT2) for layout in layouts]
     runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
-    outcomes = run_on_ranks(runs)
+    clipped = [(clip_while_accumulating, layout, GPT2) for layout in ({}, zero(1), zero(3), TENSOR)]
+    *outcomes, first, second, third, fourth = run_on_ranks(runs + clipped)
+    for outcome in (*first, *second, *third, *fourth):
+        assert "Clip with engine.clip_grad_norm(max_norm)" in outcome.error
     for ranks in outcomes[: len(layouts)]:
         assert all("Gather each of them in the loss: sum(engine.model.gather_weight(p)" in o.error
                    for o in ranks)  # fmt: skip

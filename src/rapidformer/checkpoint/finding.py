@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from rapidformer.checkpoint.publish import replace_text
@@ -83,6 +84,24 @@ def abandon(folder: Path, paths: Iterable[Path]) -> None:
         if path.exists():
             shutil.rmtree(target, ignore_errors=True)
             path.rename(target)
+
+
+def set_checkpoints_aside(folder: Path) -> None:
+    """Move an earlier run's checkpoints to a folder of their own, where they can be resumed."""
+    checkpoints = find_checkpoints(folder)
+    if not checkpoints:
+        return
+    names = (f"{PREVIOUS}-{number}" if number > 1 else PREVIOUS for number in count(1))
+    target = next(folder / name for name in names if not (folder / name).exists())
+    target.mkdir()
+    for path in (*checkpoints, folder / TRACKER):
+        if path.exists():
+            path.rename(target / path.name)
+    get_logger().warning(
+        f"{folder} held checkpoints of a run that this one does not continue "
+        f"({', '.join(path.name for path in checkpoints)}): moved to {target}. To continue such a "
+        "run, call engine.load_checkpoint(folder) after compose()."
+    )
 
 
 def drop_abandoned(folder: Path) -> None:

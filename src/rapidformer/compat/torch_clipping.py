@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad
 from rapidformer.compat.patches import Entry, Patch, describe_difference
 
 PRIVATE_NAMES = {
-    "torch.nn.utils.clip_grad._get_total_norm": "torch's clip_grad_norm_ under a pipeline"
+    "torch.nn.utils.clip_grad._get_total_norm": "clip_grad_norm_ under a pipeline, or too early"
 }
 
 TotalNorm = Callable[[list[Tensor], float], Tensor]

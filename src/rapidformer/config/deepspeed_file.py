@@ -119,8 +119,8 @@ def build_deepspeed_config(
         rate = {} if args.lr is None else {"lr": args.lr}
         content["optimizer"]["params"] = {"weight_decay": args.weight_decay} | parameters | rate
     content["zero_force_ds_cpu_optimizer"] = False
-    # Without it, DeepSpeed would clip at 1.0.
-    content["gradient_clipping"] = args.clip_grad
+    # The update's clock clips. Without this line, DeepSpeed would clip at 1.0.
+    content["gradient_clipping"] = 0.0
     content["train_micro_batch_size_per_gpu"] = args.micro_batch_size
     content["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     # DeepSpeed computes it, and would count tensor-parallel ranks as replicas.

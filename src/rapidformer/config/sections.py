@@ -104,7 +104,8 @@ class OptimizerArguments:
     weight_decay: float = 0.01
     """decoupled weight decay; not applied to biases and norms"""
     clip_grad: float = 1.0
-    """clip gradients to this norm; 0 turns clipping off"""
+    """clip gradients to this norm; 0 turns clipping off, as does an own optimizer in an own loop,
+    unless this is given"""
     adam_beta1: float = 0.9
     """Adam's decay rate for the mean of the gradients"""
     adam_beta2: float = 0.999

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -27,7 +28,12 @@ from rapidformer.dist.topology import Topology
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
-from rapidformer.optim.gradients import add_gradients, scale_loss, take_gradients
+from rapidformer.optim.gradients import (
+    HeldGradients,
+    add_gradients,
+    scale_loss,
+    take_gradients,
+)
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import MeasureNorm, UpdateClock
@@ -36,6 +42,11 @@ _UNKNOWN_WEIGHT = (
     "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
     "micro-batches get the same weight, which is exact only if they have equally many labels. Pass "
     "engine.backward(loss, weight=n), or give the DataLoader to engine.compose()."
+)
+_UNSURE = (
+    "it is unknown which batch this loss belongs to: several were fetched or used since the last "
+    "backward(). The last of them decides its weight and the end of its update. Back-propagate "
+    "each loss before the model sees the next batch, or pass engine.backward(loss, weight=n)."
 )
 _ROW_WEIGHT = (
     "the batches have no `labels`, so micro-batches are weighted by their rows, although these "
@@ -86,6 +97,13 @@ class LossWeights:
         elif weight is None:
             weight = self.count_labels(micro_batch)
         return MicroBatchResult(loss=loss, weight=weight, is_weight_given=is_given)
+
+    def find_micro_batch(self, weight: float | torch.Tensor | None) -> MicroBatch | None:
+        """What a script's own loop back-propagates the loss of, as far as can be seen."""
+        micro_batch, is_sure = self.current.find_trained()
+        if not is_sure and weight is None and self._weights_matter():
+            warn_once(_UNSURE)
+        return micro_batch
 
     def count_labels(self, micro_batch: MicroBatch | None) -> float:
         """How many labels a micro-batch's mean loss covers, as far as its batch shows."""
@@ -150,6 +168,8 @@ class BackwardPasses:
 
     def __post_init__(self) -> None:
         self._trainable = [p.requires_grad for p in self.parameters]
+        self._held: HeldGradients | None = None
+        """What the micro-batches of this update have added up to so far."""
 
     def run(
         self,
@@ -170,6 +190,9 @@ class BackwardPasses:
         self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool = False
     ) -> tuple[bool, float | torch.Tensor]:
         """Whether it is the last one of its update, and its fraction of the update."""
+        if self._held is not None:
+            self._held.put_back()
+            self._held = None
         info = micro_batch.info if micro_batch is not None else None
         weight = result.weight
         get_observer().see_loss(result.loss, weight, info, is_given=result.is_weight_given)
@@ -201,6 +224,11 @@ class BackwardPasses:
         synchronizer.after_backward()
         get_observer().see_phase("backward")
         self.clock.add_loss(loss, fraction)
+        if not is_last and self.clock.keeper is None:
+            model = self.parallelized.model
+            # ZeRO-1 adds up gradients of gathered weights, which are the model's until the update.
+            gathered = model.parameters() if isinstance(model, FSDPModule) else ()
+            self._held = HeldGradients({*self.parameters, *gathered})
 
     def run_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of an update; several losses add up."""

@@ -13,7 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
-from rapidformer.checkpoint.finding import abandon_later, drop_abandoned, find_checkpoints
+from rapidformer.checkpoint.finding import (
+    abandon_later,
+    drop_abandoned,
+    find_checkpoints,
+    set_checkpoints_aside,
+)
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.pieces import Piece
@@ -61,6 +66,8 @@ class Checkpoints:
         self._background = BackgroundSave()
         self._has_gone_back = True
         """Whether later checkpoints than the loaded one are out of the way."""
+        self._saved_in: set[Path] = set()
+        """The folders that hold checkpoints of this run."""
         self._last_save: Save | None = None
         """Written, but not yet taken by ``take_save``."""
 
@@ -87,6 +94,7 @@ class Checkpoints:
         self._last_save = None
         with in_phase("save"), writing(target):
             self.hold_folder(target)
+            self._set_earlier_aside(target.absolute())
             self.abandon_later(target)
             self._model.parallelized.settle()
             try:
@@ -244,6 +252,15 @@ class Checkpoints:
             return
         step, is_main = self._clock.first_update, self._runtime.is_main
         run_on_first(lambda: abandon_later(folder, step, results), folder, is_main=is_main)
+
+    def _set_earlier_aside(self, folder: Path) -> None:
+        """Keep the checkpoints of an earlier run, which this one does not continue, apart."""
+        source = None if self.args.finetune else self.resumed_from
+        continues = source is not None and source.resolve().parent == folder.resolve()
+        if folder not in self._saved_in and not continues:
+            is_main = self._runtime.is_main
+            run_on_first(lambda: set_checkpoints_aside(folder), folder, is_main=is_main)
+        self._saved_in.add(folder)
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:
         """Resume from a checkpoint, or from a run's newest; returns what was saved as extra."""

@@ -1,18 +1,25 @@
 """The micro-batch that a user's own loop works on.
 
 ``for batch in loader: ... engine.backward(loss)`` names neither the micro-batch nor its facts. So
-loaders note here what they yield; ``backward`` and ``gather`` look it up. ``run_update`` needs none
-of this to train: an update carries its facts.
+loaders note here what they yield; ``backward`` and ``gather`` look it up. A script may fetch the
+next batch before ``backward``: what counts is the batch whose tensors went through the model, and
+the one fetched last only if these are not seen. ``run_update`` needs none of this to train: an
+update carries its facts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
 
 import torch
 
+from rapidformer.compat.torch_tensors import get_base
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.heartbeat import beat
@@ -46,11 +53,51 @@ class CurrentBatch:
         """Of the loader that yielded the current micro-batch."""
         self._rows = 0
         self._ended_with_filler = False
+        self._known: dict[int, tuple[ref[torch.Tensor], MicroBatch]] = {}
+        """What each tensor of a training batch that is still alive belongs to."""
+        self._seen: list[MicroBatch] = []
+        """What went through the model since the last ``backward``."""
+        self._fetched = 0
+        """Training batches since then."""
+        self._is_used = False
+        """Whether ``backward`` has asked since."""
 
     def watch(self, loader: DistributedLoader, *, is_training: bool) -> None:
         """Remember what the loader yields from now on."""
         follow = self._follow_training if is_training else self._follow_evaluation
         loader.follow = lambda micro_batches: follow(micro_batches, loader.batch_size)
+
+    def see_call(self, inputs: Any) -> None:
+        """The model is called with these inputs."""
+        if not torch.is_grad_enabled():
+            return
+        if self._is_used:
+            self._start_anew()
+        for tensor in iterate_tensors(inputs):
+            known = self._known.get(id(get_base(tensor)))
+            if known is not None and not any(known[1] is seen for seen in self._seen):
+                self._seen.append(known[1])
+
+    def find_trained(self) -> tuple[MicroBatch | None, bool]:
+        """The micro-batch that is back-propagated, and whether no other comes into question."""
+        self._is_used = True
+        if self._seen:
+            return self._seen[-1], len(self._seen) == 1
+        return self.in_training, self._fetched < 2
+
+    def _start_anew(self) -> None:
+        self._seen, self._fetched, self._is_used = [], 0, False
+
+    def _remember(self, micro_batch: MicroBatch) -> None:
+        # Not the tensors themselves: the script decides how long they live.
+        facts = micro_batch._replace(
+            batch=map_tensors(micro_batch.batch, lambda _, tensor: tensor.detach())
+        )
+        for tensor in iterate_tensors(micro_batch.batch):
+            self._known[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), facts
+
+    def _forget(self, key: int, _: object) -> None:
+        self._known.pop(key, None)
 
     @contextmanager
     def holding(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -86,6 +133,10 @@ class CurrentBatch:
     ) -> Iterator[MicroBatch]:
         for micro_batch in self._follow(micro_batches, batch_size):
             self.in_training = micro_batch
+            if self._is_used:
+                self._start_anew()
+            self._fetched += 1
+            self._remember(micro_batch)
             beat("forward", self._clock.updates + 1)
             yield micro_batch
             # After the first batch, not before: a look at one batch is no training.

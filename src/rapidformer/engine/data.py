@@ -25,6 +25,7 @@ from rapidformer.dist.collectives import gather_from_all, gather_objects, gather
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.log import get_logger
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 
@@ -152,11 +153,34 @@ class RunData:
         if is_training:
             self.train_loader = loader
             self._clock.follows_loader = loader.has_token_budget
+            if self._current.has_model:
+                self.say_batch()
         return loader
 
     def allow_no_model(self, tell: Callable[[], None]) -> None:
         """Call this instead of refusing a pass with gradients before a model is composed."""
         self._current.refuse_no_model = tell
+
+    def say_batch(self) -> None:
+        """Log the global batch of a script's own loop, once its loader is known."""
+        if self.train_loader is not None:
+            get_logger().info("batch     %s", self.describe_batch(self.train_loader))
+
+    def describe_batch(self, loader: DistributedLoader) -> str:
+        """What the global batch is made of; on several ranks also what it is in one process."""
+        args, replicas, micro = self.args, self.args.data_parallel_size, loader.batch_size
+        if loader.has_token_budget:
+            return (
+                f"{args.global_batch_size} samples over {replicas} replica{'s' * (replicas > 1)}, "
+                f"in micro-batches of up to {args.tokens_per_micro_batch} tokens"
+            )
+        rounds = self._clock.rounds_per_update
+        total = micro * replicas * rounds if self.batches.is_constant else args.global_batch_size
+        text = f"{total} = {micro} micro x {replicas} data parallel x {rounds} accumulation"
+        if replicas == 1 or args.is_given("global_batch_size"):
+            return text
+        way = f"; batches of {micro // replicas} keep it" if micro % replicas == 0 else ""
+        return f"{text} (in one process {micro * rounds}{way})"
 
     def iterate_updates(
         self, loader: DistributedLoader, *, stays_on_host: Callable[[], bool] | None = None

@@ -42,6 +42,7 @@ from rapidformer.engine.runtime import start_run
 from rapidformer.engine.unused_settings import warn_about_unused_settings
 from rapidformer.engine.updates import Updates
 from rapidformer.errors import RapidformerError
+from rapidformer.log import get_logger
 from rapidformer.models.adapter_config import to_text
 from rapidformer.models.adapters import get_inner
 from rapidformer.models.deferred import build_for_split
@@ -152,7 +153,7 @@ class RapidformerEngine:
         ]
         has_optimizer, is_own_loop = optimizer is not None, self.updates.is_own_loop
         names = self.model.compose(
-            passed, plan, has_optimizer=has_optimizer, names_adapter=is_own_loop
+            passed, plan, has_optimizer=has_optimizer, is_own_loop=is_own_loop
         )
         wanted = Wanted(
             optimizer=optimizer,
@@ -167,6 +168,12 @@ class RapidformerEngine:
             list_samples=self.data.list_samples,
         )  # fmt: skip
         get_observer().after_compose(self)
+        if is_own_loop:
+            self.data.say_batch()
+        if is_own_loop and self.updates.has_own_parts and self.updates.clip_grad > 0:
+            get_logger().info(
+                "clip      gradients to norm %s (--clip-grad)", self.updates.clip_grad
+            )
         if self.updates.has_own_parts and self.is_main:
             warn_about_unused_settings(
                 self._args,
@@ -225,7 +232,8 @@ class RapidformerEngine:
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor | None:
         """Clip now and return the norm before clipping; None while gradients are accumulated.
 
-        ``optimizer.step()`` clips by ``--clip-grad`` itself if this was not called.
+        Without a number, to ``--clip-grad``. If this was not called, ``optimizer.step()`` clips to
+        that itself; with an optimizer of the script's own, only if ``--clip-grad`` was given.
         """
         return self.updates.clock.clip(self._args.clip_grad if max_norm is None else max_norm)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,18 +66,20 @@ class RunModel:
         plan: GivenPlan | None = None,
         *,
         has_optimizer: bool = False,
-        names_adapter: bool = False,
+        is_own_loop: bool = False,
     ) -> dict[int, str]:
         """Apply all rows for training; returns the names of the parameters as they were before."""
         if self.module is not None:
             raise RapidformerError("this engine has already composed a model: create a new one.")
         model = self._add_adapters(model, has_optimizer=has_optimizer)
-        if self.adapter is not None and names_adapter and self._runtime.is_main:
+        if self.adapter is not None and is_own_loop and self._runtime.is_main:
             get_logger().info("adapter   %s", adapters.describe_adapter(self.adapter, model))
         get_observer().before_compose(model)
         self.work = count_work(model)
         names = {id(p): name for name, p in model.named_parameters()}
         self._switch_on(model, plan, for_training=True)
+        if is_own_loop:
+            self._watch_calls(model)
         # Listed once: walking a model's modules takes longer than many of its kernels.
         self.parameters = list(model.parameters())
         return names
@@ -89,6 +92,18 @@ class RunModel:
         self.adapter = adapters.find_adapter(inner)
         self._switch_on(inner, plan, for_training=False)
         return model.eval()
+
+    def _watch_calls(self, model: nn.Module) -> None:
+        """Let ``backward`` know which batch went through the model."""
+        current = self._current
+
+        def see(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            current.see_call((args, options))
+
+        # Kept out of a model compiled as a whole, like torch's own hooks.
+        hook = torch.compiler.disable(see)
+        handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self.parallelized.applied.keep_hook(handle)
 
     def _switch_on(self, model: nn.Module, plan: GivenPlan | None, *, for_training: bool) -> None:
         self.shifts_labels = shifts_labels(model) and not self.has_learned_tokens

@@ -107,7 +107,7 @@ def take_over(
     optimizer: Optimizer,
     scheduler: LRScheduler,
     parallelized: Parallelized,
-    args: Settings,
+    clip_grad: float,
     clock: UpdateClock,
     scaler: LossScaler | None,
 ) -> None:
@@ -118,7 +118,7 @@ def take_over(
     clips = takeover.take_over_optimizer(
         optimizer,
         clock,
-        clip_grad=args.clip_grad,
+        clip_grad=clip_grad,
         scaler=scaler,
         clips_in_step=parallelized.wants("clipping in the step"),
     )

@@ -100,7 +100,7 @@ class Updates:
             self.has_own_schedule = wanted.schedule is not None
         optimizer = prepare_optimizer(wanted, parallelized, names, args, runtime, clock)
         scheduler = prepare_scheduler(wanted, optimizer, parallelized, args)
-        take_over(optimizer, scheduler, parallelized, args, clock, self.scaler)
+        take_over(optimizer, scheduler, parallelized, self.clip_grad, clock, self.scaler)
         count_steps(parallelized.model, clock)
         self.optimizer, self.lr_scheduler = optimizer, scheduler
         self._passes = BackwardPasses(
@@ -115,7 +115,14 @@ class Updates:
             )
         self.graphs = self._build_graphs(parallelized.model, parameters, work)
         if isinstance(optimizer, MultiTensorAdamW):
-            self._graphed_update = GraphedUpdate(optimizer, args.clip_grad, runtime.device)
+            self._graphed_update = GraphedUpdate(optimizer, self.clip_grad, runtime.device)
+
+    @property
+    def clip_grad(self) -> float:
+        """What ``optimizer.step()`` clips to; 0 in a script's own loop with its own optimizer,
+        unless it asks for more."""
+        is_own = self.is_own_loop and self.has_own_optimizer
+        return self.args.clip_grad if self.args.is_given("clip_grad") or not is_own else 0.0
 
     @property
     def _started_passes(self) -> BackwardPasses:
@@ -142,7 +149,7 @@ class Updates:
             )
         get_observer().see_phase("forward")
         loss = settle(loss)
-        micro_batch = self._current.in_training
+        micro_batch = self.weights.find_micro_batch(weight)
         result = self.weights.weigh(loss, weight, micro_batch)
         ends_update = bool(micro_batch and micro_batch.is_last)
         passes.run(result, micro_batch, ends_update=ends_update, retain_graph=retain_graph)
@@ -262,12 +269,15 @@ class Updates:
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
-        held = None
         if outcome.gradients is not None:
             for parameter, gradient in zip(passes.parameters, outcome.gradients, strict=True):
                 parameter.grad = gradient
-            held = [gradient for gradient in outcome.gradients if gradient is not None]
-        self.clock.take_finished(held, outcome.norm)
+        self.clock.take_finished(
+            passes.parameters,
+            outcome.norm,
+            is_applied=outcome.gradients is None,
+            may_change=not steps_at_once,
+        )
         passes.notice_unfrozen()
         return outcome.results
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -11,9 +14,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rapidformer.compat.torch_tensors import compute_norms
+from rapidformer.compat.torch_clipping import extend_total_norm, find_unknown_norm
+from rapidformer.compat.torch_tensors import compute_norms, count_changes
+from rapidformer.errors import RapidformerError
 from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.multi_tensor.norm import sum_squares
+
+_TOO_EARLY = (
+    "gradients were changed between two micro-batches of an update. They are no gradients yet, but "
+    "sums that still lack the rest of the global batch. Clip with engine.clip_grad_norm(max_norm), "
+    "which waits until they are complete, and make other changes only then: `if not "
+    "engine.updates.clock.is_accumulating:`. A second loss of the same micro-batch is added to the "
+    "first: engine.backward(loss + other)."
+)
+
+
+class GradientKeeper(Protocol):
+    """A strategy that keeps gradients itself, such as DeepSpeed."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def finish(self, divisor: float) -> torch.Tensor:
+        """Divide the sums; returns the norm of the result."""
+
+    def set_clip(self, max_norm: float, norm: torch.Tensor) -> None: ...
+
+    def update(self) -> None: ...
+
+    def drop(self) -> None:
+        """Discard a gradient that is not finite."""
 
 
 def scale_loss(loss: torch.Tensor, fraction: float | torch.Tensor, scale: float) -> torch.Tensor:
@@ -44,6 +74,38 @@ def add_gradients(
             parameter.grad = gradient
         elif gradient is not None:
             parameter.grad.add_(gradient)
+
+
+class HeldGradients:
+    """The sums of an update between its micro-batches, which are nobody else's to change."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._held = [(p, p.grad, _count_changes(p.grad)) for p in parameters]
+        self._leave: Callable[[], object] = lambda: None
+        if find_unknown_norm() is None:
+            # At the line that clips. Split tensors do not even count that they were changed.
+            refusing = extend_total_norm(partial(_refuse_clip, {id(g) for _, g, _ in self._held}))
+            refusing.__enter__()
+            self._leave = finalize(self, refusing.__exit__, None, None, None)
+
+    def put_back(self) -> None:
+        """Clearing waits for the update, as the optimizer's own ``zero_grad()`` does."""
+        self._leave()
+        for parameter, gradient, changes in self._held:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            if parameter.grad is not gradient or _count_changes(gradient) != changes:
+                raise RapidformerError(_TOO_EARLY)
+
+
+def _count_changes(gradient: torch.Tensor | None) -> int:
+    # A change of a split tensor is counted by itself or by its local part.
+    return 0 if gradient is None else count_changes(gradient) + count_changes(get_local(gradient))
+
+
+def _refuse_clip(held: set[int], gradients: list[torch.Tensor], *_: object) -> None:
+    if any(id(gradient) in held for gradient in gradients):
+        raise RapidformerError(_TOO_EARLY)
 
 
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

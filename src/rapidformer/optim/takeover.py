@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ReferenceType
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.compat.torch_optimizers import (
@@ -28,6 +29,8 @@ from rapidformer.errors import RapidformerError
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
 from rapidformer.overlay import extend, list_layers, remove
+
+Closure = Callable[[], Any]
 
 
 def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int, str]) -> None:
@@ -105,6 +108,11 @@ def take_over_optimizer(
     ``clips_in_step``: let the optimizer clip while it updates, if it can, instead of in a pass over
     all gradients before. The result may differ in the last bit. Returns whether it does.
     """
+    if isinstance(optimizer, LBFGS) and (clock.num_replicas > 1 or scaler is not None):
+        raise RapidformerError(
+            "LBFGS decides by the loss how it goes on, and would decide differently on each of "
+            "several data-parallel ranks, or after an overflow in fp16: use one process and bf16."
+        )
     # A scheduler made earlier has wrapped the old `step` with its counter; ours keeps count.
     optimizer.__dict__.pop("step", None)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -132,27 +140,72 @@ def _build_update(
     scaler: LossScaler | None,
     clips_in_step: bool,
 ) -> dict[str, Any]:
-    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> None:
+    def step(self: Optimizer, closure: Closure | None = None) -> Any:
         if clock.is_bypassed:
-            cls.step(self)
-            return
+            return cls.step(self)
         if closure is not None:
-            raise RapidformerError("optimizer.step(closure) is not supported by the engine.")
+            evaluations = _Evaluations(closure, clock, clip_grad)
+            returned: list[Any] = []
+            clock.use_gradients(
+                lambda: returned.append(cls.step(self, evaluations)), clip_grad, scaler
+            )
+            return returned[0] if returned else None
         keeper = clock.keeper
         update = keeper.update if keeper else functools.partial(cls.step, self)
         divided: StepDivided | None = None
         if clips_in_step and keeper is None and not has_step_hooks(self):
             divided = functools.partial(step_divided, optimizer=self, step=update)
         clock.use_gradients(update, clip_grad, scaler, divided)
+        return None
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         # A keeper clears its own gradients; what the optimizer holds there is not a gradient.
-        if not clock.is_accumulating and clock.keeper is None:
-            cls.zero_grad(self, set_to_none)
+        if clock.is_accumulating or clock.keeper is not None:
+            return
+        cls.zero_grad(self, set_to_none)
+        if clock.is_unused:
+            clock.drop_unused()
 
     mark_as_counted(step)
     step_was_skipped = property(lambda self: clock.was_skipped)
     return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped}
+
+
+class _Evaluations:
+    """A script's closure, which computes the loss and its gradient, maybe several times per update.
+
+    If a gradient waits already, the closure is for another one: SAM's second.
+    """
+
+    def __init__(self, closure: Closure, clock: UpdateClock, clip_grad: float) -> None:
+        self._closure, self._clock, self._clip_grad = closure, clock, clip_grad
+        if clock.keeper is not None or clock.guard is not None:
+            raise RapidformerError(
+                "optimizer.step(closure) works neither with a DeepSpeed file nor with "
+                "--on-bad-loss: the gradient of an update is looked at before its step."
+            )
+        self._is_known = not clock.is_unused
+        self._first = self._evaluate() if self._is_known else None
+
+    def __call__(self) -> Any:
+        """What the optimizer calls; the first loss is known by then."""
+        if self._is_known:
+            self._is_known = False
+            return self._first
+        loss = self._evaluate()
+        self._clock.clip_anew(self._clip_grad)
+        return loss
+
+    def _evaluate(self) -> Any:
+        with torch.enable_grad():
+            loss = self._closure()
+        if self._clock.is_accumulating:
+            raise RapidformerError(
+                "optimizer.step(closure) needs a whole gradient each time: the closure runs one "
+                "micro-batch, and an update has more. Make the DataLoader's batch_size that of an "
+                "update, or call engine.run_update(forward, update) in the closure."
+            )
+        return loss
 
 
 def take_over_scheduler(

@@ -7,8 +7,8 @@ micro-batches and ranks, and then divided once by the total weight, before clipp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.gradients import (
+    GradientKeeper,
     add_gradients,
     get_divisor,
     get_norm,
@@ -28,24 +29,6 @@ from rapidformer.optim.guard import BadUpdate, LossGuard
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import get_observer
-
-
-class GradientKeeper(Protocol):
-    """A strategy that keeps gradients itself, such as DeepSpeed."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def finish(self, divisor: float) -> torch.Tensor:
-        """Divide the sums; returns the norm of the result."""
-
-    def set_clip(self, max_norm: float, norm: torch.Tensor) -> None: ...
-
-    def update(self) -> None: ...
-
-    def drop(self) -> None:
-        """Discard a gradient that is not finite."""
-
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 StepDivided = Callable[[torch.Tensor], None]
@@ -67,8 +50,6 @@ class UpdateClock:
         self.skipped = 0
         self.forced: bool | None = None
         """What ``accumulate`` says about the next micro-batch; None lets the count decide."""
-        self.grad_norm: torch.Tensor | None = None
-        """Norm of the last finished gradient, before clipping; stays on the device."""
         self.total_weight: float | torch.Tensor = 0.0
         """Weight of the last finished global batch."""
         self.is_bypassed = False
@@ -81,6 +62,11 @@ class UpdateClock:
         self._bad: BadUpdate | None = None
         self._late_schedule: Callable[[], None] | None = None
         self._pending_schedule: Callable[[], None] | None = None
+        self._parameters: Sequence[nn.Parameter] = ()
+        self._norm: torch.Tensor | None = None
+        self._measure: Callable[[], torch.Tensor] | None = None
+        """The norm of the gradient as it is now; None if it cannot have changed."""
+        self._was_dropped = False
         self._total: float | torch.Tensor = 1.0
         self._unit = 1.0
         self._reset()
@@ -90,7 +76,6 @@ class UpdateClock:
         self._weight: float | torch.Tensor = 0.0
         self._is_complete = self._is_clipped = self._is_applied = False
         self._outcome: str | None = None
-        self._gradients: list[torch.Tensor] = []
 
     def resume(self, updates: int) -> None:
         """Continue counting after a checkpoint's updates."""
@@ -99,7 +84,23 @@ class UpdateClock:
             self.guard.forget()
 
     @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the last gradient, before clipping, on the device.
+
+        Measured when it is asked for, until the update: scripts change gradients. So every rank
+        must ask for that of an update which is not done yet.
+        """
+        if self.is_unused and not self._is_clipped and self._measure is not None:
+            return self._measure()
+        return self._norm
+
+    @property
+    def num_replicas(self) -> int:
+        return self._topology.num_replicas
+
+    @property
     def is_accumulating(self) -> bool:
+        """Whether micro-batches are still missing from the gradient."""
         return self._rounds > 0 and not self._is_complete
 
     @property
@@ -123,9 +124,11 @@ class UpdateClock:
     ) -> None:
         """Add a gradient that was set aside to the one that has been finished since."""
         add_gradients(parameters, earlier)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._gradients = [get_local(g) for g in gradients]
-        self.grad_norm = get_norm(gradients)
+
+    def drop_unused(self) -> None:
+        """The script has cleared a gradient before its update: there will be none."""
+        self._reset()
+        self._was_dropped = True
 
     def start_micro_batch(self, *, ends_update: bool) -> bool:
         """Count one micro-batch; returns whether it is the last of its update."""
@@ -137,6 +140,7 @@ class UpdateClock:
                     "itself until an update is due."
                 )
             self._reset()
+        self._was_dropped = False
         self._rounds += 1
         if self.forced is not None:
             return self.forced
@@ -176,33 +180,45 @@ class UpdateClock:
         scaler: LossScaler | None,
         measure: Callable[[MeasureNorm], torch.Tensor] | None = None,
     ) -> None:
-        """Turn the sums into the mean, with its norm (``measure``: other stages hold parts)."""
+        """Turn the sums into the mean (``measure`` its norm: other stages hold parts)."""
         scale = scaler.scale if scaler else 1.0
         if self.keeper is not None:
             total = self._sum_weights(self.keeper.device)
-            self.grad_norm = self.keeper.finish(float(total) * scale)
+            self._norm = self.keeper.finish(float(total) * scale)
             self._is_complete = True
             return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._gradients = [get_local(g) for g in gradients]
+        self._parameters = parameters
+        gradients = self._list_gradients()
         factor = 1.0 / (self._sum_weights(gradients[0].device if gradients else None) * scale)
-        if self._gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
-            multiply_all(self._gradients, factor)
-        self.grad_norm = measure(get_norm) if measure is not None else get_norm(gradients)
+        if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
+            multiply_all([get_local(gradient) for gradient in gradients], factor)
+        self._measure = functools.partial(measure, get_norm) if measure else self._measure_own
         self._is_complete = True
         get_observer().see_gradients()
 
-    def take_finished(self, gradients: Sequence[torch.Tensor] | None, norm: torch.Tensor) -> None:
+    def take_finished(
+        self,
+        parameters: Sequence[nn.Parameter],
+        norm: torch.Tensor,
+        *,
+        is_applied: bool,
+        may_change: bool,
+    ) -> None:
         """Take a gradient that is a mean already, and its norm; one rank only.
 
-        None instead of gradients: a CUDA graph has already applied the update to the weights.
+        ``is_applied``: a CUDA graph has already applied the update to the weights.
         """
-        self._is_applied = gradients is None
-        self._gradients = list(gradients or ())
+        self._is_applied, self._parameters = is_applied, parameters
         self._sum_weights(norm.device)
-        self.grad_norm = norm
+        self._norm, self._measure = norm, self._measure_own if may_change else None
         self._is_complete = True
         get_observer().see_gradients()
+
+    def _list_gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _measure_own(self) -> torch.Tensor:
+        return get_norm(self._list_gradients())
 
     def _sum_weights(self, device: torch.device | None) -> float | torch.Tensor:
         """The weight of the global batch: a number in one process, otherwise a tensor."""
@@ -226,17 +242,32 @@ class UpdateClock:
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Scale the finished gradient down to a norm, with torch's own arithmetic."""
-        if not self._is_complete or self.grad_norm is None:
+        if not self._is_complete:
             return None
+        if self._measure is not None:
+            self._norm = self._measure()
+        return self._clip(max_norm)
+
+    def clip_anew(self, max_norm: float) -> None:
+        """Clip the gradient, if it is another one than was clipped for this update."""
+        if self.is_unused and not self._is_clipped:
+            self.clip(max_norm)
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        """By the norm that was measured."""
+        norm = self._norm
+        assert norm is not None
         self._is_clipped = True
-        max_norm = get_observer().choose_clip(max_norm, self.grad_norm)
+        max_norm = get_observer().choose_clip(max_norm, norm)
         if self.keeper is not None:
-            self.keeper.set_clip(max_norm, self.grad_norm)
-        elif max_norm > 0 and self._gradients:
-            coefficient = (max_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
-            # The norm of a pipeline's offloaded gradients is on the device.
-            multiply_all(self._gradients, coefficient.to(self._gradients[0].device))
-        return self.grad_norm
+            self.keeper.set_clip(max_norm, norm)
+        elif max_norm > 0 and not self._is_applied:
+            gradients = [get_local(gradient) for gradient in self._list_gradients()]
+            if gradients:
+                coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+                # The norm of a pipeline's offloaded gradients is on the device.
+                multiply_all(gradients, coefficient.to(gradients[0].device))
+        return norm
 
     def use_gradients(
         self,
@@ -253,24 +284,26 @@ class UpdateClock:
             )
         if not self._is_complete:
             return
-        if self.guard is not None and self._is_refused(self.guard, scaler):
+        if self._measure is not None and not self._is_clipped:
+            self._norm = self._measure()
+        norm = self._norm
+        assert norm is not None
+        if self.guard is not None and self._is_refused(self.guard, norm, scaler):
             self._skip()
             return
-        if scaler is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
+        if scaler is not None and not bool(torch.isfinite(norm)):
             self.skipped += 1
             self._skip()
             scaler.update(overflowed=True)
             return
-        if self.keeper is not None and not bool(torch.isfinite(self.grad_norm)):  # type: ignore[arg-type]
+        if self.keeper is not None and not bool(torch.isfinite(norm)):
             # Such a strategy would silently skip this update and every later one.
             raise TrainingError(
                 f"the gradient of update {self.updates + 1} is not finite. Look at the data and "
                 "the loss, or lower --lr."
             )
         if not self._is_applied:
-            self._run_step(step, clip_grad, step_divided)
-        # Dropped now: the next backward pass must find the memory of these gradients free.
-        self._gradients = []
+            self._run_step(step, norm, clip_grad, step_divided)
         if scaler is not None:
             scaler.update(overflowed=False)
         self._outcome = "done"
@@ -281,22 +314,24 @@ class UpdateClock:
         get_observer().see_update()
 
     def _run_step(
-        self, step: Callable[[], object], clip_grad: float, step_divided: StepDivided | None
+        self,
+        step: Callable[[], object],
+        norm: torch.Tensor,
+        clip_grad: float,
+        step_divided: StepDivided | None,
     ) -> None:
         if step_divided is not None and not self._is_clipped and self.guard is None:
             # Clip and update in one pass over the gradients.
-            assert self.grad_norm is not None
-            max_norm = get_observer().choose_clip(clip_grad, self.grad_norm)
-            step_divided(get_divisor(self.grad_norm, max_norm))
+            max_norm = get_observer().choose_clip(clip_grad, norm)
+            step_divided(get_divisor(norm, max_norm))
             return
         if not self._is_clipped:
-            self.clip(clip_grad)
+            self._clip(clip_grad)
         self.guard.run_step(step) if self.guard is not None else step()
 
-    def _is_refused(self, guard: LossGuard, scaler: LossScaler | None) -> bool:
+    def _is_refused(self, guard: LossGuard, norm: torch.Tensor, scaler: LossScaler | None) -> bool:
         """Judge the update; False if it is good, or if the verdict is read later."""
-        assert self.grad_norm is not None
-        guard.judge(self.grad_norm, self._total, tolerates_infinity=scaler is not None)
+        guard.judge(norm, self._total, tolerates_infinity=scaler is not None)
         if guard.is_late:
             return False
         self._bad = guard.settle()
@@ -306,7 +341,6 @@ class UpdateClock:
 
     def _skip(self) -> None:
         self._outcome = "skipped"
-        self._gradients = []
         self._pending_schedule = None
         if self.keeper is not None:
             self.keeper.drop()
@@ -345,6 +379,12 @@ class UpdateClock:
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: right away, when the update comes, or not at all."""
+        if self._was_dropped:
+            raise RapidformerError(
+                "lr_scheduler.step() after a gradient that zero_grad() has cleared before its "
+                "optimizer.step(): there was no update that the learning rate could follow. If an "
+                "optimizer steps another one inside, as SAM does, use optimizer.step(closure)."
+            )
         if not self._is_complete or self._outcome == "skipped":
             return
         if self._outcome == "done":

@@ -44,11 +44,11 @@ def describe_run(
         + f"; {len(plan.blocks)} block{'s' * (len(plan.blocks) != 1)}"
         + ("" if plan.source == MARKED else f" ({plan.source})"),
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
-        f"batch     {_describe_batch(engine, loader)}",
+        f"batch     {engine.data.describe_batch(loader)}",
         f"length    {train_iters} step{'s' * (train_iters != 1)}"
         + (f" = {epochs}" if args.epochs and not args.train_iters else "")
         + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
-        + f"; {_describe_optimizer(engine)}, clip {args.clip_grad}",
+        + f"; {_describe_optimizer(engine)}, clip {engine.updates.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]
     if adapter is not None:
@@ -80,19 +80,6 @@ def _describe_optimizer(engine: RapidformerEngine) -> str:
     if name in _PRECISIONS:
         return f"AdamW (moments in {_PRECISIONS[name]}: a choice of precision)"
     return name.removeprefix("MultiTensor")
-
-
-def _describe_batch(engine: RapidformerEngine, loader: DistributedLoader) -> str:
-    args, replicas = engine.args, engine.args.data_parallel_size
-    if loader.has_token_budget:
-        return (
-            f"{args.global_batch_size} samples over {replicas} replica{'s' * (replicas > 1)}, in "
-            f"micro-batches of up to {args.tokens_per_micro_batch} tokens"
-        )
-    return (
-        f"{args.global_batch_size} = {loader.batch_size} micro x {replicas} data parallel x "
-        f"{engine.updates.clock.rounds_per_update} accumulation"
-    )
 
 
 def _get_version() -> str:

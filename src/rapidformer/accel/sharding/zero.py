@@ -183,6 +183,9 @@ def _refuse_copy(memo: Any) -> NoReturn:
         "    average = [p.detach().clone() for p in model.parameters()]\n"
         "    for mean, p in zip(average, model.parameters()): mean.lerp_(p.detach(), 0.01)\n"
         "To evaluate it, swap the values in (p.data.copy_(mean)) and swap them back afterwards. "
+        "torch's AveragedModel(model) is made before compose(), and averages whole weights:\n"
+        "    whole = [engine.model.gather_weight(p).detach() for p in model.parameters()]\n"
+        "    average.update_parameters(torch.nn.ParameterList(whole))\n"
         "engine.export(folder) writes the whole model."
     )
 
