@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from rapidformer.checkpoint.exporting import plain_process, proof
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models import GPTForCausalLM
 from tests.models.gpt.small import EXPERTS, MODERN, make_config, make_tokens
+from tests.processes import run_in_processes
 from tests.small import make_model_folder
 
 IDS = torch.arange(8)[None]
@@ -132,6 +134,58 @@ def test_an_export_that_is_the_base_model_is_refused(base: Path, tmp_path: Path)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_second_export_into_a_folder_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both used to write into one staging folder, and one of them published the other's weights."""
+    one, out = train(load(base), tmp_path / "one"), tmp_path / "out"
+
+    def meet(*_: Any) -> None:
+        (answer,) = run_in_processes(_export, 1, str(base), str(out))
+        assert f"{out} is in use by another run (process {os.getpid()} on " in answer
+
+    monkeypatch.setattr("rapidformer.checkpoint.exporting.export.copy_texts", meet)
+    rapidformer.export(one, out, verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "one", "out"]
+    monkeypatch.undo()
+    rapidformer.export(base, out, verify=False, allow_unchanged=True)
+
+
+def _export(source: str, out: str) -> str:
+    try:
+        rapidformer.export(source, out, verify=False, allow_unchanged=True)
+    except CheckpointError as error:
+        return str(error)
+    return "exported"
+
+
+def test_an_export_that_was_replaced_under_its_name_is_no_success(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(target: Path, *, staging: Path, **_: Any) -> None:
+        staging.rename(tmp_path / "elsewhere")
+        target.mkdir()
+
+    monkeypatch.setattr("rapidformer.checkpoint.staged.publish", publish)
+    with pytest.raises(CheckpointError, match="out is not what was written: another program"):
+        rapidformer.export(base, tmp_path / "out", verify=False)
+
+
+def test_a_models_own_code_is_not_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """`yes | rapidformer export MODEL OUT` answered transformers' question."""
+    ran = tmp_path / "ran"
+    (base / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (base / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    done = command("export", base, tmp_path / "out")
+    assert done.returncode == 1 and not ran.exists()
+    assert "comes with its own Python code, which export does not run" in done.stderr
 
 
 def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:
