@@ -66,6 +66,11 @@ def describe_exhaustion(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _DISK:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}: {_DISK[error.errno]}."
+    if isinstance(error, RuntimeError) and text == "Could not determine home directory.":
+        return (
+            "a path begins with ~ and the name of a user who is not on this machine: write the "
+            "path in full, or ./~... for a file of that name."
+        )
     # torch's error for GPUs by name: importing torch here would make every command slow.
     if type(error).__name__ == "OutOfMemoryError":
         return f"GPU memory ran out: {text} To fit, {_MEMORY}."

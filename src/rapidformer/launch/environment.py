@@ -79,6 +79,8 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
                 "idle: put srun in front of the command, or say --nnodes 1."
             )
     plan = _build_plan(settings, step)
+    if plan.nodes < 1:
+        raise ConfigurationError(f"--nnodes (or NNODES) must be at least 1, got {plan.nodes}.")
     if not 0 <= plan.node_rank < plan.nodes:
         raise ConfigurationError(
             f"NODE_RANK is {plan.node_rank}, but with NNODES {plan.nodes} it must be "
@@ -119,6 +121,8 @@ def _fill_processes(settings: LaunchArguments, plan: LaunchPlan) -> LaunchPlan:
     processes = settings.nproc_per_node
     if processes is None:
         processes = 1 if settings.device == "cpu" else max(count_gpus(), 1)
+    if processes < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, got {processes}.")
     return dataclasses.replace(plan, processes=processes)
 
 
