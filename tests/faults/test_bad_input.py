@@ -176,6 +176,22 @@ def test_the_home_of_nobody(flag: str, command: Any, small_model: Path, small_da
     _check(done, "a user who is not on this machine")
 
 
+@pytest.mark.parametrize("name", ["runs", "check", "export", "plot", "launch"])
+def test_a_name_that_no_file_can_have(name: str, command: Any) -> None:
+    _check(command(name, "a" * 5000, *["out"] * (name == "export")), "File name too long")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[" * 100_000, '{"processes": 1}'])
+def test_a_variable_of_the_launchers_own(
+    text: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAPIDFORMER_NODE", text)
+    (tmp_path / "script.py").write_text("")
+    done = command("--user-script", tmp_path / "script.py")
+    assert done.returncode and "Traceback" not in done.stderr
+    assert "RAPIDFORMER_NODE is" in done.stderr and "unset it" in done.stderr
+
+
 def _change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))

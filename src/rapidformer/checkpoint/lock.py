@@ -113,7 +113,7 @@ class FolderLock:
 
     def _wait_for_stale(self) -> None:
         """Return once the holder is known to be dead; raise if it lives."""
-        first = None
+        first, began = None, time.monotonic()
         while (holder := self._read()) is not None and not self._is_mine_or_dead(holder):
             beat = self._get_beat()
             if holder.place == self._me.place or (first is not None and beat != first):
@@ -121,7 +121,10 @@ class FolderLock:
                     f"{self._guarded} is in use by another run ({holder}): wait for it, stop "
                     "it, or choose another --save folder."
                 )
-            if self._measure_age() > _STALE_SECONDS:
+            # Never by one look: the clock may have been set forward, or back, since the last beat.
+            watched = time.monotonic() - began
+            is_old = watched > 2 * _BEAT_SECONDS and self._measure_age() > _STALE_SECONDS
+            if is_old or watched > _STALE_SECONDS:
                 return
             if first is None:
                 get_logger().info(
