@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from rapidformer.checkpoint.exporting import plain_process, proof
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models import GPTForCausalLM
 from tests.models.gpt.small import EXPERTS, MODERN, make_config, make_tokens
-from tests.processes import run_in_processes
+from tests.processes import PATIENCE, run_in_processes, wait_until
 from tests.small import make_model_folder
+
+from .test_forged import forge
 
 IDS = torch.arange(8)[None]
 
@@ -151,6 +155,42 @@ def test_a_second_export_into_a_folder_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "one", "out"]
     monkeypatch.undo()
     rapidformer.export(base, out, verify=False, allow_unchanged=True)
+
+
+def test_an_export_that_was_killed_during_its_proof_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: Any) -> None:
+        (tmp_path / "proving").touch()
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr("rapidformer.checkpoint.exporting.export.prove", hang)
+    monkeypatch.setattr("rapidformer.checkpoint.lock._LOOK_SECONDS", 0.01)
+    process = multiprocessing.get_context("fork").Process(
+        target=rapidformer.export, args=(base, tmp_path / "out")
+    )
+    process.start()
+    wait_until((tmp_path / "proving").exists)
+    process.kill()
+    process.join()
+    assert not (tmp_path / "out").exists()
+    rapidformer.export(base, tmp_path / "out", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "proving"]
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".", "..", "a.b", "\0"])
+def test_an_adapter_by_a_strange_name_is_refused(name: str, base: Path, tmp_path: Path) -> None:
+    run = train(load(base), tmp_path / "run", lora_rank=2)
+    (checkpoint,) = run.glob("iter_*")
+
+    def rename(folder: Path) -> None:
+        origin = json.loads((folder / "model" / "origin.json").read_text())
+        (folder / "model" / "origin.json").write_text(json.dumps({**origin, "adapter": name}))
+
+    forge(checkpoint, rename)
+    with pytest.raises((ModelError, CheckpointError)):
+        rapidformer.export(run, tmp_path / "out", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
 
 
 def _export(source: str, out: str) -> str:

@@ -177,8 +177,9 @@ def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
         try:
             yield parse_json(line)
         except ValueError as error:
-            is_syntax = isinstance(error, json.JSONDecodeError)
-            what = f"{error.msg}, column {error.colno}" if is_syntax else str(error)
+            what = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                what = f"{error.msg}, column {error.colno}"
             raise DataError(
                 f"{path}, line {number}: not valid JSON ({what}): {line.strip()[:60]}"
             ) from None
