@@ -10,8 +10,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import IOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,7 +158,7 @@ class _Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read_part(self, file: IO[bytes], item: ReadItem) -> torch.Tensor:
+    def _read_part(self, file: IOBase, item: ReadItem) -> torch.Tensor:
         name, place = item.storage_index.fqn, self.storage_data[item.storage_index]
         view = open_part(file, place.offset, place.length)
         part: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, Any
+from io import IOBase
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -51,7 +52,7 @@ def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def open_part(file: IO[bytes], start: int, length: int) -> Any:
+def open_part(file: IOBase, start: int, length: int) -> Any:
     """Some bytes of a file as a file of their own, read as they are needed."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
