@@ -1,10 +1,21 @@
-"""JSON that every parser reads: Python writes ``NaN`` and ``Infinity``, which are not JSON."""
+"""JSON that every parser reads: Python writes ``NaN`` and ``Infinity``, which are not JSON.
+
+And JSON from strangers: whatever is wrong with it is a ``ValueError``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What the text says; a text that cannot be read, for whatever reason, is a ``ValueError``."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def format_json(value: Any, **options: Any) -> str:

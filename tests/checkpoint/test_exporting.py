@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,10 @@ from rapidformer.checkpoint.exporting import plain_process, proof
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models import GPTForCausalLM
 from tests.models.gpt.small import EXPERTS, MODERN, make_config, make_tokens
+from tests.processes import PATIENCE, run_in_processes, wait_until
 from tests.small import make_model_folder
+
+from .test_forged import forge
 
 IDS = torch.arange(8)[None]
 
@@ -132,6 +138,94 @@ def test_an_export_that_is_the_base_model_is_refused(base: Path, tmp_path: Path)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_second_export_into_a_folder_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both used to write into one staging folder, and one of them published the other's weights."""
+    one, out = train(load(base), tmp_path / "one"), tmp_path / "out"
+
+    def meet(*_: Any) -> None:
+        (answer,) = run_in_processes(_export, 1, str(base), str(out))
+        assert f"{out} is in use by another run (process {os.getpid()} on " in answer
+
+    monkeypatch.setattr("rapidformer.checkpoint.exporting.export.copy_texts", meet)
+    rapidformer.export(one, out, verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "one", "out"]
+    monkeypatch.undo()
+    rapidformer.export(base, out, verify=False, allow_unchanged=True)
+
+
+def test_an_export_that_was_killed_during_its_proof_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: Any) -> None:
+        (tmp_path / "proving").touch()
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr("rapidformer.checkpoint.exporting.export.prove", hang)
+    monkeypatch.setattr("rapidformer.checkpoint.lock._LOOK_SECONDS", 0.01)
+    process = multiprocessing.get_context("fork").Process(
+        target=rapidformer.export, args=(base, tmp_path / "out")
+    )
+    process.start()
+    wait_until((tmp_path / "proving").exists)
+    process.kill()
+    process.join()
+    assert not (tmp_path / "out").exists()
+    rapidformer.export(base, tmp_path / "out", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "proving"]
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".", "..", "a.b", "\0"])
+def test_an_adapter_by_a_strange_name_is_refused(name: str, base: Path, tmp_path: Path) -> None:
+    run = train(load(base), tmp_path / "run", lora_rank=2)
+    (checkpoint,) = run.glob("iter_*")
+
+    def rename(folder: Path) -> None:
+        origin = json.loads((folder / "model" / "origin.json").read_text())
+        (folder / "model" / "origin.json").write_text(json.dumps({**origin, "adapter": name}))
+
+    forge(checkpoint, rename)
+    with pytest.raises((ModelError, CheckpointError)):
+        rapidformer.export(run, tmp_path / "out", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "run"]
+
+
+def _export(source: str, out: str) -> str:
+    try:
+        rapidformer.export(source, out, verify=False, allow_unchanged=True)
+    except CheckpointError as error:
+        return str(error)
+    return "exported"
+
+
+def test_an_export_that_was_replaced_under_its_name_is_no_success(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(target: Path, *, staging: Path, **_: Any) -> None:
+        staging.rename(tmp_path / "elsewhere")
+        target.mkdir()
+
+    monkeypatch.setattr("rapidformer.checkpoint.staged.publish", publish)
+    with pytest.raises(CheckpointError, match="out is not what was written: another program"):
+        rapidformer.export(base, tmp_path / "out", verify=False)
+
+
+def test_a_models_own_code_is_not_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """`yes | rapidformer export MODEL OUT` answered transformers' question."""
+    ran = tmp_path / "ran"
+    (base / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (base / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    done = command("export", base, tmp_path / "out")
+    assert done.returncode == 1 and not ran.exists()
+    assert "comes with its own Python code, which export does not run" in done.stderr
 
 
 def test_only_an_earlier_export_is_replaced(base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rapidformer.checkpoint import tensors
+from rapidformer.checkpoint.index import Entry, Part, find_index_problems
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import publish, start_staging
 from rapidformer.checkpoint.saving import save_checkpoint
@@ -217,6 +221,10 @@ def change_run(**changes: Any) -> Callable[[Path], None]:
         ({"scheduler": [], "extra": 1}, "scheduler, extra is missing or malformed"),
         ({"loader": {"epoch": 0}}, "loader is missing or malformed"),
         ({"loader": {"epoch": -1, "consumed_samples": 4}}, "loader is missing or malformed"),
+        ({"loader": {"epoch": 0, "consumed_samples": 10**40}}, "loader is missing or malformed"),
+        ({"step": 10**30}, "step is missing or malformed"),
+        ({"scheduler": {"last_epoch": 10**30}}, "scheduler is missing or malformed"),
+        ({"scheduler": {"last_epoch": "x"}}, "scheduler is missing or malformed"),
         ({"tied": {"model.a": 3}}, "tied is missing or malformed"),
         ({"tied": {"model.a": "model.nowhere"}}, "not what a run writes: KeyError"),
     ],
@@ -237,7 +245,6 @@ def test_a_run_file_that_is_not_an_object_is_refused(text: str, saved: Path) -> 
     "change",
     [
         change_run(scheduler={}),
-        change_run(scheduler={"last_epoch": "x"}),
         change_run(scaler={}),
         lambda folder: (folder / "random-00000.json").write_text("{}"),
         lambda folder: (folder / "random-00000.json").write_text('{"python": 3}'),
@@ -258,3 +265,71 @@ def test_folders_with_odd_names_are_not_checkpoints(name: str, saved: Path) -> N
     state = Run().state
     load_checkpoint(saved, state)
     assert state.step == 2
+
+
+def test_a_checkpoint_without_its_place_in_the_data_says_so(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_checkpoint(forge(saved, change_run(loader=None)), Run().state)
+    assert "was saved without a place in the data, which is read from its start" in caplog.text
+
+
+# ---- the tensors -------------------------------------------------------------------------------
+
+
+def test_the_tensors_of_another_step_are_refused(saved: Path) -> None:
+    """Adam has counted one update, ``run.json`` two."""
+
+    def exchange(folder: Path) -> None:
+        shutil.rmtree(folder / "state")
+        shutil.copytree(saved / "iter_0000001" / "state", folder / "state")
+
+    check_refused(forge(saved, exchange), r"step is not 2\.0, as run\.json says")
+
+
+def test_a_tensor_of_another_type_than_its_index_says_is_refused(saved: Path) -> None:
+    folder = forge(saved, change_index(change_entry("dtype", "float16")))
+    with pytest.raises(CheckpointError, match=r"holds torch\.float32, its index says"):
+        load_checkpoint(folder, Run().state)
+
+
+def test_an_index_of_many_parts_is_checked_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large run writes hundreds of thousands of parts, and checking them takes seconds."""
+    calls = []
+    check = tensors.check_index
+
+    def count(*words: Any) -> None:
+        calls.append(words)
+        check(*words)
+
+    monkeypatch.setattr(tensors, "check_index", count)
+    load_checkpoint(saved / "iter_0000002", Run().state)
+    assert len(calls) == 1
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=0, max_size=3),
+    corners=st.lists(st.tuples(*[st.integers(0, 4)] * 6), max_size=8),
+)
+def test_parts_cover_a_tensor_if_every_element_is_in_one(
+    shape: list[int], corners: list[tuple[int, ...]]
+) -> None:
+    parts, covered = [], torch.zeros(shape, dtype=torch.bool)
+    for corner in corners:
+        start = [min(a, n) for a, n in zip(corner[:3], shape, strict=False)]
+        size = [min(b, n - a) for a, b, n in zip(start, corner[3:], shape, strict=False)]
+        parts.append(Part(tuple(start), tuple(size), "file", 0, 1 << 20))
+        covered[tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))] = True
+    index = {"weight": Entry(torch.float32, tuple(shape), parts)}
+    problems = [text for text in find_index_problems(index, Path("nowhere")) if "make up" in text]
+    assert bool(problems) == (not covered.all())
+
+
+def test_a_tensor_of_very_many_parts() -> None:
+    parts = [Part((start, 0), (1, 2), "file", 0, 8) for start in range(100_000)]
+    whole = {"weight": Entry(torch.float32, (100_000, 2), parts)}
+    assert not [text for text in find_index_problems(whole, Path()) if "make up" in text]
+    del parts[77_777]
+    assert [text for text in find_index_problems(whole, Path()) if "make up" in text]

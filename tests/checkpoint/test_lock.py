@@ -111,6 +111,29 @@ def test_a_lock_on_another_machine_that_is_no_longer_refreshed_is_taken(
     assert line.startswith(f"waiting   {tmp_path} is locked by process {os.getpid()} on far: ")
 
 
+def test_a_clock_that_is_set_forward_kills_nobody(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    pretend_elsewhere(tmp_path)
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 5)  # the holder's is shorter
+    monkeypatch.setattr(FolderLock, "_measure_age", lambda lock: 3600.0)
+    with pytest.raises(CheckpointError, match="on far"):
+        FolderLock(tmp_path).acquire()
+
+
+def test_a_clock_that_is_set_back_keeps_nobody_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STALE_SECONDS", 0.2)
+    monkeypatch.setattr(FolderLock, "_measure_age", lambda lock: -3600.0)
+    holder = FolderLock(tmp_path)
+    holder.acquire()
+    holder._is_over.set()  # its machine has crashed
+    pretend_elsewhere(tmp_path)
+    FolderLock(tmp_path).acquire()
+
+
 def test_a_suspended_run_that_lost_its_folder_stops(tmp_path: Path) -> None:
     suspended, other = FolderLock(tmp_path), FolderLock(tmp_path)
     suspended.acquire()

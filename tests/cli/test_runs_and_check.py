@@ -292,6 +292,16 @@ def test_check_looks_inside(
     assert message in done.stdout
 
 
+@pytest.mark.parametrize("text", ['{"model_type": "be', "[" * 100_000])
+def test_check_reads_the_json_of_a_model(text: str, command: Command, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    done = command("check", tmp_path)
+    assert done.returncode == 1 and "config.json is not valid JSON (" in done.stdout
+
+
 def test_check_finite_finds_the_tensor(command: Command, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,138 @@ def test_a_run_is_not_written_over(
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
     done = command(*_train(small_model, small_data, "--save", folder, "--overwrite"))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node", "--num-gpus", "--nnodes"])
+def test_no_processes_at_all(
+    flag: str, command: Any, small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    _check(command(*_train(small_model, small_data, flag, 0)), "must be at least 1, got 0")
+    (tmp_path / "script.py").write_text("")
+    _check(command("--user-script", tmp_path / "script.py", flag, 0), "must be at least 1, got 0")
+
+
+DOCUMENTS = {
+    "numbers": ("1\n2\n3\n", "each row must be a JSON object"),
+    "number": ("1", "each row must be a JSON object"),
+    "brackets": ("[" * 100_000, "nested too deeply"),
+    "braces": ('{"a": ' * 100_000, "line 1: not valid JSON (it is nested too deeply)"),
+    "digits": ('{"text": "a", "label": ' + "9" * 5000 + "}", "not valid JSON (Exceeds the limit"),
+    "squad": ('{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is not in SQuAD's format: KeyError"),
+    "articles": ('{"data": [{"paragraphs": 3}]}', "is not in SQuAD's format: TypeError"),
+    "surrogate": ('{"text": "\\ud800", "label": 0}\n', "do not form a table"),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_malformed_rows(name: str, command: Any, small_model: Path, tmp_path: Path) -> None:
+    text, message = DOCUMENTS[name]
+    (tmp_path / "train.jsonl").write_text(text)
+    model = ["--task", "sequence_classification", "--load", small_model]
+    _check(command(*_train(small_model, tmp_path / "train.jsonl")), message)
+    _check(command("evaluate", *model, "--data-path", tmp_path / "train.jsonl"), message)
+    _check(command("predict", *model, "--data-path", tmp_path / "train.jsonl"), message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\udcff", "holds bytes that are not UTF-8"),
+        ('{"text": "\\ud800"}', "holds bytes that are not UTF-8"),
+        ('{"text": ' + "[" * 100_000, "it is nested too deeply"),
+        ('{"text": ' + "9" * 5000 + "}", "Exceeds the limit"),
+    ],
+    ids=["bytes", "surrogate", "nested", "digits"],
+)
+def test_malformed_input(text: str, message: str, command: Any, small_model: Path) -> None:
+    model = ["--task", "sequence_classification", "--load", small_model]
+    _check(command("predict", *model, "--input", text), message)
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--load", "--save", "--output", "--input"])
+def test_the_home_of_nobody(flag: str, command: Any, small_model: Path, small_data: Path) -> None:
+    model = ["--task", "sequence_classification", "--pretrained-model-name-or-path", small_model]
+    predicts = flag in ("--output", "--input")
+    words = ["predict", *model, "--input", "w1"] if predicts else _train(small_model, small_data)
+    done = command(*words, flag, "~nosuchuser/x.jsonl")
+    _check(done, "a user who is not on this machine")
+
+
+@pytest.mark.parametrize("name", ["runs", "check", "export", "plot", "launch"])
+def test_a_name_that_no_file_can_have(name: str, command: Any) -> None:
+    _check(command(name, "a" * 5000, *["out"] * (name == "export")), "File name too long")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[" * 100_000, '{"processes": 1}'])
+def test_a_variable_of_the_launchers_own(
+    text: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAPIDFORMER_NODE", text)
+    (tmp_path / "script.py").write_text("")
+    done = command("--user-script", tmp_path / "script.py")
+    assert done.returncode and "Traceback" not in done.stderr
+    assert "RAPIDFORMER_NODE is" in done.stderr and "unset it" in done.stderr
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": float("nan")}, {"num_hidden_layers": "two"}, {"num_hidden_layers": 10**40},
+        {"num_attention_heads": 0}, {"vocab_size": None}, {"vocab_size": -3},
+        {"max_position_embeddings": [1]}, {"hidden_act": "nothing"}, {"id2label": 3},
+        {"architectures": 3}, {"model_type": 3}, {"layer_norm_eps": {}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_a_configuration_with_a_wrong_field(
+    changes: dict[str, Any], command: Any, small_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    _change_config(model, **changes)
+    done = command("predict", "--task", "sequence_classification", "--load", model, "--input", "w1")
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1, changes
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "be', "[" * 100_000, "3", "\0"])
+def test_a_configuration_that_is_none(
+    text: str, command: Any, small_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    (model / "config.json").write_text(text)
+    _check(command("predict", "--load", model, "--input", "w1"), "predict needs --task")
+    words = ["--task", "sequence_classification", "--load", model, "--input", "w1"]
+    _check(command("predict", *words), str(model))
+
+
+def test_a_program_in_place_of_weights(command: Any, small_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_model, tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(_Program(str(tmp_path / "ran"))))
+    words = ["--task", "sequence_classification", "--load", model, "--input", "w1"]
+    _check(command("predict", *words), f"of {model} cannot be loaded")
+    assert not (tmp_path / "ran").exists()
+
+
+class _Program:
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return open, (self._file, "w")
+
+
+def test_a_checkpoint_whose_run_file_is_cut(command: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "iter_0000001"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"step": 1, "ba')
+    words = ["--task", "sequence_classification", "--load", tmp_path / "run", "--input", "w1"]
+    _check(command("predict", *words), "run.json is missing or unreadable")
 
 
 NAN_SCRIPT = """

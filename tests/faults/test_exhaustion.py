@@ -96,7 +96,7 @@ def test_a_folder_that_vanishes_while_it_is_written(
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run"])
 def test_a_folder_that_cannot_exist(folder: str) -> None:
-    with pytest.raises(CheckpointError, match=f"the run's folder {folder} cannot be written to: "):
+    with pytest.raises(CheckpointError, match=f"the folder {folder} cannot be written to: "):
         train(Path(folder))
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from rapidformer.checkpoint.finding import find_checkpoint
-from rapidformer.launch.signals import SAVING, Preemption
+from rapidformer.launch.signals import SAVING, Preemption, handling, raise_signal
 from rapidformer.launch.worker import get_rank_file
 from tests.faults.campaign.kills import Reference, compare
 from tests.faults.campaign.runs import Run
@@ -37,6 +37,22 @@ def test_a_run_that_is_preempted_saves_and_continues_exactly(
     assert "Traceback" not in outcome.output
     assert run.finish(run.start()).status == 0, "the same command again"
     assert list(compare(run, Reference(python, tmp_path / "other", layout))) == []
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    numbers = (signal.SIGHUP, *SAVING)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with handling(numbers, raise_signal):
+            preemption = Preemption(tmp_path, say=lambda text: None)
+            signal.signal(signal.SIGHUP, raise_signal)  # as torch's agent does
+            preemption.begin_round({})
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
 
 
 def test_the_launcher_passes_on_the_first_signal_and_obeys_the_second(

@@ -305,6 +305,27 @@ def test_a_template_without_an_end_is_reported_in_training_alone(
     assert any("nothing after an answer: the model will not learn" in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "within",
+        ),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "maximum recursion depth"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[9].content.x.y }}", "has no element 9"),
+    ],
+    ids=["endless", "recursive", "arithmetic", "missing"],
+)
+def test_a_template_that_does_not_end_or_fails_is_refused(
+    template: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rapidformer.tasks.chat.template._SECONDS", 0.2)
+    with pytest.raises(ModelError, match=f"the chat template cannot be used: .*{reason}"):
+        prepare(folder, [{"messages": TURNS}], chat_template=template)
+
+
 def test_a_tokenizer_without_template_gets_one_from_its_own_tokens(
     plain_folder: Path, tmp_path: Path, said: list[str]
 ) -> None:

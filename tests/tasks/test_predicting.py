@@ -27,7 +27,7 @@ from rapidformer.cli.output import PartialPredictions
 from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
 from rapidformer.engine import RapidformerEngine, predict_rows
-from rapidformer.errors import DataError, ModelError
+from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.evaluation import predicting
 from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task, show_progress
 from tests.processes import PATIENCE, run_in_processes
@@ -380,6 +380,25 @@ def _run_until_stuck(words: list[str]) -> None:
 
     PartialPredictions.append = append_or_hang  # type: ignore[method-assign]
     main(words)
+
+
+def test_of_a_damaged_file_the_rows_before_the_damage_are_kept(tmp_path: Path) -> None:
+    target, file = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.partial"
+    rows = [{"text": str(number)} for number in range(6)]
+    for damage in (b"\xff\x00", b"[1]", b"[" * 100_000, b"9" * 5000):
+        partial = PartialPredictions(target, "key")
+        assert partial.resume(2) == 0
+        partial.append(rows)
+        lines = file.read_bytes().split(b"\n")
+        lines[5] = damage
+        file.write_bytes(b"\n".join(lines))
+        assert partial.resume(2) == 4
+        partial.append(rows[4:])
+        partial.finish()
+        assert [json.loads(line) for line in target.read_text().splitlines()] == rows
+    os.mkfifo(file)
+    with pytest.raises(ConfigurationError, match="is not a regular file: remove it"):
+        PartialPredictions(target, "key").resume(2)
 
 
 def test_a_killed_run_resumes(chat_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

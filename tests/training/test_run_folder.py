@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,39 @@ def test_line_cut_off_by_a_crash_goes_too(tmp_path: Path) -> None:
         file.write('{"step": 3, "lo')
     open_file(tmp_path, resume_step=2).log({}, 3)
     assert read_steps(tmp_path) == [1, 2, 3]
+
+
+def test_damage_to_the_file_does_not_stop_a_resume(tmp_path: Path) -> None:
+    write_lines(tmp_path, [1, 2])
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b"[" * 100_000 + b"\n" + bytes(range(256)) * 2 + b'\n{"step": 2}\n')
+    open_file(tmp_path, resume_step=2).log({}, 3)
+    assert read_steps(tmp_path) == [1, 2, 2, 3]
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = open_file(tmp_path)
+    os.mkfifo(tmp_path / METRICS_FILE)
+    file.log({}, 1)
+    assert "cannot be written: No such device or address. Training continues" in caplog.text
+    with pytest.raises(OSError, match=r"metrics\.jsonl is not a regular file"):
+        open_file(tmp_path, resume_step=2)
+
+
+def test_a_run_that_lost_its_folder_writes_no_more_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock, other = FolderLock(tmp_path), FolderLock(tmp_path)
+    lock.acquire()
+    file = MetricsFile()
+    file.start(TrackedRun(folder=tmp_path, check_folder=lock.check))
+    file.log({}, 1)
+    other.acquire()  # the first was suspended for a minute
+    file.log({}, 2)
+    assert read_steps(tmp_path) == [1]
+    assert "was taken over by another run" in caplog.text
+    lock.release()
+    other.release()
 
 
 def test_fresh_run_starts_an_empty_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rapidformer.checkpoint import frozen
-from rapidformer.checkpoint.publish import publish, start_staging
+from rapidformer.checkpoint.staged import replacing
 from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
@@ -67,18 +67,17 @@ def export_model(
 
     def write() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = start_staging(folder)
-        if adapter is not None and not merges:
-            save_adapter(model, adapter, whole, staging)
-        elif adapter is not None:
-            check = functools.partial(_refuse_edited, in_memory, adapter.base)
-            merged = build_merged(model, adapter, whole, check)
-            _write_model(merged, merged.state_dict(), staging, ())
-        else:
-            _write_model(model, whole, staging, ties)
-        if processor is not None:
-            processor.save_pretrained(staging)
-        publish(folder, with_manifest=False)
+        with replacing(folder) as staging:
+            if adapter is not None and not merges:
+                save_adapter(model, adapter, whole, staging)
+            elif adapter is not None:
+                check = functools.partial(_refuse_edited, in_memory, adapter.base)
+                merged = build_merged(model, adapter, whole, check)
+                _write_model(merged, merged.state_dict(), staging, ())
+            else:
+                _write_model(model, whole, staging, ties)
+            if processor is not None:
+                processor.save_pretrained(staging)
 
     run_on_first(write, folder, is_main=get_rank() == 0)
     return folder

@@ -6,6 +6,7 @@ that no part covers as they were, so both are checked before anything is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from rapidformer.errors import CheckpointError
 INDEX = "index.json"
 Sizes = tuple[int, ...]
 _MOST_CELLS = 10_000_000
+_MOST_SPLIT = 8
+"""Dims of one tensor; a run splits two at most."""
 _LARGEST = 2**63 - 1
 
 
@@ -147,26 +150,31 @@ def _covers(parts: Sequence[Part], shape: Sizes) -> bool:
     """Whether the parts lie within the tensor, and every element is in one of them."""
     if prod(shape) == 0:
         return True
-    for start, size, *_ in parts:
-        if len(start) != len(shape) or len(size) != len(shape):
-            return False
-        if any(a + b > n for a, b, n in zip(start, size, shape, strict=True)):
-            return False
-    # Where parts begin and end cuts the tensor into cells, each of them covered or not.
-    edges = [
-        np.unique(
-            [0, n, *(p.offsets[i] for p in parts), *(p.offsets[i] + p.sizes[i] for p in parts)]
-        )
-        for i, n in enumerate(shape)
-    ]
-    cells = [len(edge) - 1 for edge in edges]
-    if prod(cells) > _MOST_CELLS:
+    if any(not len(part.offsets) == len(part.sizes) == len(shape) for part in parts):
         return False
-    is_covered = np.zeros(cells, dtype=bool)
-    for start, size, *_ in parts:
-        region = tuple(
-            slice(np.searchsorted(edge, a), np.searchsorted(edge, a + b))
-            for edge, a, b in zip(edges, start, size, strict=True)
-        )
-        is_covered[region] = True
-    return bool(is_covered.all())
+    whole = np.array(shape, dtype=np.int64)
+    starts, sizes = (
+        np.array(rows, dtype=np.int64).reshape(len(parts), len(shape))
+        for rows in ([part.offsets for part in parts], [part.sizes for part in parts])
+    )
+    if ((starts > whole) | (sizes > whole - starts)).any():
+        return False
+    split = np.flatnonzero((sizes != whole).any(axis=0))
+    if not len(split):
+        return len(parts) > 0
+    # Where parts begin and end cuts the tensor into cells. Each part counts at its corners, such
+    # that the sums along every dim are the number of parts over each cell.
+    edges = [np.unique([0, whole[d], *starts[:, d], *(starts + sizes)[:, d]]) for d in split]
+    if len(split) > _MOST_SPLIT or prod(len(edge) for edge in edges) > _MOST_CELLS:
+        return False
+    counts = np.zeros([len(edge) for edge in edges], dtype=np.int32)
+    ends = [
+        [np.searchsorted(edge, places[:, d]) for places in (starts, starts + sizes)]
+        for edge, d in zip(edges, split, strict=True)
+    ]
+    for corner in itertools.product((0, 1), repeat=len(split)):
+        place = tuple(end[side] for end, side in zip(ends, corner, strict=True))
+        np.add.at(counts, place, (-1) ** sum(corner))
+    for axis in range(counts.ndim):
+        np.cumsum(counts, axis=axis, out=counts)
+    return bool((counts[(slice(-1),) * counts.ndim] > 0).all())

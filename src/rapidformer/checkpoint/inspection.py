@@ -21,11 +21,13 @@ from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, rea
 from rapidformer.checkpoint.run_file import read_run
 from rapidformer.checkpoint.tensors import (
     StoredTensors,
+    check_counter,
     get_index_name,
     read_index,
     read_saved_shapes,
 )
 from rapidformer.errors import CheckpointError
+from rapidformer.strict_json import parse_json
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read."""
@@ -47,6 +49,7 @@ def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Itera
         if problems:
             return
         yield from _compare_shapes(run, read_saved_shapes(folder))
+        check_counter(folder)
         if finite:
             yield from _find_not_finite(folder, run)
     except CheckpointError as reason:
@@ -72,8 +75,15 @@ def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[s
                     yield from _judge(name, file.get_tensor(name))
         except (SafetensorError, OSError) as reason:
             yield f"{path.name} cannot be read: {reason}"
-    for path in folder.glob("*.safetensors.index.json"):
-        yield from _compare_weight_map(path, names)
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".safetensors.index.json"):
+            yield from _compare_weight_map(path, names)
+            continue
+        try:
+            if path.is_file():  # a named pipe is not: reading it would never end
+                parse_json(path.read_bytes())
+        except ValueError as reason:
+            yield f"{path.name} is not valid JSON ({reason})"
 
 
 def has_hashes(folder: Path) -> bool:

@@ -27,7 +27,12 @@ from rapidformer.checkpoint.state import (
     get_rank,
     set_random_states,
 )
-from rapidformer.checkpoint.tensors import get_index_name, load_named, read_saved_shapes
+from rapidformer.checkpoint.tensors import (
+    check_counter,
+    get_index_name,
+    load_named,
+    read_saved_shapes,
+)
 from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages
 from rapidformer.dist.topology import Topology
@@ -67,6 +72,11 @@ def load_checkpoint(
             state.step = run["step"]
             if state.loader is not None and run["loader"] is not None:
                 state.loader.load_state_dict(run["loader"])
+            elif state.loader is not None and get_rank() == 0:
+                get_logger().warning(
+                    "%s was saved without a place in the data, which is read from its start.",
+                    folder,
+                )
             if state.scaler is not None and run["scaler"] is not None:
                 state.scaler.load_state_dict(run["scaler"])
             _restore_schedule(state, run["scheduler"])
@@ -79,8 +89,8 @@ def load_checkpoint(
 def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint that is incomplete, modified, or not one that a run writes."""
     check_manifest(folder, required=(RUN, f"state/{get_index_name(folder / 'state')}"))
-    read_run(folder)
     read_saved_shapes(folder)
+    check_counter(folder)
 
 
 def choose_complete(source: Path) -> Path:

@@ -47,8 +47,10 @@ class _Holder:
 class FolderLock:
     """The lock of one folder; only rank 0 takes it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, guarded: Path | None = None) -> None:
+        """``guarded`` is what users know the folder by, if it is another one."""
         self.folder = folder
+        self._guarded = guarded or folder
         self._path = folder / LOCK_FILE
         pid = os.getpid()
         self._me = _Holder(
@@ -65,7 +67,7 @@ class FolderLock:
             self._take()
         except OSError as reason:
             raise CheckpointError(
-                f"the run's folder {self.folder} cannot be written to: {reason.strerror}. Choose "
+                f"the folder {self._guarded} cannot be written to: {reason.strerror}. Choose "
                 "another one with --save."
             ) from None
         threading.Thread(target=self._beat, name="rapidformer-lock", daemon=True).start()
@@ -75,7 +77,7 @@ class FolderLock:
         holder = self._read()
         if holder is not None and holder.token != self._me.token:
             raise CheckpointError(
-                f"{self.folder} was taken over by another run ({holder}) while this one "
+                f"{self._guarded} was taken over by another run ({holder}) while this one "
                 "did not respond: nothing more is saved here. Resume with another --save."
             )
 
@@ -111,19 +113,22 @@ class FolderLock:
 
     def _wait_for_stale(self) -> None:
         """Return once the holder is known to be dead; raise if it lives."""
-        first = None
+        first, began = None, time.monotonic()
         while (holder := self._read()) is not None and not self._is_mine_or_dead(holder):
             beat = self._get_beat()
             if holder.place == self._me.place or (first is not None and beat != first):
                 raise CheckpointError(
-                    f"{self.folder} is in use by another run ({holder}): wait for it, stop "
+                    f"{self._guarded} is in use by another run ({holder}): wait for it, stop "
                     "it, or choose another --save folder."
                 )
-            if self._measure_age() > _STALE_SECONDS:
+            # Never by one look: the clock may have been set forward, or back, since the last beat.
+            watched = time.monotonic() - began
+            is_old = watched > 2 * _BEAT_SECONDS and self._measure_age() > _STALE_SECONDS
+            if is_old or watched > _STALE_SECONDS:
                 return
             if first is None:
                 get_logger().info(
-                    f"waiting   {self.folder} is locked by {holder}: it counts as dead "
+                    f"waiting   {self._guarded} is locked by {holder}: it counts as dead "
                     f"after {_STALE_SECONDS:.0f} seconds without a sign of life"
                 )
             first = beat

@@ -85,13 +85,17 @@ def start_staging(target: Path) -> Path:
 
 
 def publish(
-    target: Path, *, with_manifest: bool = True, digests: Mapping[str, Digest] | None = None
+    target: Path,
+    *,
+    staging: Path | None = None,
+    with_manifest: bool = True,
+    digests: Mapping[str, Digest] | None = None,
 ) -> None:
     """Rename the staged folder; an older one of that name is moved away at the last moment.
 
     ``digests`` are those of files that were hashed while they were written; others are hashed here.
     """
-    staging = get_staging(target)
+    staging = staging or get_staging(target)
     if with_manifest:
         _write_manifest(staging, digests or {})
     for path in staging.rglob("*"):

@@ -16,7 +16,9 @@ _KINDS: dict[str, Any] = {
     "step": int, "scheduler": dict, "scaler": dict | None, "loader": dict | None,
     "param_groups": list | None, "extra": dict,
 }  # fmt: skip
-_OPTIONAL = ("tied", "facts", "base")
+_OPTIONAL = ("tied", "facts", "base", "counter")
+_LARGEST = 2**53
+"""More steps or samples than any run has; JSON's numbers are exact up to here."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -28,8 +30,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         )
     wrong = [name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)]
     wrong += [name for name in _OPTIONAL if not isinstance(run.get(name, {}), dict)]
-    if not wrong and (isinstance(run["step"], bool) or run["step"] < 0):
+    if not wrong and not _is_count(run["step"]):
         wrong = ["step"]
+    if not wrong and not _is_count(run["scheduler"].get("last_epoch", 0)):
+        wrong = ["scheduler"]
     if not wrong and not all(isinstance(name, str) for name in run.get("tied", {}).values()):
         wrong = ["tied"]
     if not wrong and run["loader"] is not None and not _is_position(run["loader"]):
@@ -50,7 +54,12 @@ def blaming(folder: Path) -> Iterator[None]:
 
 def _is_position(loader: dict[str, Any]) -> bool:
     numbers = [loader.get("epoch"), loader.get("consumed_samples"), *loader.values()]
-    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    return all(map(_is_count, numbers))
+
+
+def _is_count(number: Any) -> bool:
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    return is_whole and 0 <= number <= _LARGEST
 
 
 def _build_error(folder: Path, reason: str) -> CheckpointError:

@@ -204,11 +204,23 @@ def prepare_save(
             "param_groups": groups,
             "extra": extra,
             "tied": {name: first for ties in everyones_ties for name, first in ties.items()},
+            "counter": _read_counter(tensors),
         }
         if checksums is not None:
             run["base"] = {"name": state.base, "checksums": checksums}
         save.files[RUN] = json.dumps(run, indent=1)
     return save
+
+
+def _read_counter(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """How far Adam has counted, by the name of one counter: it binds the tensors to their step."""
+    is_counter = (
+        name for name in tensors if name.startswith("optimizer.") and name.endswith(".step")
+    )
+    name = next(is_counter, None)
+    if name is None or isinstance(tensors[name], DTensor):
+        return {}
+    return {name: tensors[name].tolist()}
 
 
 def plan_save(state: TrainingState, *, with_optimizer: bool) -> list[Piece]:

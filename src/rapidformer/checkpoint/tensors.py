@@ -5,9 +5,12 @@ A weight with several names is stored once; ``run.json`` says which names it ans
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import IOBase
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
 from rapidformer.checkpoint import index as our_index
 from rapidformer.checkpoint.index import INDEX, Index, check_index
 from rapidformer.checkpoint.pieces import split_strided
-from rapidformer.checkpoint.run_file import blaming, read_run
+from rapidformer.checkpoint.run_file import RUN, blaming, read_run
 from rapidformer.checkpoint.torch_index import TORCH_INDEX, read_torch_index, to_metadata
+from rapidformer.compat.torch_distributed import open_part
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 
@@ -59,6 +65,17 @@ def read_saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         return shapes | {name: shapes[first] for name, first in _read_ties(folder).items()}
 
 
+def check_counter(folder: Path) -> None:
+    """Refuse the tensors of another step than ``run.json``'s, as far as Adam's counter tells."""
+    for name, counted in read_run(folder).get("counter", {}).items():
+        stored = StoredTensors(folder / "state")
+        if name not in stored.kinds or stored.read(name).tolist() != counted:
+            raise CheckpointError(
+                f"{folder} is not what a run writes: {name} is not {counted}, as {RUN} says, so "
+                "the tensors are another checkpoint's."
+            )
+
+
 def _read_ties(folder: Path) -> dict[str, str]:
     """The ties of a checkpoint; older ones have none, and store such weights under each name."""
     ties: dict[str, str] = read_run(folder).get("tied", {})
@@ -77,8 +94,19 @@ def get_index_name(folder: Path) -> str:
 
 
 def _read_checked_index(folder: Path) -> Index:
+    file = folder / get_index_name(folder)
+    try:
+        status = file.stat()
+    except OSError:
+        return read_index(folder)  # which says what is wrong
+    return _read_once(folder, file, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(folder: Path, file: Path, version: tuple[int, ...]) -> Index:
+    """Of hundreds of thousands of parts, an index takes seconds to check."""
     index = read_index(folder)
-    check_index(index, folder, folder / get_index_name(folder))
+    check_index(index, folder, file)
     return index
 
 
@@ -106,11 +134,40 @@ class StoredTensors:
 class _Reader(FileSystemReader):
     known: Metadata | None = None
     """The index, if it was read and checked before."""
+    _entries: dict[str, Any]
+    """What the index says of each tensor."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = self.known or to_metadata(_read_checked_index(Path(self.path)))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._entries = metadata.state_dict_metadata
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch does; but torch converts what is of another type than the index says."""
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read_part(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_part(self, file: IOBase, item: ReadItem) -> torch.Tensor:
+        name, place = item.storage_index.fqn, self.storage_data[item.storage_index]
+        view = open_part(file, place.offset, place.length)
+        part: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
+        wanted = self._entries[name].properties.dtype
+        if part.dtype != wanted:
+            raise ValueError(f"a part of {name} holds {part.dtype}, its index says {wanted}")
+        for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
 
 
 @contextmanager

@@ -19,6 +19,7 @@ _DISK = {
     errno.EROFS: "choose a folder that can be written to",
     errno.EMFILE: "raise the limit with `ulimit -n`",
     errno.ENFILE: "close other programs",
+    errno.ENAMETOOLONG: "give a shorter name",
 }
 
 
@@ -64,8 +65,14 @@ def describe_exhaustion(error: BaseException) -> str | None:
     """One sentence with a way out; None for any other error."""
     text = next(iter(str(error).splitlines()), "")
     if isinstance(error, OSError) and error.errno in _DISK:
-        where = f" ({error.filename})" if error.filename else ""
+        name = str(error.filename or "")
+        where = f" ({name[:100]}{'...' * (len(name) > 100)})" if name else ""
         return f"{error.strerror}{where}: {_DISK[error.errno]}."
+    if isinstance(error, RuntimeError) and text == "Could not determine home directory.":
+        return (
+            "a path begins with ~ and the name of a user who is not on this machine: write the "
+            "path in full, or ./~... for a file of that name."
+        )
     # torch's error for GPUs by name: importing torch here would make every command slow.
     if type(error).__name__ == "OutOfMemoryError":
         return f"GPU memory ran out: {text} To fit, {_MEMORY}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rapidformer.config import Settings
 from rapidformer.data.files import get_format, open_text
 from rapidformer.data.sources import as_list
 from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.strict_json import format_json, parse_json
 from rapidformer.tasks.rows.preflight import STANDARD_INPUT
 
 Row = dict[str, Any] | str
@@ -60,12 +60,16 @@ def _read_lines(lines: Iterable[str], place: str) -> list[Row]:
 
 def _read_one(text: str, place: str) -> Row:
     """A text as it is, or the columns of an example as a JSON object."""
-    if not text.lstrip().startswith("{"):
-        return text
     try:
-        row: dict[str, Any] = json.loads(text)
+        row: Row = parse_json(text) if text.lstrip().startswith("{") else text
+        format_json(row).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{place} {text[:60]!r} is not text: it holds bytes that are not UTF-8, or half of a "
+            "pair of surrogates."
+        ) from None
     except ValueError as reason:
-        raise DataError(f"{place} {text!r} is not valid JSON: {reason}.") from None
+        raise DataError(f"{place} {text[:60]!r} is not valid JSON: {reason}.") from None
     return row
 
 

@@ -22,8 +22,9 @@ from rapidformer.config.task_sections import (
     ModelArguments,
     RunArguments,
 )
+from rapidformer.errors import ConfigurationError
 from rapidformer.models.location import get_model_location
-from rapidformer.strict_json import format_json
+from rapidformer.strict_json import format_json, parse_json
 
 Row = dict[str, Any]
 _KEY = "rapidformer_run"
@@ -49,10 +50,13 @@ class PartialPredictions:
     def resume(self, group_size: int) -> int:
         """The number of rows kept from an earlier run: whole groups only; the rest is dropped."""
         end, kept = 0, 0
+        if self._path.exists() and not self._path.is_file():
+            raise ConfigurationError(f"{self._path} is not a regular file: remove it.")
         if self._path.is_file():
             with self._path.open("rb") as file:
                 for number, line in enumerate(file):
-                    if not line.endswith(b"\n") or (number == 0 and self._read_key(line) is False):
+                    row = _read_row(line)
+                    if row is None or (number == 0 and row.get(_KEY) != self._key):
                         break
                     if number % group_size == 0:
                         end, kept = file.tell(), number
@@ -62,12 +66,6 @@ class PartialPredictions:
         else:
             os.truncate(self._path, end)
         return kept
-
-    def _read_key(self, line: bytes) -> bool:
-        try:
-            return bool(json.loads(line).get(_KEY) == self._key)
-        except (ValueError, AttributeError):
-            return False
 
     def append(self, rows: list[Row]) -> None:
         """Add rows, and flush them to the disk."""
@@ -86,6 +84,15 @@ class PartialPredictions:
             next(file)
             for line in file:
                 yield json.loads(line)
+
+
+def _read_row(line: bytes) -> Row | None:
+    """The row of a line; None if the line is damaged, or cut off by a crash."""
+    try:
+        row = parse_json(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def write_predictions(rows: Iterable[Row], path: Path) -> None:

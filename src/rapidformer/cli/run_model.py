@@ -6,14 +6,15 @@ without ``--task``, it names a run to go on with; its settings hold unless they 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.publish import read_json
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_missing_folder
 from rapidformer.models.location import DESCRIPTION, get_model_location, is_model_folder
+from rapidformer.strict_json import parse_json
 
 _ARGUMENTS_FILE = "arguments.yaml"
 # How the model's training data was read: evaluation and prediction must read theirs the same way.
@@ -97,7 +98,7 @@ def _find_checkpoint(folder: Path) -> Path | None:
 
 def _check_has_description(checkpoint: Path) -> None:
     """Refuse a checkpoint from which the model cannot be built."""
-    if "base" in json.loads((checkpoint / "run.json").read_text(encoding="utf-8")):
+    if "base" in read_json(checkpoint / "run.json"):
         problem = "it holds an adapter's state without the model under it; give best or last"
     elif not (checkpoint / DESCRIPTION / "config.json").is_file():
         problem = (
@@ -115,8 +116,8 @@ def guess_task(location: str | None) -> str | None:
         return None
     if adapter := _read(Path(location) / "adapter_config.json"):
         return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
-    config = _read(Path(location) / "config.json")
-    name = str(next(iter(config.get("architectures") or ()), ""))
+    names = _read(Path(location) / "config.json").get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
     return next((task for end, task in _ARCHITECTURES.items() if name.endswith(end)), None)
 
 
@@ -156,9 +157,9 @@ def _read(file: Path) -> dict[str, Any]:
     """What a JSON or YAML file holds; nothing if it cannot be read."""
     import yaml
 
-    load: Any = json.loads if file.suffix == ".json" else yaml.safe_load
+    load: Any = parse_json if file.suffix == ".json" else yaml.safe_load
     try:
         content = load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import IOBase
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ PRIVATE_NAMES = {
         "where a rank's slice of a fused weight is in a checkpoint"
     ),
     PLACE: "reading and writing a checkpoint's index",
+    "torch.distributed.checkpoint.utils._create_file_view": "reading a checkpoint's tensors",
 } | {
     f"torch.ops._c10d_functional.{name}": "collectives inside a compiled model"
     for name in (
@@ -48,6 +50,13 @@ def get_default_store() -> Any:
 def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The same ranks as a single axis."""
     return mesh._flatten(name)
+
+
+def open_part(file: IOBase, start: int, length: int) -> Any:
+    """Some bytes of a file as a file of their own, read as they are needed."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    return _create_file_view(file, start, length)
 
 
 def find_offset(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[int, ...]:

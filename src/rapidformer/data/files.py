@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -125,13 +126,15 @@ def _read_json(path: Path) -> Dataset:
         text = file.read()
     if text.lstrip().startswith("["):
         try:
-            return _from_rows(json.loads(text), path)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
+            rows = parse_json(text)
+        except ValueError as error:
+            line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise DataError(f"{path}{line}: not valid JSON ({error}).") from None
+        return _from_rows(rows, path)
     try:
         # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
-        document = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError:
+        document = parse_json(text) if text.lstrip().startswith("{") else None
+    except ValueError:
         document = None
     if document is None:
         return _from_rows(list(_parse_json_lines(text.split("\n"), path)), path)
@@ -139,7 +142,13 @@ def _read_json(path: Path) -> Dataset:
     if not isinstance(rows, list):
         rows = [document]
     elif rows and isinstance(rows[0], dict) and "paragraphs" in rows[0]:
-        rows = list(_flatten_squad(rows))
+        try:
+            rows = list(_flatten_squad(rows))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is not in SQuAD's format: {type(error).__name__}: {error}. It nests "
+                'questions ("qas") in "paragraphs" with a "context" in the articles of "data".'
+            ) from None
     return _from_rows(rows, path)
 
 
@@ -166,11 +175,13 @@ def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            yield parse_json(line)
+        except ValueError as error:
+            what = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                what = f"{error.msg}, column {error.colno}"
             raise DataError(
-                f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}): "
-                f"{line.strip()[:60]}"
+                f"{path}, line {number}: not valid JSON ({what}): {line.strip()[:60]}"
             ) from None
 
 
@@ -181,7 +192,7 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
         if not isinstance(row, dict):
             raise DataError(
                 f"{path}, row {number}: each row must be a JSON object such as "
-                f'{{"text": "...", "label": 0}}, but this is {json.dumps(row)[:60]}.'
+                f'{{"text": "...", "label": 0}}, but this is {str(row)[:60]}.'
             )
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in names}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import gzip
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -99,7 +98,7 @@ def _read_rows(path: Path) -> Rows:
     try:
         with open_text(path) as file:
             rows = read(file, path)
-    except (OSError, ValueError, UnicodeDecodeError, gzip.BadGzipFile, EOFError, csv.Error):
+    except (OSError, ValueError, AttributeError, RecursionError, EOFError, csv.Error):
         return []  # whoever reads the file says what is wrong with it, by its line
     return [row for row in rows if isinstance(row, dict)]
 

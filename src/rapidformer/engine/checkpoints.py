@@ -227,6 +227,11 @@ class Checkpoints:
             self._let_go()
             raise
 
+    def check_folder(self) -> None:
+        """Refuse to write to the folder if it is another run's by now; only rank 0 looks."""
+        if self._lock is not None:
+            self._lock.check()
+
     @property
     def holds_folder(self) -> bool:
         """Whether the folder that was held still belongs to this run."""

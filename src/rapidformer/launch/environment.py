@@ -69,7 +69,7 @@ def needs_agent(plan: LaunchPlan, settings: LaunchArguments) -> bool:
 def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     """Flags first, then NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, then Slurm's variables."""
     if is_started_node():
-        return _fill_processes(settings, LaunchPlan(**json.loads(os.environ[NODE_VARIABLE])))
+        return _fill_processes(settings, _read_plan(os.environ[NODE_VARIABLE]))
     step = None
     if settings.nnodes is None and not os.environ.get("NNODES", "").strip():
         step = read_slurm_step(os.environ)
@@ -79,6 +79,8 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
                 "idle: put srun in front of the command, or say --nnodes 1."
             )
     plan = _build_plan(settings, step)
+    if plan.nodes < 1:
+        raise ConfigurationError(f"--nnodes (or NNODES) must be at least 1, got {plan.nodes}.")
     if not 0 <= plan.node_rank < plan.nodes:
         raise ConfigurationError(
             f"NODE_RANK is {plan.node_rank}, but with NNODES {plan.nodes} it must be "
@@ -89,6 +91,16 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
             f"{plan.nodes} nodes must meet at one port: set MASTER_PORT (and MASTER_ADDR) on each."
         )
     return _fill_processes(settings, plan)
+
+
+def _read_plan(text: str) -> LaunchPlan:
+    try:
+        return LaunchPlan(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigurationError(
+            f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of its "
+            "--hostfile: unset it."
+        ) from None
 
 
 def _build_plan(settings: LaunchArguments, step: SlurmStep | None) -> LaunchPlan:
@@ -119,6 +131,8 @@ def _fill_processes(settings: LaunchArguments, plan: LaunchPlan) -> LaunchPlan:
     processes = settings.nproc_per_node
     if processes is None:
         processes = 1 if settings.device == "cpu" else max(count_gpus(), 1)
+    if processes < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, got {processes}.")
     return dataclasses.replace(plan, processes=processes)
 
 

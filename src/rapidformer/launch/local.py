@@ -24,8 +24,8 @@ from rapidformer.launch.failures import QUIET_VARIABLE, WorkerError
 from rapidformer.launch.signals import Preemption, handling, raise_signal
 from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SIGNALS = (*_ENDINGS, signal.SIGHUP, signal.SIGQUIT)
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (*_ENDINGS, signal.SIGQUIT)
 
 
 def launch(

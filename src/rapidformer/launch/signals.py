@@ -19,16 +19,23 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Inside, these signals are handled like this; only the main thread can choose."""
+    """Inside, these signals are handled like this; only the main thread can choose.
+
+    A SIGHUP that ``nohup`` has turned off stays off.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {n: signal.signal(n, handler) for n in numbers if not _is_turned_off(n)}
     try:
         yield
     finally:
         for number, action in before.items():
             signal.signal(number, action)
+
+
+def _is_turned_off(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def raise_signal(number: int, frame: FrameType | None) -> NoReturn:
@@ -52,6 +59,7 @@ class Preemption:
         """The signal that was passed on."""
         self._scratch, self._say = scratch, say
         self._ranks: dict[int, int] = {}
+        self._outlives_terminal = _is_turned_off(signal.SIGHUP)
 
     def begin_round(self, process_ids: dict[int, int]) -> None:
         """Listen for these ranks; torch's agent has just installed its own handlers."""
@@ -61,6 +69,8 @@ class Preemption:
         if threading.current_thread() is threading.main_thread():
             for number in SAVING:
                 signal.signal(number, self._catch)
+            if self._outlives_terminal:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def is_outcome(self, status: int) -> bool:
         """Whether a rank that ended with this status did what the signal asked for."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from rapidformer.models.adapters import (
     get_inner,
 )
 from rapidformer.overlay import get_own_class
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,10 +68,10 @@ def read_base(folder: str | Path) -> str:
     """The folder or Hub name of the model that an adapter belongs to."""
     file = Path(folder) / CONFIG_FILE
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as reason:
+        base = parse_json(file.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as reason:
         raise ModelError(f"{file} is not the configuration of an adapter: {reason}.") from None
-    if not base:
+    if not isinstance(base, str) or not base:
         raise ModelError(f"{file} does not say which model it adapts (base_model_name_or_path).")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ModelError(

@@ -104,13 +104,16 @@ def get_size(config: Any, flag: str) -> Any:
 
 
 def read_config(location: str, **options: Any) -> Any:
-    """The configuration in a folder or on the Hub, as it is."""
+    """The configuration in a folder or on the Hub, as it is.
+
+    ``trust_remote_code`` is off unless it is among the options: transformers would ask.
+    """
     from transformers import AutoConfig
 
     import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
 
     with quiet_transformers(location), explain_failure(location, "model"):
-        return AutoConfig.from_pretrained(location, **options)
+        return AutoConfig.from_pretrained(location, **{"trust_remote_code": False, **options})
 
 
 def _make_config(model_type: str | None) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ModelError
+from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder
 
@@ -168,6 +168,10 @@ def quiet_transformers(location: str | None) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+class OwnCodeError(ModelError):
+    """The model needs code from its own folder, and nobody has said that it may run."""
+
+
 @contextlib.contextmanager
 def explain_failure(location: str, wanted: str) -> Iterator[None]:
     """Turn what transformers raises for bad input into one sentence."""
@@ -175,20 +179,23 @@ def explain_failure(location: str, wanted: str) -> Iterator[None]:
 
     try:
         yield
-    except ModelError:
+    except RapidformerError:
         raise
     except SafetensorError as error:
         raise ModelError(f"The weights in {location} are damaged: {error}.") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file can make transformers raise anything
+        if "trust_remote_code" in str(error):
+            raise OwnCodeError(
+                f"{location} comes with its own Python code: add --trust-remote-code if you trust "
+                "it."
+            ) from error
         raise ModelError(_describe_failure(location, wanted, error)) from error
 
 
 def _describe_failure(location: str, wanted: str, error: Exception) -> str:
     text = " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return (
-            f"{location} comes with its own Python code: add --trust-remote-code if you trust it."
-        )
     if "Unrecognized configuration class" in text:
         return (
             f"{location} cannot do this task: its architecture has no {wanted} in transformers; "
@@ -208,4 +215,4 @@ def _describe_failure(location: str, wanted: str, error: Exception) -> str:
                 "it is private): check the spelling of --pretrained-model-name-or-path."
                 f"{suggest_path(Path(location))}"
             )
-    return f"The {wanted} of {location} cannot be loaded: {text[:300]}"
+    return f"The {wanted} of {location} cannot be loaded: {text[:300] or type(error).__name__}"

@@ -6,13 +6,13 @@ keep every figure, which a library must not do.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,9 +104,9 @@ def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
     if not metrics_file.is_file():
         raise DataError(f"{metrics_file} does not exist: a run with --save writes it.")
     lines = []
-    for text in metrics_file.read_text(encoding="utf-8").splitlines():
+    for text in metrics_file.read_bytes().split(b"\n"):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:
             continue
         if isinstance(line, dict) and "step" in line:

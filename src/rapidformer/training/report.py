@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Reporter(Callback):
         resume_step: int = 0,
         speaks: bool,
         trackers: Sequence[Tracker] = (),
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self._speaks = speaks
         self._total = total_steps
@@ -45,6 +46,7 @@ class Reporter(Callback):
             folder=folder,
             settings={name: getattr(args, name) for name in get_settings()},
             resume_step=resume_step,
+            check_folder=check_folder,
         )
         board_folder = args.tensorboard_dir or (folder and folder / "tensorboard")
         with writing(folder or Path(board_folder or ".")):

@@ -279,6 +279,7 @@ class Template(ABC):
             resume_step=self.engine.updates.clock.updates,
             speaks=self.engine.is_main,
             trackers=self.trackers,
+            check_folder=self.engine.checkpoints.check_folder,
         )
         if self.engine.is_main:
             for line in describe_run(self.engine, train_iters, loader, eval_data):
@@ -338,7 +339,9 @@ def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
         if Path(location).is_dir():
             check_has_tokenizer(location)
         with quiet_transformers(location):
-            return AutoTokenizer.from_pretrained(location, local_files_only=True)
+            return AutoTokenizer.from_pretrained(
+                location, local_files_only=True, trust_remote_code=False
+            )
     except (ModelError, OSError, ValueError, KeyError, ImportError):
         return None  # the model has none and needs none
 

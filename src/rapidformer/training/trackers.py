@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +19,9 @@ from typing import Any, Protocol
 from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
-from rapidformer.errors import WriteError
+from rapidformer.errors import CheckpointError, WriteError
 from rapidformer.log import get_logger, warn_once
-from rapidformer.strict_json import format_json
+from rapidformer.strict_json import format_json, parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +34,8 @@ class TrackedRun:
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume_step: float = 0
     """The step after which a resumed run goes on: later numbers come again. Infinite: none do."""
+    check_folder: Callable[[], None] = lambda: None
+    """Raises a CheckpointError if the folder is another run's by now."""
 
 
 class Tracker(Protocol):
@@ -85,13 +86,14 @@ class MetricsFile:
     def __init__(self) -> None:
         self.path = Path(METRICS_FILE)
         self._pending: list[str] = []
+        self._check_folder: Callable[[], None] = lambda: None
         self._last_kept: float | None = None
         """The step after which the lines in the file are still to be removed."""
 
     def start(self, run: TrackedRun) -> None:
         folder = run.folder or Path()
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / METRICS_FILE
+        self.path, self._check_folder = folder / METRICS_FILE, run.check_folder
         if run.resume_step:
             _cut(self.path, run.resume_step)
         else:
@@ -108,6 +110,7 @@ class MetricsFile:
             return
         try:
             with writing(self.path):
+                self._check_folder()
                 if self._last_kept is not None:
                     _cut(self.path, self._last_kept)
                     self._last_kept = None
@@ -118,6 +121,9 @@ class MetricsFile:
                 "written as soon as they can be.",
                 is_local=True,  # only rank 0 has the file
             )
+        except CheckpointError as error:
+            # Another run's file; the next save stops this run on every rank.
+            warn_once(str(error), is_local=True)
         else:
             self._pending = []
 
@@ -131,14 +137,20 @@ class MetricsFile:
 def _cut(path: Path, step: float) -> None:
     """Remove the lines of later steps, and one that a crash has cut off."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _get_step(line) <= step]
-        replace_text(path, "".join(line + "\n" for line in kept))
+        if not path.is_file():  # reading a named pipe would never end
+            raise OSError(errno.EINVAL, f"{path.name} is not a regular file")
+        kept = [line for line in path.read_bytes().split(b"\n") if _get_step(line) <= step]
+        replace_text(path, "".join(line.decode("utf-8") + "\n" for line in kept))
 
 
 def _append(path: Path, text: bytes) -> None:
     """All of the text or nothing: a full disk may take half of a line."""
-    with path.open("ab", buffering=0) as file:
+
+    def open_at_once(name: str, flags: int) -> int:
+        """A named pipe is an error, and not waited for."""
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    with open(path, "ab", buffering=0, opener=open_at_once) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             if file.write(text) != len(text):
@@ -148,11 +160,11 @@ def _append(path: Path, text: bytes) -> None:
             raise
 
 
-def _get_step(line: str) -> float:
-    """The step of a line; infinity for a line cut off by a crash."""
+def _get_step(line: str | bytes) -> float:
+    """The step of a line; infinity for one that is damaged, or cut off by a crash."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(parse_json(line)["step"])
+    except (ValueError, LookupError, TypeError, OverflowError):
         return float("inf")
 
 

@@ -20,11 +20,25 @@ SECONDS = 60
 _VALUES = (
     "", "-1", "0", "1", "2", "3.5", "1e400", "-1e30", "nan", "inf", "9" * 400, "0x10", "1_000",
     "true", "no", "none", "null", "auto", "a", "\0", "\n", "é²", "'", '"', "{", "[1, 2", "--", "-",
-    "=", "a=b", "~", "~/x", "/", "/dev/zero", "/proc/self/mem", "..", "*", "%s", "{0}", "a" * 3000,
-    "1,2,3", "[1, 2]", "{a: 1}", "bf16", "steps", "epoch", "cosine", "adam", "gpt", "text",
+    "=", "a=b", "~", "~/x", "~nosuchuser/x", "\udcff",
+    "9" * 5000, '{"a": ' * 3000, "/", "/dev/zero", "/proc/self/mem", "..", "*", "%s", "{0}",
+    "a" * 3000, "1,2,3", "[1, 2]", "{a: 1}", "bf16", "steps", "epoch", "cosine", "adam", "gpt",
+    "text",
 )  # fmt: skip
 _KEYS = ("", "lr", "a.b", "- x", "? y", "&a", "*a", "<<", "!!python/object:os.system", "%TAG", "\t")
-_COMMANDS = ("train", "evaluate", "predict", "train", "evaluate", "runs", "check", "plot", "tasks")
+_COMMANDS = (
+    "train",
+    "evaluate",
+    "predict",
+    "train",
+    "evaluate",
+    "runs",
+    "check",
+    "plot",
+    "tasks",
+    "export",
+    "explain",
+)
 
 
 class HungError(BaseException):
@@ -65,7 +79,7 @@ def write_yaml(dice: random.Random) -> bytes:
         lines.append(
             f"{indent}{name}{dice.choice([': ', ': ', ': ', ':', ' '])}{dice.choice(_VALUES)}"
         )
-    content = "\n".join(lines).encode()
+    content = "\n".join(lines).encode(errors="surrogateescape")
     if dice.random() < 0.1:
         place = dice.randint(0, len(content))
         content = content[:place] + dice.randbytes(dice.randint(1, 9)) + content[place:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +23,14 @@ from rapidformer.checkpoint.exporting.files import cast, copy_texts, write_shard
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
 from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype
-from rapidformer.checkpoint.publish import get_staging, publish, read_json, start_staging
+from rapidformer.checkpoint.publish import read_json
+from rapidformer.checkpoint.staged import replacing
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.configuration import read_config
-from rapidformer.models.location import quiet_transformers
+from rapidformer.models.location import OwnCodeError, quiet_transformers
 from rapidformer.models.quantizing import forget_quantization
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +77,7 @@ def export(
     source = find_source(checkpoint, base)
     say = get_logger().info
     with _staging(target) as staging:
-        config = read_config(str(source.description), local_files_only=True)
+        config = _read_config(source)
         if source.base is not None:
             forget_quantization(config, source.base, merges=merge)
         kind = DTYPES[dtype] if dtype else find_stored_dtype(source)
@@ -106,9 +106,18 @@ def export(
         )  # fmt: skip
         content = {**asdict(report), "files": sorted(_list_files(staging))}
         (staging / _REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        publish(target, with_manifest=False)
     say("exported  %s", target)
     return report
+
+
+def _read_config(source: Source) -> Any:
+    try:
+        return read_config(str(source.description), local_files_only=True)
+    except OwnCodeError:
+        raise ModelError(
+            f"{source.folder} comes with its own Python code, which export does not run: use "
+            "engine.export in the script that trained it."
+        ) from None
 
 
 def _write_model(
@@ -182,9 +191,9 @@ def _list_files(folder: Path) -> Iterator[str]:
 def _staging(target: Path) -> Iterator[Path]:
     """A folder to write to; if something fails, nothing is left of it, and the error says why."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = get_staging(target)
     try:
-        yield start_staging(target)
+        with replacing(target) as staging:
+            yield staging
     except RapidformerError:
         raise
     except (OSError, SafetensorError) as reason:
@@ -192,5 +201,3 @@ def _staging(target: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} cannot be written: {text}. Nothing was exported."
         ) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

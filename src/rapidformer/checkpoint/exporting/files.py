@@ -86,7 +86,7 @@ def _save_processor(base: str, target: Path) -> None:
             continue  # transformers would build an empty one
         try:
             with quiet_transformers(base):
-                processor = kind.from_pretrained(base)
+                processor = kind.from_pretrained(base, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as reason:  # it has none of this kind, or a bad one
             get_logger().debug("%s of %s: %s", kind.__name__, base, reason)
             continue

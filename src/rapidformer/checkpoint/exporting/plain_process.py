@@ -51,7 +51,7 @@ def load_model(folder: Path) -> Any:
     adapter, location = folder / "adapter_config.json", str(folder)
     if adapter.is_file():
         location = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = getattr(transformers, config.architectures[0])
     model, report = model_class.from_pretrained(
         location, config=config, dtype=torch.float32, output_loading_info=True,

@@ -36,6 +36,7 @@ def load_hugging_face(location: str, *, vocab_extra_ids: int = 0) -> Tokenizer:
             loaded: Any = AutoTokenizer.from_pretrained(
                 str(path) if is_local else location,
                 local_files_only=is_local or not is_hub_reachable(),
+                trust_remote_code=False,
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         raise DataError(_describe_failure(location, is_local, error)) from error

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger, warn_once
@@ -45,6 +47,8 @@ _CHATML = _TURNS.format(
 _THINKING = "enable_thinking"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "The-answer-is-here"
+_SECONDS = 20.0
+"""What a template may take for one conversation; a slow one takes milliseconds."""
 _EXAMPLE = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER})
 
 
@@ -252,12 +256,34 @@ def _check_shows_calls(message: Message, text: str) -> None:
 
 @contextmanager
 def _reporting_refusals() -> Iterator[None]:
-    from jinja2.exceptions import TemplateError
+    """A template is a program: it may raise anything, and need not end."""
+    try:
+        with _ending_in_time():
+            yield
+    except MemoryError:
+        raise
+    except Exception as reason:
+        text = str(reason) or type(reason).__name__
+        raise BadRowError(f"is refused by the chat template: {text}") from None
 
+
+@contextmanager
+def _ending_in_time() -> Iterator[None]:
+    """Raise after a while; only a process's main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it was not rendered within {_SECONDS:.0f} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         yield
-    except (TemplateError, TypeError, ValueError) as reason:
-        raise BadRowError(f"is refused by the chat template: {reason}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, before)
 
 
 def choose_template(

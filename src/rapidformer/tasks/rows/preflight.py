@@ -6,7 +6,6 @@ the full data or the model is checked when they are loaded.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.nearest import find_nearest
+from rapidformer.strict_json import parse_json
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.registry import get_task, is_pretraining
 
@@ -177,9 +177,9 @@ def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
 
 def _read_architectures(location: str) -> list[str]:
     try:
-        config = json.loads((Path(location) / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((Path(location) / "config.json").read_bytes())
         return [str(name) for name in config.get("architectures") or ()]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return []  # on the Hub, or broken: loading it reports that
 
 
@@ -211,9 +211,10 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
             yield f"--input {text}: there is no such file."
     for text in objects:
         try:
-            json.loads(text)
+            parse_json(text)
         except ValueError as reason:
-            yield f"--input {text!r} is not valid JSON: {reason}. Texts must not begin with {{."
+            shown = repr(text[:60])
+            yield f"--input {shown} is not valid JSON: {reason}. Texts must not begin with {{."
 
 
 def _looks_like_missing_file(text: str) -> bool:
