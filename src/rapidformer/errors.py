@@ -14,7 +14,7 @@ class RapidformerError(Exception):
     """Base class of every error that the user can fix."""
 
 
-class ConfigurationError(RapidformerError):
+class ConfigurationError(RapidformerError, ValueError):
     """Settings that are unknown, malformed or contradictory.
 
     All problems are collected and reported at once, so that nobody fixes a command line one error

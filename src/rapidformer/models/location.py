@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ModelError
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder
 
@@ -175,7 +175,7 @@ def explain_failure(location: str, wanted: str) -> Iterator[None]:
 
     try:
         yield
-    except ModelError:
+    except (ModelError, ConfigurationError):
         raise
     except SafetensorError as error:
         raise ModelError(f"The weights in {location} are damaged: {error}.") from error

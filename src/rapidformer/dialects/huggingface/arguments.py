@@ -1,8 +1,8 @@
 """``TrainingArguments``: the public class, with the names and defaults of ``transformers`` 5.17.
 
 It is a plain, mutable dataclass that knows no rules: its fields and what each does here are in
-``names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a run. No torch at the
-top, so that ``rapidformer --help`` and the docs can read it.
+``names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a run, and checks a new
+one. No torch at the top, so that ``rapidformer --help`` and the docs can read it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class TrainingArguments(NamedFields):
             value = getattr(self, name)
             if isinstance(value, str) and value.lstrip().startswith("{"):
                 setattr(self, name, json.loads(value))
-        for name in _STRATEGIES:  # transformers' enums hold their word in `value`
-            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        self.use_plain_words()
         if self.eval_strategy != "no":
             self.do_eval = True
         if self.eval_strategy == "steps" and not self.eval_steps:
@@ -107,6 +106,31 @@ class TrainingArguments(NamedFields):
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        from rapidformer.dialects.huggingface.settings import check_arguments
+
+        check_arguments(self)
+
+    def use_plain_words(self) -> None:
+        """Replace transformers' enums by their words, and short forms by what they stand for."""
+        for name in _STRATEGIES:  # an enum holds its word in `value`
+            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        seen: Any = self.include_num_input_tokens_seen
+        self.include_num_input_tokens_seen = {True: "all", False: "no"}.get(seen, seen)
+        named = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        self.report_to = [name for name in named if name not in ("none", "")]
+        if self.report_to == ["all"]:
+            from transformers.integrations import get_available_reporting_integrations
+
+            self.report_to = get_available_reporting_integrations()
+        self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+    def __getattr__(self, name: str) -> Any:
+        """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
+        if not name.startswith("set_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        from transformers import TrainingArguments as Theirs
+
+        return functools.partial(getattr(Theirs, name), self)
 
     @property
     def world_size(self) -> int:
@@ -243,7 +267,10 @@ def list_changed(arguments: TrainingArguments) -> list[str]:
         return make() if make is not dataclasses.MISSING else field.default
 
     fields = dataclasses.fields(arguments)
-    return [field.name for field in fields if getattr(arguments, field.name) != get_default(field)]
+    changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
+    if not arguments.report_to:
+        changed.discard("report_to")  # "none" has become an empty list
+    return [field.name for field in fields if field.name in changed]
 
 
 for _former, _present in _FORMER_NAMES.items():

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
@@ -55,6 +57,7 @@ class LoopEvents(Callback):
     def __init__(self, trainer: EvaluationMethods) -> None:
         self._trainer = trainer
         self._heard: set[str] = set()
+        self._work_before = 0.0
 
     def hears(self, hook: str) -> bool:
         return hook in self._heard
@@ -86,6 +89,7 @@ class LoopEvents(Callback):
                 saved = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
                 history = [line for line in saved["log_history"] if line["step"] <= loop.step]
                 trainer.state.log_history = history
+                self._work_before = float(saved.get("total_flos", 0))
                 if trainer.args.restore_callback_states_from_checkpoint and folder == checkpoint:
                     restore_stateful(trainer, saved.get("stateful_callbacks", {}))
                 return
@@ -97,7 +101,19 @@ class LoopEvents(Callback):
     on_optimizer_step = _pass_on("on_optimizer_step")
     on_step_end = _pass_on("on_step_end")
     on_epoch_end = _pass_on("on_epoch_end")
-    on_train_end = _pass_on("on_train_end")
+
+    def on_train_end(self, loop: RunningLoop, control: Control) -> None:
+        self._follow(loop)
+        self._count_work(loop)
+        self._trainer.log_results()
+        self._tell("on_train_end", loop, control)
+
+    def _count_work(self, loop: RunningLoop) -> None:
+        """transformers' estimate for the tokens of all processes, padding included."""
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        slots = torch.empty(sum(gather_from_all(loop.slots)), device="meta")
+        work = self._trainer.floating_point_ops({name: slots})
+        self._trainer.state.total_flos = self._work_before + work
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "loss" in line:  # evaluate() logs its own numbers
@@ -107,6 +123,8 @@ class LoopEvents(Callback):
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
         self._follow(loop)
+        if loop.step:
+            self._trainer.step_schedule(metrics)
         theirs = self._trainer.control
         for name in _REQUESTS:
             setattr(control, name, getattr(control, name) or getattr(theirs, name))
@@ -115,6 +133,9 @@ class LoopEvents(Callback):
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         trainer = self._trainer
         update_stateful(trainer)
+        self._count_work(loop)
+        if trainer.overrides_saving:
+            trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)
             trainer.state.save_to_json(str(folder / STATE_FILE))
@@ -203,6 +224,7 @@ class TrainerTemplate(Template):
             resume = self.find_resume_folder()
             if trainer.train_dataloader is None:
                 self.prepare()
+            trainer.model.zero_grad()  # of steps by hand
             evaluation = self.make_evaluation(trainer.model, None)
             return self.run_loop(
                 trainer.train_dataloader, trainer.model,
@@ -218,14 +240,10 @@ class TrainerTemplate(Template):
     def compose(self) -> Any:
         trainer = self.trainer
         self.engine.updates.is_own_loop = False
-        optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.updates.has_own_parts = False
         self.engine.model.skips_cache = not trainer.args.use_cache
-        composed = self.engine.compose(
-            trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
-        )
-        _, trainer.optimizer, trainer.lr_scheduler = composed[:3]
+        trainer.compose(self.engine)
         return trainer.model
 
     def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:

@@ -30,7 +30,7 @@ class NamedFields:
         "-1 means that num_train_epochs decides", "train_iters")] = -1  # fmt: skip
     learning_rate: Annotated[float, mapped("lr")] = 5e-5
     lr_scheduler_type: Annotated[str, honoured(
-        "all but reduce_lr_on_plateau and greedy, which look at metrics",
+        "all; reduce_lr_on_plateau and greedy move after an evaluation",
         "lr_decay_style")] = "linear"  # fmt: skip
     lr_scheduler_kwargs: Annotated[Options, honoured(
         "passed to transformers' get_scheduler")] = None  # fmt: skip
@@ -91,7 +91,8 @@ class NamedFields:
     log_level_replica: Annotated[str, ignored("only rank 0 logs")] = "warning"
     disable_tqdm: Annotated[bool | None, honoured(
         "True: log lines instead of a progress bar", "progress")] = None  # fmt: skip
-    report_to: Annotated[str, honoured("transformers' own integrations, as callbacks")] = "none"
+    report_to: Annotated[str | list[str], honoured(
+        "transformers' own integrations, as callbacks")] = "none"  # fmt: skip
     run_name: Annotated[str | None, honoured("read by the integrations of report_to")] = None
     project: Annotated[str, honoured("read by the integrations of report_to")] = "huggingface"
     trackio_space_id: Annotated[str | None, ignored(_TRACKIO)] = None

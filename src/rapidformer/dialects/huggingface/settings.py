@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,16 @@ _Translate = Callable[[TrainingArguments, list[str]], Values]
 
 def build_settings(arguments: TrainingArguments) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
-    problems: list[str] = []
+    arguments.use_plain_words()  # a script may have set fields since
+    settings = check_arguments(arguments)
+    if isinstance(arguments.deepspeed, dict):
+        _write_deepspeed(arguments.deepspeed, _get_deepspeed_file(arguments))
+    return add_launch_flags(settings)
+
+
+def check_arguments(arguments: TrainingArguments) -> Settings:
+    """The same without the launcher's flags, and without leaving a trace."""
+    problems = list(_find_problems(arguments))
     changed = set(list_changed(arguments))
     said: Values = {}
     assumed: Values = {}
@@ -58,16 +67,29 @@ def build_settings(arguments: TrainingArguments) -> Settings:
     rest = {name: value for name, value in assumed.items() if name not in said}
     checked = arguments_from_mapping(rest)
     defaults = {name: getattr(checked, name) for name in rest}
-    return add_launch_flags(settings.replace(_DEFAULT, **defaults))
+    return settings.replace(_DEFAULT, **defaults)
+
+
+def _find_problems(arguments: TrainingArguments) -> Iterator[str]:
+    """Rules of transformers' own; ours between settings are checked with the run."""
+    for name in ("logging", "eval", "save"):
+        steps: Any = getattr(arguments, f"{name}_steps")
+        if getattr(arguments, f"{name}_strategy") != "steps" or steps is None:
+            continue
+        if isinstance(steps, bool) or not isinstance(steps, (int, float)):
+            yield f"{name}_steps must be a number, got {steps!r}."
+        elif steps < 0 or (steps > 1 and steps != int(steps)):
+            yield f"{name}_steps must be whole, or below 1 (a share of the run), got {steps}."
+        elif steps == 0 and name != "save":
+            yield f"{name}_strategy='steps' needs {name}_steps above 0."
+    if arguments.fp16 and arguments.bf16:
+        yield "fp16=True and bf16=True contradict each other: give only one of them."
 
 
 def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Values:
     kind, warmup = arguments.lr_scheduler_type, arguments.warmup_steps
-    if kind in _NEEDS_METRICS:
-        problems.append(
-            f"lr_scheduler_type={kind!r} looks at metrics, and the schedule of a run is known "
-            "before it starts: use linear or cosine."
-        )
+    if kind in _NEEDS_METRICS and arguments.eval_strategy == "no":
+        problems.append(f"lr_scheduler_type={kind!r} looks at metrics: set eval_strategy.")
     values: Values = {"lr_decay_style": _CURVES.get(kind, "linear")}
     if (last := _find_last_rate(arguments)) is not None:
         values |= {"lr_decay_style": "cosine", "min_lr": last}
@@ -191,16 +213,21 @@ def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> V
     content = arguments.deepspeed
     if not content:
         return {}
-    if isinstance(content, str):
-        return {"deepspeed": content}
-    folder = Path(arguments.output_dir or ".")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".deepspeed.json"  # deepspeed.json may be a file of the user's
+    is_path = isinstance(content, str)
+    return {"deepspeed": content if is_path else str(_get_deepspeed_file(arguments))}
+
+
+def _get_deepspeed_file(arguments: TrainingArguments) -> Path:
+    # deepspeed.json may be a file of the user's
+    return Path(arguments.output_dir or ".") / ".deepspeed.json"
+
+
+def _write_deepspeed(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Every process writes the same text, each by way of a file of its own.
-    staging = folder / f".deepspeed-{os.getpid()}.json"
+    staging = path.with_name(f".deepspeed-{os.getpid()}.json")
     staging.write_text(json.dumps(content, indent=2), encoding="utf-8")
     staging.replace(path)
-    return {"deepspeed": str(path)}
 
 
 _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {
