@@ -84,7 +84,6 @@ def _print_counts(report: Path) -> int:
         if outcome == "failed":
             print(f"{where}.{case.get('name')}: {reason[:150]}")
     for name, found in {**counts, "all": sum(counts.values(), Counter())}.items():
-        print(
-            f"{name}: {found['passed']} pass, {found['failure']} fail, {found['skipped']} skipped"
-        )
+        numbers = [f"{found[kind]} {kind}" for kind in ("passed", "failed", "skipped")]
+        print(f"{name}: {', '.join(numbers)}")
     return 0

@@ -246,3 +246,61 @@ def test_optimizers_do_not_go_with_model_init(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(make_classifier().parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="override create_optimizer instead"):
         make_trainer(tmp_path, model_init=make_classifier, optimizers=(optimizer, None))
+
+
+def test_the_best_and_the_last_checkpoint_are_models(tmp_path: Path) -> None:
+    """Hard links to ``best/`` and ``last/``: nothing is written twice."""
+    scores = iter([1.0, 2.0, 0.5])
+    trainer = make_trainer(
+        tmp_path, max_steps=6, learning_rate=1e-2, eval_strategy="steps", save_strategy="steps",
+        eval_steps=2, save_steps=2, load_best_model_at_end=True, metric_for_best_model="score",
+        compute_metrics=lambda _: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint or "")
+    assert best == tmp_path / "checkpoint-4"
+    kind = type(trainer.model)
+    torch.testing.assert_close(
+        kind.from_pretrained(best).state_dict(), trainer.model.state_dict(), atol=0, rtol=0
+    )
+    last = kind.from_pretrained(tmp_path / "checkpoint-6").state_dict()
+    torch.testing.assert_close(last, kind.from_pretrained(tmp_path / "last").state_dict())
+    weights = (tmp_path / "checkpoint-6" / "model.safetensors").stat()
+    assert weights.st_nlink == 2
+    again = make_trainer(tmp_path, max_steps=7)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.state.global_step == 7
+
+
+def test_callbacks_see_the_last_save_coming(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            seen.extend(["step"] * control.should_save)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            seen.extend(["epoch"] * control.should_save)
+
+        def on_save(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            seen.append("saved")
+
+    make_trainer(tmp_path / "a", max_steps=2, callbacks=[Watch()]).train()
+    assert seen == ["step", "saved"]
+    seen.clear()
+    make_trainer(tmp_path / "b", max_steps=2, save_strategy="epoch", callbacks=[Watch()]).train()
+    assert seen == ["epoch", "saved"]
+
+
+def test_a_complete_run_that_is_resumed_restores_its_callbacks(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "max_steps": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    make_trainer(tmp_path, callbacks=[transformers.EarlyStoppingCallback(5)], **settings).train()
+    stopping = transformers.EarlyStoppingCallback()
+    again = make_trainer(
+        tmp_path, callbacks=[stopping], restore_callback_states_from_checkpoint=True, **settings
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert stopping.early_stopping_patience == 5 and again.state.global_step == 2

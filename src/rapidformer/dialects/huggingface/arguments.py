@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.names import NamedFields
+from rapidformer.dialects.huggingface.names import NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -33,8 +33,6 @@ _DICTIONARIES = (
     "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
     "lr_scheduler_kwargs", "parallelism_config",
 )  # fmt: skip
-_STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
-               "hub_strategy")  # fmt: skip
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
 _FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
 """Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
@@ -109,20 +107,6 @@ class TrainingArguments(NamedFields):
         from rapidformer.dialects.huggingface.settings import check_arguments
 
         check_arguments(self)
-
-    def use_plain_words(self) -> None:
-        """Replace transformers' enums by their words, and short forms by what they stand for."""
-        for name in _STRATEGIES:  # an enum holds its word in `value`
-            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
-        seen: Any = self.include_num_input_tokens_seen
-        self.include_num_input_tokens_seen = {True: "all", False: "no"}.get(seen, seen)
-        named = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        self.report_to = [name for name in named if name not in ("none", "")]
-        if self.report_to == ["all"]:
-            from transformers.integrations import get_available_reporting_integrations
-
-            self.report_to = get_available_reporting_integrations()
-        self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
 
     def __getattr__(self, name: str) -> Any:
         """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
@@ -257,20 +241,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.sortish_sampler and self.train_sampling_strategy == "random":
             self.train_sampling_strategy = "group_by_length"
-
-
-def list_changed(arguments: TrainingArguments) -> list[str]:
-    """The names whose values are not the defaults."""
-
-    def get_default(field: dataclasses.Field[Any]) -> Any:
-        make: Any = field.default_factory
-        return make() if make is not dataclasses.MISSING else field.default
-
-    fields = dataclasses.fields(arguments)
-    changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
-    if not arguments.report_to:
-        changed.discard("report_to")  # "none" has become an empty list
-    return [field.name for field in fields if field.name in changed]
 
 
 for _former, _present in _FORMER_NAMES.items():

@@ -25,7 +25,7 @@ from rapidformer.errors import CheckpointError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.run_folder import set_aside
+from rapidformer.training.run_folder import BEST, LAST, set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.timetable import count_updates
 
@@ -58,6 +58,7 @@ class LoopEvents(Callback):
         self._trainer = trainer
         self._heard: set[str] = set()
         self._work_before = 0.0
+        self.has_begun = False
 
     def hears(self, hook: str) -> bool:
         return hook in self._heard
@@ -72,22 +73,23 @@ class LoopEvents(Callback):
             interval = getattr(args, name)
             if interval:
                 setattr(state, name, count_updates(interval, loop.train_iters))
+        self.has_begun = True
         if loop.step:
-            self._recall(loop)
+            self.recall(loop.step, loop.args.save)
         # A callback may be on some ranks only: all must know where requests can come from.
         self._heard = set().union(*gather_from_all(trainer.callbacks.list_events()))
         self._tell("on_train_begin", loop, control)
 
-    def _recall(self, loop: RunningLoop) -> None:
+    def recall(self, step: int, save: str | None) -> None:
         """The history of the run that is resumed, and the state of its callbacks if asked for."""
         trainer = self._trainer
         checkpoint = trainer.engine.checkpoints.resumed_from
-        for folder in (checkpoint, Path(loop.args.save or ".")):
+        for folder in (checkpoint, Path(save or ".")):
             if folder is None or not (folder / STATE_FILE).is_file():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError):
                 saved = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-                history = [line for line in saved["log_history"] if line["step"] <= loop.step]
+                history = [line for line in saved["log_history"] if line["step"] <= step]
                 trainer.state.log_history = history
                 self._work_before = float(saved.get("total_flos", 0))
                 if trainer.args.restore_callback_states_from_checkpoint and folder == checkpoint:
@@ -99,12 +101,31 @@ class LoopEvents(Callback):
     on_substep_end = _pass_on("on_substep_end")
     on_pre_optimizer_step = _pass_on("on_pre_optimizer_step")
     on_optimizer_step = _pass_on("on_optimizer_step")
-    on_step_end = _pass_on("on_step_end")
-    on_epoch_end = _pass_on("on_epoch_end")
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        """The loop evaluates and saves at the end in any case: callbacks see it coming."""
+        if loop.step >= loop.train_iters:
+            self._ask_for(loop, control, "steps", loop.step)
+        self._tell("on_step_end", loop, control)
+
+    def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
+        """Also of an epoch that the run has not finished."""
+        control.should_log |= loop.args.log_strategy == "epoch"
+        self._ask_for(loop, control, "epoch", loop.epoch)
+        self._tell("on_epoch_end", loop, control)
+
+    def _ask_for(self, loop: RunningLoop, control: Control, strategy: str, place: float) -> None:
+        args = loop.args
+        control.should_save |= args.save_strategy == strategy
+        is_due = loop.progress.evaluated_at != loop.step and args.eval_delay <= place
+        control.should_evaluate |= args.eval_strategy == strategy and is_due
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
         self._follow(loop)
         self._count_work(loop)
+        if loop.engine.is_main and loop.args.save is not None:
+            run = Path(loop.args.save)
+            _link_model(run / LAST, run / f"checkpoint-{loop.step}")
         self._trainer.log_results()
         self._tell("on_train_end", loop, control)
 
@@ -138,6 +159,8 @@ class LoopEvents(Callback):
             trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)
+            if loop.progress.best_step == loop.step:
+                _link_model(folder.parent / BEST, folder)
             trainer.state.save_to_json(str(folder / STATE_FILE))
         trainer.save_state()
         self._tell("on_save", loop, control)
@@ -184,6 +207,15 @@ def _link_checkpoint(folder: Path, step: int) -> None:
         (folder.parent / f"checkpoint-{step}").symlink_to(folder.name)
 
 
+def _link_model(source: Path, checkpoint: Path) -> None:
+    """Let ``from_pretrained`` read a checkpoint whose weights are exported: nothing is copied."""
+    if not checkpoint.is_dir():
+        return
+    for path in source.glob("*"):
+        with contextlib.suppress(OSError):  # it is there, or a file system without links
+            (checkpoint / path.name).hardlink_to(path)
+
+
 class TrainerTemplate(Template):
     """Data, optimizer, forward step and evaluation are the trainer's."""
 
@@ -191,7 +223,8 @@ class TrainerTemplate(Template):
         super().__init__(engine)
         self.trainer = trainer
         self.processor = trainer.processing_class
-        self.callbacks = [LoopEvents(trainer)]
+        self._events = LoopEvents(trainer)
+        self.callbacks = [self._events]
 
     @property
     def is_shuffled(self) -> bool:
@@ -226,10 +259,13 @@ class TrainerTemplate(Template):
                 self.prepare()
             trainer.model.zero_grad()  # of steps by hand
             evaluation = self.make_evaluation(trainer.model, None)
-            return self.run_loop(
+            progress = self.run_loop(
                 trainer.train_dataloader, trainer.model,
                 evaluation=evaluation, eval_data=trainer.eval_dataset, resume=resume,
             )  # fmt: skip
+            if not self._events.has_begun:  # the run was complete
+                self._events.recall(self.engine.updates.clock.updates, args.save)
+            return progress
 
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""

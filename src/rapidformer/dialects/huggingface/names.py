@@ -15,6 +15,8 @@ _HUB = "used by push_to_hub()"
 _TRACKIO = "pass transformers' TrackioCallback in callbacks= to use Trackio"
 _DDP = "gradients are reduced by our own hooks, not by DistributedDataParallel"
 _WORKERS = "the loader chooses it"
+_STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
+               "hub_strategy")  # fmt: skip
 
 
 @dataclass(repr=False)
@@ -195,6 +197,34 @@ class NamedFields:
     resume_from_checkpoint: Annotated[str | None, honoured(
         "read by scripts, which pass it to train()")] = None  # fmt: skip
     local_rank: Annotated[int, ignored("the launcher's LOCAL_RANK is read")] = -1
+
+    def use_plain_words(self) -> None:
+        """Replace transformers' enums by their words, and short forms by what they stand for."""
+        for name in _STRATEGIES:  # an enum holds its word in `value`
+            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        seen: Any = self.include_num_input_tokens_seen
+        self.include_num_input_tokens_seen = {True: "all", False: "no"}.get(seen, seen)
+        named = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        self.report_to = [name for name in named if name not in ("none", "")]
+        if self.report_to == ["all"]:
+            from transformers.integrations import get_available_reporting_integrations
+
+            self.report_to = get_available_reporting_integrations()
+        self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+
+def list_changed(arguments: NamedFields) -> list[str]:
+    """The names whose values are not the defaults."""
+
+    def get_default(field: dataclasses.Field[Any]) -> Any:
+        make: Any = field.default_factory
+        return make() if make is not dataclasses.MISSING else field.default
+
+    fields = dataclasses.fields(arguments)
+    changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
+    if not arguments.report_to:
+        changed.discard("report_to")  # "none" has become an empty list
+    return [field.name for field in fields if field.name in changed]
 
 
 def _take_rows() -> dict[str, ForeignName]:

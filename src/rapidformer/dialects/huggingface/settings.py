@@ -14,8 +14,7 @@ from typing import Any
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.dialects.huggingface.arguments import TrainingArguments, list_changed
-from rapidformer.dialects.huggingface.names import HUGGING_FACE
+from rapidformer.dialects.huggingface.names import HUGGING_FACE, NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import find_names
 
@@ -30,10 +29,10 @@ OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adafactor":
 TORCH_OPTIMIZERS = {"adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
 Values = dict[str, Any]
-_Translate = Callable[[TrainingArguments, list[str]], Values]
+_Translate = Callable[[NamedFields, list[str]], Values]
 
 
-def build_settings(arguments: TrainingArguments) -> Settings:
+def build_settings(arguments: NamedFields) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     arguments.use_plain_words()  # a script may have set fields since
     settings = check_arguments(arguments)
@@ -42,7 +41,7 @@ def build_settings(arguments: TrainingArguments) -> Settings:
     return add_launch_flags(settings)
 
 
-def check_arguments(arguments: TrainingArguments) -> Settings:
+def check_arguments(arguments: NamedFields) -> Settings:
     """The same without the launcher's flags, and without leaving a trace."""
     problems = list(_find_problems(arguments))
     changed = set(list_changed(arguments))
@@ -70,7 +69,7 @@ def check_arguments(arguments: TrainingArguments) -> Settings:
     return settings.replace(_DEFAULT, **defaults)
 
 
-def _find_problems(arguments: TrainingArguments) -> Iterator[str]:
+def _find_problems(arguments: NamedFields) -> Iterator[str]:
     """Rules of transformers' own; ours between settings are checked with the run."""
     for name in ("logging", "eval", "save"):
         steps: Any = getattr(arguments, f"{name}_steps")
@@ -86,7 +85,7 @@ def _find_problems(arguments: TrainingArguments) -> Iterator[str]:
         yield "fp16=True and bf16=True contradict each other: give only one of them."
 
 
-def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_schedule(arguments: NamedFields, problems: list[str]) -> Values:
     kind, warmup = arguments.lr_scheduler_type, arguments.warmup_steps
     if kind in _NEEDS_METRICS and arguments.eval_strategy == "no":
         problems.append(f"lr_scheduler_type={kind!r} looks at metrics: set eval_strategy.")
@@ -104,7 +103,7 @@ def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Va
     return values
 
 
-def has_own_curve(arguments: TrainingArguments) -> bool:
+def has_own_curve(arguments: NamedFields) -> bool:
     """Whether a schedule of ours is the one asked for; otherwise transformers makes it."""
     kind = arguments.lr_scheduler_type
     # transformers rounds a fractional warm-up up to whole updates; our curve does not.
@@ -114,7 +113,7 @@ def has_own_curve(arguments: TrainingArguments) -> bool:
     return is_known or _find_last_rate(arguments) is not None
 
 
-def _find_last_rate(arguments: TrainingArguments) -> float | None:
+def _find_last_rate(arguments: NamedFields) -> float | None:
     """Where transformers' cosine_with_min_lr ends; None for any other schedule."""
     options = arguments.lr_scheduler_kwargs
     if arguments.lr_scheduler_type != "cosine_with_min_lr" or not isinstance(options, Mapping):
@@ -126,7 +125,7 @@ def _find_last_rate(arguments: TrainingArguments) -> float | None:
     return None
 
 
-def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_optimizer(arguments: NamedFields, problems: list[str]) -> Values:
     name = arguments.optim
     if name not in OPTIMIZERS and name not in TORCH_OPTIMIZERS:
         known = ", ".join([*OPTIMIZERS, *TORCH_OPTIMIZERS])
@@ -138,7 +137,7 @@ def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> V
     return {"optimizer": OPTIMIZERS.get(name, "adamw"), "sgd_momentum": 0.0}
 
 
-def _translate_logging(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_logging(arguments: NamedFields, problems: list[str]) -> Values:
     level = arguments.log_level
     values: Values = {"log_level": {"passive": "info", "critical": "error"}.get(level, level)}
     if arguments.disable_tqdm is not None:
@@ -146,7 +145,7 @@ def _translate_logging(arguments: TrainingArguments, problems: list[str]) -> Val
     return values
 
 
-def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_data(arguments: NamedFields, problems: list[str]) -> Values:
     sampling = arguments.train_sampling_strategy
     if sampling not in ("random", "sequential", "group_by_length", "batch_rebalance"):
         problems.append(
@@ -160,7 +159,7 @@ def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values
     }
 
 
-def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
     """``fsdp`` in its words of any age (True, "full_shard auto_wrap"), and ``fsdp_config``."""
     asked: Any = arguments.fsdp
     words = asked.split() if isinstance(asked, str) else []
@@ -188,7 +187,7 @@ def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values
     return values
 
 
-def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_parallelism(arguments: NamedFields, problems: list[str]) -> Values:
     config = arguments.parallelism_config
     if config is None:
         return {}
@@ -208,7 +207,7 @@ def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) ->
     return values
 
 
-def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_deepspeed(arguments: NamedFields, problems: list[str]) -> Values:
     """A dictionary is written into the run's folder, where the run can be repeated from."""
     content = arguments.deepspeed
     if not content:
@@ -217,7 +216,7 @@ def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> V
     return {"deepspeed": content if is_path else str(_get_deepspeed_file(arguments))}
 
 
-def _get_deepspeed_file(arguments: TrainingArguments) -> Path:
+def _get_deepspeed_file(arguments: NamedFields) -> Path:
     # deepspeed.json may be a file of the user's
     return Path(arguments.output_dir or ".") / ".deepspeed.json"
 
