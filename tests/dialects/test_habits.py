@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import SequentialSampler
 from transformers import T5Config, T5ForConditionalGeneration
 
+import rapidformer
 from rapidformer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from rapidformer.errors import ConfigurationError
 from tests.dialects.small import collate, make_classifier, make_rows
@@ -304,3 +306,33 @@ def test_a_complete_run_that_is_resumed_restores_its_callbacks(tmp_path: Path) -
     )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert stopping.early_stopping_patience == 5 and again.state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weight_decay": 0.1}, {"optim": "adafactor"}], ids=["decay", "adafactor"]
+)
+def test_a_t5_run_has_transformers_losses_and_norms(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Its table of relative positions is not decayed: "bias" is in its name."""
+    draw = np.random.default_rng(0)
+    data = [
+        {"input_ids": draw.integers(2, 32, 5).tolist(), "labels": draw.integers(2, 32, 4).tolist()}
+        for _ in range(16)
+    ]
+
+    def stack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+    found = []
+    for room in (rapidformer, transformers):
+        arguments: Any = room.TrainingArguments(
+            str(tmp_path / room.__name__), use_cpu=True, logging_steps=1, learning_rate=5e-3,
+            per_device_train_batch_size=4, train_sampling_strategy="sequential", max_steps=6,
+            disable_tqdm=True, save_strategy="no", **settings,
+        )  # fmt: skip
+        trainer: Any = room.Trainer(_make_writer(), arguments, stack, train_dataset=data)
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        found.append([(line["loss"], line["grad_norm"]) for line in lines])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)

@@ -39,12 +39,12 @@ class NamedFields:
     warmup_steps: Annotated[float, honoured(
         "below 1, a fraction of the run", "lr_warmup_iters")] = 0  # fmt: skip
     optim: Annotated[str, honoured(
-        "adamw_torch(_fused), adafactor, sgd, adagrad and rmsprop, all from torch; pass any other "
+        "adamw_torch(_fused), sgd, adagrad and rmsprop from torch, adafactor; pass any other "
         "in optimizers=(optimizer, None)", "optimizer")] = "adamw_torch_fused"  # fmt: skip
     optim_args: Annotated[str | None, refused(
         "pass your own optimizer in optimizers=(optimizer, None)")] = None  # fmt: skip
     weight_decay: Annotated[float, mapped(
-        "weight_decay", "not applied to biases and norms (one dimension)")] = 0.0  # fmt: skip
+        "weight_decay", "not applied to biases and norms")] = 0.0  # fmt: skip
     adam_beta1: Annotated[float, mapped("adam_beta1")] = 0.9
     adam_beta2: Annotated[float, mapped("adam_beta2")] = 0.999
     adam_epsilon: Annotated[float, mapped("adam_eps")] = 1e-8

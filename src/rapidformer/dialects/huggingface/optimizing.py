@@ -12,19 +12,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import get_scheduler
-from transformers.optimization import GreedyLR
+from transformers.optimization import Adafactor, GreedyLR
 
 from rapidformer.config import resolve
 from rapidformer.dialects.huggingface.interface import TrainerInterface
-from rapidformer.dialects.huggingface.settings import TORCH_OPTIMIZERS, has_own_curve
+from rapidformer.dialects.huggingface.settings import MADE_HERE, has_own_curve
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.optim.optimizers import build_optimizer, group_parameters
+from rapidformer.optim.optimizers import build_optimizer
 
 _States = dict[str, dict[str, Any]]
 
@@ -67,8 +68,8 @@ class OptimizerMethods(TrainerInterface):
         if self._overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(steps)
         elif self._overrides("create_optimizer") or (self.optimizer is None and (
-            self._overrides("create_scheduler") or self._overrides("get_decay_parameter_names")
-            or self._optimizer_class is not None or self.args.optim in TORCH_OPTIMIZERS
+            self._overrides("create_scheduler") or self._decays_by_name()
+            or self._optimizer_class is not None or self.args.optim in MADE_HERE
         )):  # fmt: skip
             self.create_optimizer()
         make = None
@@ -147,27 +148,40 @@ class OptimizerMethods(TrainerInterface):
 
     def _build_optimizer(self, model: nn.Module) -> Optimizer:
         args = self.args
-        groups: Any = group_parameters(model, args.weight_decay)
-        if self._overrides("get_decay_parameter_names"):
-            decayed, named = set(self.get_decay_parameter_names(model)), model.named_parameters()
-            trained = [(name in decayed, p) for name, p in named if p.requires_grad]
-            groups = [
-                {"params": [p for kind, p in trained if kind is decays], "weight_decay": weight}
-                for decays, weight in ((True, args.weight_decay), (False, 0.0))
-            ]
+        decayed, named = set(self.get_decay_parameter_names(model)), model.named_parameters()
+        trained = [(name in decayed, p) for name, p in named if p.requires_grad]
+        groups: list[Any] = [
+            {"params": [p for is_decayed, p in trained if is_decayed is decays],
+             "weight_decay": args.weight_decay if decays else 0.0}
+            for decays in (True, False)
+        ]  # fmt: skip
         if self._optimizer_class is not None:
             cls, details = self._optimizer_class
             return cls(groups, **{"lr": args.learning_rate, **details})
-        if args.optim in TORCH_OPTIMIZERS:
-            named: Any = getattr(torch.optim, TORCH_OPTIMIZERS[args.optim])
-            return named(groups, lr=args.learning_rate)  # type: ignore[no-any-return]
+        if args.optim == "adafactor":
+            fixed = {"scale_parameter": False, "relative_step": False}
+            return Adafactor(groups, lr=args.learning_rate, **fixed)  # type: ignore[no-any-return]
+        if args.optim in MADE_HERE:
+            named_class: Any = getattr(torch.optim, MADE_HERE[args.optim])
+            return named_class(groups, lr=args.learning_rate)  # type: ignore[no-any-return]
         settings = resolve(self.build_settings()) if self._engine is None else self._engine.args
         optimizer = build_optimizer(model, settings)
-        if self._overrides("get_decay_parameter_names"):
+        if self._decays_by_name():
             optimizer.param_groups.clear()
             for group in groups:
                 optimizer.add_param_group(group)
         return optimizer
+
+    def _decays_by_name(self) -> bool:
+        """Whether weight decay is for other parameters than those of several dimensions.
+
+        T5's relative positions are a matrix with "bias" in its name, which is not decayed.
+        """
+        decayed = set(self.get_decay_parameter_names(self.model) if self.args.weight_decay else ())
+        named = self.model.named_parameters()
+        return bool(decayed) and any(
+            (name in decayed) is not (p.dim() > 1) for name, p in named if p.requires_grad
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         """Make the schedule that the arguments describe, for a run of this many updates."""
@@ -186,8 +200,9 @@ class OptimizerMethods(TrainerInterface):
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """What weight decay applies to: matrices, not biases and norms (one dimension)."""
-        return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+        """What weight decay applies to, by transformers' rule: neither biases nor norms."""
+        names: list[str] = transformers.Trainer.get_decay_parameter_names(self, model)
+        return names
 
 
 def _split_like(value: Any, parameter: nn.Parameter) -> Any:

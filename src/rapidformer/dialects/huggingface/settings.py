@@ -24,9 +24,8 @@ _DEFAULT = "derived: Hugging Face's default"
 _CURVES = {"linear": "linear", "cosine": "cosine", "constant": "constant",
            "constant_with_warmup": "constant"}  # fmt: skip
 _NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adafactor": "adafactor",
-              "sgd": "sgd"}  # fmt: skip
-TORCH_OPTIMIZERS = {"adagrad": "Adagrad", "rmsprop": "RMSprop"}
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+MADE_HERE = {"adagrad": "Adagrad", "rmsprop": "RMSprop", "adafactor": "transformers' own"}
 
 Values = dict[str, Any]
 _Translate = Callable[[NamedFields, list[str]], Values]
@@ -127,8 +126,8 @@ def _find_last_rate(arguments: NamedFields) -> float | None:
 
 def _translate_optimizer(arguments: NamedFields, problems: list[str]) -> Values:
     name = arguments.optim
-    if name not in OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-        known = ", ".join([*OPTIMIZERS, *TORCH_OPTIMIZERS])
+    if name not in OPTIMIZERS and name not in MADE_HERE:
+        known = ", ".join([*OPTIMIZERS, *MADE_HERE])
         problems.append(
             f"optim={name!r} is not built in: use {known}, or make the optimizer yourself and pass "
             "Trainer(optimizers=(optimizer, None))."
