@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from rapidformer.dialects.huggingface.interface import TrainerInterface
+from rapidformer.dialects.huggingface.names import list_reports
 from rapidformer.log import warn_once
 
 Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
@@ -54,8 +55,9 @@ class CallbackList(CallbackHandler):
         }
 
 
-def build_reporting_callbacks(names: list[str]) -> list[Callback]:
+def build_reporting_callbacks(report_to: str | list[str]) -> list[Callback]:
     """transformers' integrations (wandb, mlflow, tensorboard ...) by their names."""
+    names = list_reports(report_to)
     if not names:
         return []
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks

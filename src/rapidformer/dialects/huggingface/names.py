@@ -204,13 +204,18 @@ class NamedFields:
             setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
         seen: Any = self.include_num_input_tokens_seen
         self.include_num_input_tokens_seen = {True: "all", False: "no"}.get(seen, seen)
-        named = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        self.report_to = [name for name in named if name not in ("none", "")]
+        self.report_to = list_reports(self.report_to)
         if self.report_to == ["all"]:
             from transformers.integrations import get_available_reporting_integrations
 
             self.report_to = get_available_reporting_integrations()
         self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+
+def list_reports(given: str | list[str] | None) -> list[str]:
+    """The names in ``report_to``."""
+    named = [given] if isinstance(given, str) else given or []
+    return [name for name in named if name not in ("none", "")]
 
 
 def list_changed(arguments: NamedFields) -> list[str]:

@@ -50,6 +50,8 @@ def hide_metrics(schedule: Any) -> Any:
 class OptimizerMethods(TrainerInterface):
     """The part of ``Trainer`` that makes optimizers and schedules."""
 
+    optimizer: Any
+    lr_scheduler: Any
     _made: tuple[Any, Any] = (None, None)
     """The optimizer and the schedule that are not the user's own."""
     _trained_optimizer: Optimizer | None = None
@@ -110,11 +112,12 @@ class OptimizerMethods(TrainerInterface):
 
     def _take_states(self) -> _States:
         """The state of an optimizer that has trained, by the parameters' names."""
-        if self.optimizer is None or self.optimizer is not self._trained_optimizer:
+        optimizer = self._trained_optimizer
+        if optimizer is None or self.optimizer is not optimizer:
             return {}
         names = {id(p): name for name, p in self.model.named_parameters()}
-        states = {names[id(p)]: s for p, s in self.optimizer.state.items() if id(p) in names}
-        self.optimizer.state.clear()
+        states = {names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}
+        optimizer.state.clear()
         return states
 
     def _give_states(self, states: _States) -> None:
