@@ -50,9 +50,8 @@ def _find_other_value(each: dataclasses.Field[Any]) -> Any:
 @pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "refused"])
 def test_a_refused_name_says_why(name: str) -> None:
     each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
-    arguments = TrainingArguments("out", **{name: _find_other_value(each)})
     with pytest.raises(ConfigurationError, match=rf"TrainingArguments\({name}=.*not supported: "):
-        build_settings(arguments)
+        TrainingArguments("out", **{name: _find_other_value(each)})
 
 
 @pytest.mark.parametrize("name", [n for n, r in HUGGING_FACE.items() if r.outcome == "ignored"])
@@ -60,7 +59,7 @@ def test_an_ignored_name_is_reported(name: str, monkeypatch: pytest.MonkeyPatch)
     told: list[str] = []
     monkeypatch.setattr("rapidformer.dialects.calls.warn_once", told.append)
     each = next(f for f in dataclasses.fields(TrainingArguments) if f.name == name)
-    build_settings(TrainingArguments("out", **{name: _find_other_value(each)}))
+    TrainingArguments("out", **{name: _find_other_value(each)})
     assert told == [f"TrainingArguments({name}=...) has no effect: {HUGGING_FACE[name].note}."]
 
 
@@ -168,17 +167,47 @@ def test_a_deepspeed_dictionary_becomes_the_runs_file(tmp_path: Path) -> None:
 
 
 def test_all_problems_at_once() -> None:
-    arguments = TrainingArguments(
-        "out", optim="lion_32bit", lr_scheduler_type="greedy", fsdp="all_of_it",
-        learning_rate="fast", auto_find_batch_size=True,
-    )  # type: ignore[arg-type]  # fmt: skip
     with pytest.raises(ConfigurationError) as caught:
-        build_settings(arguments)
+        TrainingArguments(
+            "out", optim="lion_32bit", lr_scheduler_type="greedy", fsdp="all_of_it",
+            learning_rate="fast", auto_find_batch_size=True,
+        )  # type: ignore[arg-type]  # fmt: skip
     text = str(caught.value)
     for part in ("optim='lion_32bit'", "lr_scheduler_type='greedy'", "'all_of_it'",
                  "lr in TrainingArguments needs a number", "auto_find_batch_size"):  # fmt: skip
         assert part in text
     assert len(caught.value.problems) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eval_strategy": "sometimes"}, "eval_strategy in TrainingArguments"),
+        ({"save_steps": [1]}, r"save_steps must be a number, got \[1\]"),
+        ({"logging_steps": 10.5}, r"logging_steps must be whole, or below 1 .*, got 10.5"),
+        ({"logging_steps": 0}, "logging_strategy='steps' needs logging_steps above 0"),
+        ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
+        ({"fp16": True, "bf16": True}, "fp16=True and bf16=True contradict each other"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "looks at metrics: set eval_strategy"),
+    ],
+)
+def test_mistakes_are_found_where_they_are_made(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingArguments("out", **given)
+
+
+def test_words_of_transformers_become_plain_ones() -> None:
+    assert TrainingArguments(report_to="none").report_to == []
+    assert TrainingArguments(report_to="tensorboard").report_to == ["tensorboard"]
+    counting = TrainingArguments(include_num_input_tokens_seen=True)  # type: ignore[arg-type]
+    assert counting.include_num_input_tokens_seen == "all"
+    arguments = TrainingArguments("out").set_optimizer("sgd", learning_rate=0.5)
+    arguments.set_evaluate("steps", steps=7).set_lr_scheduler("cosine", num_epochs=2)
+    settings = build_settings(arguments)
+    wanted = {"optimizer": "sgd", "lr": 0.5, "eval_interval": 7, "lr_decay_style": "cosine",
+              "epochs": 2}  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    assert not hasattr(arguments, "nonsense")
 
 
 def test_the_launchers_flags_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

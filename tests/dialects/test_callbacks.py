@@ -47,12 +47,26 @@ def test_events_in_their_order(tmp_path: Path) -> None:
     step = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     assert names == [
         "on_init_end", "on_train_begin", "on_epoch_begin", *step, "on_log", *step, "on_log",
-        "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end", "on_log",
+        "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_log", "on_train_end",
     ]  # fmt: skip
     assert ("on_step_end", 1) in watcher.events and ("on_save", 2) in watcher.events
     assert watcher.logs[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch"}
     assert {"eval_loss", "eval_accuracy", "eval_runtime"} <= watcher.logs[2].keys()
-    assert {"train_loss", "train_runtime"} <= watcher.logs[3].keys()
+    assert {"train_loss", "train_runtime", "total_flos", "epoch"} <= watcher.logs[3].keys()
+
+
+def test_the_handler_takes_transformers_calls(tmp_path: Path) -> None:
+    watcher = Watcher()
+    trainer = make_trainer(tmp_path, callbacks=[watcher])
+    handler = trainer.callback_handler
+    assert handler.model is trainer.model and handler.optimizer is None
+    trainer.control.should_save = True
+    control = handler.on_save(trainer.args, trainer.state, trainer.control)
+    assert control.should_save is False
+    handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics={"eval_loss": 1.0})
+    handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    names = [name for name, _ in watcher.events]
+    assert names == ["on_init_end", "on_save", "on_evaluate", "on_push_begin"]
 
 
 def test_events_between_the_micro_batches_of_an_update(tmp_path: Path) -> None:

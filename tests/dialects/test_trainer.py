@@ -119,6 +119,7 @@ def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]
     before = trainer.evaluate()
     trainer.train()
     trainer.train()  # from the weights of now; the hooks of the first run are not doubled
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {40.0}  # kept
     output = trainer.predict(make_dataset(13, seed=1))
     assert output.metrics is not None
     after = [output.metrics[f"test_{name}"] for name in ("loss", "accuracy")]

@@ -80,6 +80,8 @@ def _read_config(source: str) -> Any:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = PeftConfig.from_peft_type(**values)
+    except ConfigurationError:
+        raise
     except (ValueError, TypeError, KeyError) as reason:
         raise ConfigurationError(f"{place} is not a configuration of peft: {reason}.") from None
     for warning in caught:

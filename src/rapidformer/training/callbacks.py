@@ -31,6 +31,10 @@ class RunningLoop(Protocol):
     progress: Progress
 
     @property
+    def slots(self) -> int:
+        """Tokens of this process so far, padding included."""
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
 

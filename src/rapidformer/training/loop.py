@@ -88,6 +88,11 @@ class TrainingLoop:
         return self.engine.updates.clock.updates
 
     @property
+    def slots(self) -> int:
+        """Tokens of this process so far, padding included."""
+        return self.meter.all_slots
+
+    @property
     def live_loss(self) -> float | None:
         """The running mean that the progress bar shows; None without a bar."""
         return self.meter.live_loss.value if self.meter.live_loss else None

@@ -82,6 +82,8 @@ class Meter:
         self._topology = topology
         self.live_loss = LiveLoss(device) if live else None
         self._update = WeightedSums()
+        self.all_slots = 0
+        """Tokens of the run on this process, padding included."""
         self._start()
 
     def _start(self) -> None:
@@ -97,6 +99,7 @@ class Meter:
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots
+        self.all_slots += info.slots
         self._labels += info.labels
 
     def add_update(self, total_weight: float | torch.Tensor, norm: torch.Tensor | None) -> None:

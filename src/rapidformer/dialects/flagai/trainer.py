@@ -108,7 +108,7 @@ class FlagAITrainer(Trainer):
                 "trainer.train(model, train_dataset=..., collate_fn=...)."
             )
         self._take(model, train_dataset, valid_dataset, collate_fn, metric_methods)
-        self._given_optimizers = (optimizer, lr_scheduler)
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self._load_given_weights()
         if not self.values["epochs"]:
             if valid_dataset is not None:

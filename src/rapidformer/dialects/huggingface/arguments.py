@@ -1,8 +1,8 @@
 """``TrainingArguments``: the public class, with the names and defaults of ``transformers`` 5.17.
 
 It is a plain, mutable dataclass that knows no rules: its fields and what each does here are in
-``names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a run. No torch at the
-top, so that ``rapidformer --help`` and the docs can read it.
+``names.py``, and ``settings.py`` turns an instance into the ``Settings`` of a run, and checks a new
+one. No torch at the top, so that ``rapidformer --help`` and the docs can read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.names import NamedFields
+from rapidformer.dialects.huggingface.names import NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -33,8 +33,6 @@ _DICTIONARIES = (
     "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
     "lr_scheduler_kwargs", "parallelism_config",
 )  # fmt: skip
-_STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
-               "hub_strategy")  # fmt: skip
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
 _FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
 """Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
@@ -97,8 +95,7 @@ class TrainingArguments(NamedFields):
             value = getattr(self, name)
             if isinstance(value, str) and value.lstrip().startswith("{"):
                 setattr(self, name, json.loads(value))
-        for name in _STRATEGIES:  # transformers' enums hold their word in `value`
-            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        self.use_plain_words()
         if self.eval_strategy != "no":
             self.do_eval = True
         if self.eval_strategy == "steps" and not self.eval_steps:
@@ -107,6 +104,17 @@ class TrainingArguments(NamedFields):
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        from rapidformer.dialects.huggingface.settings import check_arguments
+
+        check_arguments(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
+        if not name.startswith("set_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        from transformers import TrainingArguments as Theirs
+
+        return functools.partial(getattr(Theirs, name), self)
 
     @property
     def world_size(self) -> int:
@@ -233,17 +241,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.sortish_sampler and self.train_sampling_strategy == "random":
             self.train_sampling_strategy = "group_by_length"
-
-
-def list_changed(arguments: TrainingArguments) -> list[str]:
-    """The names whose values are not the defaults."""
-
-    def get_default(field: dataclasses.Field[Any]) -> Any:
-        make: Any = field.default_factory
-        return make() if make is not dataclasses.MISSING else field.default
-
-    fields = dataclasses.fields(arguments)
-    return [field.name for field in fields if getattr(arguments, field.name) != get_default(field)]
 
 
 for _former, _present in _FORMER_NAMES.items():

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
@@ -23,7 +25,7 @@ from rapidformer.errors import CheckpointError
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.run_folder import set_aside
+from rapidformer.training.run_folder import BEST, LAST, set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.timetable import count_updates
 
@@ -55,6 +57,8 @@ class LoopEvents(Callback):
     def __init__(self, trainer: EvaluationMethods) -> None:
         self._trainer = trainer
         self._heard: set[str] = set()
+        self._work_before = 0.0
+        self.has_begun = False
 
     def hears(self, hook: str) -> bool:
         return hook in self._heard
@@ -69,23 +73,25 @@ class LoopEvents(Callback):
             interval = getattr(args, name)
             if interval:
                 setattr(state, name, count_updates(interval, loop.train_iters))
+        self.has_begun = True
         if loop.step:
-            self._recall(loop)
+            self.recall(loop.step, loop.args.save)
         # A callback may be on some ranks only: all must know where requests can come from.
         self._heard = set().union(*gather_from_all(trainer.callbacks.list_events()))
         self._tell("on_train_begin", loop, control)
 
-    def _recall(self, loop: RunningLoop) -> None:
+    def recall(self, step: int, save: str | None) -> None:
         """The history of the run that is resumed, and the state of its callbacks if asked for."""
         trainer = self._trainer
         checkpoint = trainer.engine.checkpoints.resumed_from
-        for folder in (checkpoint, Path(loop.args.save or ".")):
+        for folder in (checkpoint, Path(save or ".")):
             if folder is None or not (folder / STATE_FILE).is_file():
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError):
                 saved = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-                history = [line for line in saved["log_history"] if line["step"] <= loop.step]
+                history = [line for line in saved["log_history"] if line["step"] <= step]
                 trainer.state.log_history = history
+                self._work_before = float(saved.get("total_flos", 0))
                 if trainer.args.restore_callback_states_from_checkpoint and folder == checkpoint:
                     restore_stateful(trainer, saved.get("stateful_callbacks", {}))
                 return
@@ -95,9 +101,40 @@ class LoopEvents(Callback):
     on_substep_end = _pass_on("on_substep_end")
     on_pre_optimizer_step = _pass_on("on_pre_optimizer_step")
     on_optimizer_step = _pass_on("on_optimizer_step")
-    on_step_end = _pass_on("on_step_end")
-    on_epoch_end = _pass_on("on_epoch_end")
-    on_train_end = _pass_on("on_train_end")
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        """The loop evaluates and saves at the end in any case: callbacks see it coming."""
+        if loop.step >= loop.train_iters:
+            self._ask_for(loop, control, "steps", loop.step)
+        self._tell("on_step_end", loop, control)
+
+    def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
+        """Also of an epoch that the run has not finished."""
+        control.should_log |= loop.args.log_strategy == "epoch"
+        self._ask_for(loop, control, "epoch", loop.epoch)
+        self._tell("on_epoch_end", loop, control)
+
+    def _ask_for(self, loop: RunningLoop, control: Control, strategy: str, place: float) -> None:
+        args = loop.args
+        control.should_save |= args.save_strategy == strategy
+        is_due = loop.progress.evaluated_at != loop.step and args.eval_delay <= place
+        control.should_evaluate |= args.eval_strategy == strategy and is_due
+
+    def on_train_end(self, loop: RunningLoop, control: Control) -> None:
+        self._follow(loop)
+        self._count_work(loop)
+        if loop.engine.is_main and loop.args.save is not None:
+            run = Path(loop.args.save)
+            _link_model(run / LAST, run / f"checkpoint-{loop.step}")
+        self._trainer.log_results()
+        self._tell("on_train_end", loop, control)
+
+    def _count_work(self, loop: RunningLoop) -> None:
+        """transformers' estimate for the tokens of all processes, padding included."""
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        slots = torch.empty(sum(gather_from_all(loop.slots)), device="meta")
+        work = self._trainer.floating_point_ops({name: slots})
+        self._trainer.state.total_flos = self._work_before + work
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "loss" in line:  # evaluate() logs its own numbers
@@ -107,6 +144,8 @@ class LoopEvents(Callback):
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
         self._follow(loop)
+        if loop.step:
+            self._trainer.step_schedule(metrics)
         theirs = self._trainer.control
         for name in _REQUESTS:
             setattr(control, name, getattr(control, name) or getattr(theirs, name))
@@ -115,8 +154,13 @@ class LoopEvents(Callback):
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         trainer = self._trainer
         update_stateful(trainer)
+        self._count_work(loop)
+        if trainer.overrides_saving:
+            trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)
+            if loop.progress.best_step == loop.step:
+                _link_model(folder.parent / BEST, folder)
             trainer.state.save_to_json(str(folder / STATE_FILE))
         trainer.save_state()
         self._tell("on_save", loop, control)
@@ -163,6 +207,15 @@ def _link_checkpoint(folder: Path, step: int) -> None:
         (folder.parent / f"checkpoint-{step}").symlink_to(folder.name)
 
 
+def _link_model(source: Path, checkpoint: Path) -> None:
+    """Let ``from_pretrained`` read a checkpoint whose weights are exported: nothing is copied."""
+    if not checkpoint.is_dir():
+        return
+    for path in source.glob("*"):
+        with contextlib.suppress(OSError):  # it is there, or a file system without links
+            (checkpoint / path.name).hardlink_to(path)
+
+
 class TrainerTemplate(Template):
     """Data, optimizer, forward step and evaluation are the trainer's."""
 
@@ -170,7 +223,8 @@ class TrainerTemplate(Template):
         super().__init__(engine)
         self.trainer = trainer
         self.processor = trainer.processing_class
-        self.callbacks = [LoopEvents(trainer)]
+        self._events = LoopEvents(trainer)
+        self.callbacks = [self._events]
 
     @property
     def is_shuffled(self) -> bool:
@@ -203,11 +257,15 @@ class TrainerTemplate(Template):
             resume = self.find_resume_folder()
             if trainer.train_dataloader is None:
                 self.prepare()
+            trainer.model.zero_grad()  # of steps by hand
             evaluation = self.make_evaluation(trainer.model, None)
-            return self.run_loop(
+            progress = self.run_loop(
                 trainer.train_dataloader, trainer.model,
                 evaluation=evaluation, eval_data=trainer.eval_dataset, resume=resume,
             )  # fmt: skip
+            if not self._events.has_begun:  # the run was complete
+                self._events.recall(self.engine.updates.clock.updates, args.save)
+            return progress
 
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""
@@ -218,14 +276,10 @@ class TrainerTemplate(Template):
     def compose(self) -> Any:
         trainer = self.trainer
         self.engine.updates.is_own_loop = False
-        optimizer, scheduler, make_scheduler = trainer.choose_optimizer()
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.updates.has_own_parts = False
         self.engine.model.skips_cache = not trainer.args.use_cache
-        composed = self.engine.compose(
-            trainer.model, optimizer, make_scheduler, lr_scheduler=scheduler
-        )
-        _, trainer.optimizer, trainer.lr_scheduler = composed[:3]
+        trainer.compose(self.engine)
         return trainer.model
 
     def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:

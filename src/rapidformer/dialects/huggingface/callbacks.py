@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from rapidformer.dialects.huggingface.interface import TrainerInterface
+from rapidformer.dialects.huggingface.names import list_reports
 from rapidformer.log import warn_once
 
 Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
@@ -19,38 +20,29 @@ Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 _SHOWN = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader")
 
 
-class CallbackList:
-    """The callbacks of a trainer, called in the order in which they were added."""
+class CallbackList(CallbackHandler):
+    """transformers' list of callbacks, which shows them what the trainer has now."""
+
+    eval_dataloader: Any = None
 
     def __init__(self, trainer: TrainerInterface, callbacks: list[Callback]) -> None:
+        # Not the constructor above: it keeps copies, and asks for a callback that runs the loop.
         self._trainer = trainer
         self.callbacks: list[TrainerCallback] = []
         for callback in callbacks:
-            self.add(callback)
+            self.add_callback(callback)
 
-    def add(self, callback: Callback) -> None:
-        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SHOWN:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._trainer, name)
 
-    def pop(self, callback: Callback) -> TrainerCallback | None:
-        """Take one out, by itself or by its class."""
-        for other in self.callbacks:
-            if other is callback or (isinstance(callback, type) and isinstance(other, callback)):
-                self.callbacks.remove(other)
-                return other
-        return None
-
-    def call(self, event: str, **details: Any) -> TrainerControl:
+    def call(self, event: str, *, eval_dataloader: Any = None, **details: Any) -> None:
         """Tell every callback; one that returns a control object replaces the trainer's."""
-        trainer = self._trainer
-        for callback in self.callbacks:
-            shown = {name: getattr(trainer, name) for name in _SHOWN}
-            returned = getattr(callback, event)(
-                trainer.args, trainer.state, trainer.control,
-                **{**shown, "eval_dataloader": None, **details},
-            )  # fmt: skip
-            if returned is not None:
-                trainer.control = returned
-        return trainer.control
+        trainer, self.eval_dataloader = self._trainer, eval_dataloader
+        trainer.control = getattr(self, event)(
+            trainer.args, trainer.state, trainer.control, **details
+        )
 
     def list_events(self) -> set[str]:
         """The events that at least one callback listens to."""
@@ -63,10 +55,9 @@ class CallbackList:
         }
 
 
-def build_reporting_callbacks(report_to: Any) -> list[Callback]:
+def build_reporting_callbacks(report_to: str | list[str]) -> list[Callback]:
     """transformers' integrations (wandb, mlflow, tensorboard ...) by their names."""
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    names = [name for name in names if name not in ("none", "")]
+    names = list_reports(report_to)
     if not names:
         return []
     from transformers.integrations.integration_utils import get_reporting_integration_callbacks

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.errors import DataError
@@ -32,17 +33,20 @@ def find_label_names(model: nn.Module) -> list[str]:
     return [name for name in names if "label" in name]
 
 
-def drop_unused_columns(
-    dataset: Any, collate: Collate, model: nn.Module, label_names: list[str], what: str
-) -> tuple[Any, Collate]:
-    """The data and a collate function without the columns that the model does not take."""
+def find_columns(model: nn.Module, label_names: list[str]) -> list[str]:
+    """The columns that the model takes; none if it takes anything, and so says nothing of them."""
     parameters = _get_forward(model).parameters
-    kept = {*parameters, *_LABEL_COLUMNS, *label_names}
-    # A model that takes anything says nothing about the columns.
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if takes_all and not named & {"input_ids", "pixel_values", *label_names}:
-        return dataset, collate
+        return []
+    return list({**parameters, **dict.fromkeys((*_LABEL_COLUMNS, *label_names))})
+
+
+def drop_unused_columns(
+    dataset: Any, collate: Collate, model: nn.Module, kept: set[str], what: str
+) -> tuple[Any, Collate]:
+    """The data and a collate function with these columns alone."""
     names = getattr(dataset, "column_names", None)
     if names and hasattr(dataset, "remove_columns"):
         dropped = [name for name in names if name not in kept]
@@ -82,6 +86,29 @@ def choose_collator(processor: Any) -> Collate:
 class DataMethods(TrainerInterface):
     """The part of ``Trainer`` that reads data."""
 
+    _signature_columns: list[str] | None = None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Note the columns that are kept; a subclass may add to them."""
+        if self._signature_columns is None:
+            self._signature_columns = find_columns(self.model, self.label_names)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """The order of the training data; a subclass may return any sampler of torch's."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        is_shuffled = self.args.train_sampling_strategy != "sequential"
+        return (RandomSampler if is_shuffled else SequentialSampler)(dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return SequentialSampler(eval_dataset)
+
+    def _choose_sampler(self, dataset: Any, name: str) -> Any:
+        """A subclass's sampler; None if the data's own order, or a shuffled one, is meant."""
+        if getattr(type(self), name) is getattr(DataMethods, name):
+            return None
+        get: Any = getattr(self, name)
+        return get(dataset) if inspect.signature(get).parameters else get()
+
     def get_train_dataloader(self) -> Any:
         """The training data as a loader; a subclass may return any torch ``DataLoader``."""
         if self.train_dataset is None:
@@ -104,11 +131,22 @@ class DataMethods(TrainerInterface):
 
     def _build_loader(self, dataset: Any, what: str, *, shuffle: bool = False) -> Any:
         collate, is_training = self.data_collator, what == "training"
+        sampler = self._choose_sampler(
+            dataset, "_get_train_sampler" if is_training else "_get_eval_sampler"
+        )
         if self.args.remove_unused_columns:
-            dataset, collate = drop_unused_columns(
-                dataset, collate, self.model, self.label_names, what
-            )
+            self._set_signature_columns_if_needed()
+            if kept := set(self._signature_columns or ()):
+                dataset, collate = drop_unused_columns(dataset, collate, self.model, kept, what)
         size = None if is_training else self.engine.args.eval_micro_batch_size
+        if sampler is not None:
+            args = self.args
+            batch = args.train_batch_size if is_training else args.eval_batch_size
+            drops = is_training and args.dataloader_drop_last
+            return DataLoader(
+                dataset, batch, sampler=sampler, collate_fn=collate, drop_last=drops,
+                num_workers=args.dataloader_num_workers,
+            )  # fmt: skip
         return self.engine.data.build_loader(
             dataset, collate, shuffle=shuffle, batch_size=size, is_training=is_training
         )

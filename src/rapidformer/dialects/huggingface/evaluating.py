@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_numpify
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import (
     EvalLoopOutput,
     PredictionOutput,
@@ -73,8 +73,7 @@ def run_evaluation(
         # Looked at only now: what was gathered belongs to the batch that the loader gave last.
         result = next(results, None)
         if args.batch_eval_metrics and trainer.compute_metrics and "label_ids" in parts:
-            prediction = _predict(nested_numpify(parts))
-            metrics = trainer.compute_metrics(prediction, compute_result=result is None)
+            metrics = trainer.compute_metrics(_predict(parts), compute_result=result is None)
             if prefix != "test":
                 continue
         for name, value in parts.items():
@@ -147,7 +146,7 @@ class EvaluationMethods(RunRecords, DataMethods):
             metric_key_prefix=metric_key_prefix,
         )
         metrics = self._add_speed(output, metric_key_prefix, started)
-        self.log(dict(metrics))
+        self.log(metrics)
         self.callbacks.call("on_evaluate", metrics=metrics, eval_dataloader=loader)
         self._log_line(metrics, "evaluation")
         return metrics
@@ -155,7 +154,7 @@ class EvaluationMethods(RunRecords, DataMethods):
     def evaluate_in_training(self) -> Metrics:
         """The loop's evaluation; how fast it was is not a metric."""
         metrics = self.evaluate(ignore_keys=self._ignore_keys)
-        speed = ("_runtime", "_per_second")
+        speed = ("_runtime", "_per_second", "epoch")
         return {name: value for name, value in metrics.items() if not name.endswith(speed)}
 
     def predict(
@@ -196,14 +195,14 @@ class EvaluationMethods(RunRecords, DataMethods):
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Keys = None
     ) -> Prediction:
         """Loss, logits and labels of one batch, each of them or None."""
-        names = self.label_names
+        inputs, names = self._prepare_inputs(inputs), self.label_names
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
         labels = tuple(inputs[name] for name in names) if has_labels else None
         if ignore_keys is None:
             config = getattr(model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         loss = None
-        with torch.no_grad():
+        with torch.no_grad(), self.compute_loss_context_manager():
             if has_labels:
                 count = count_labels(model, inputs)
                 compute = partial(self.compute_loss, return_outputs=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
+from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.engine import RapidformerEngine
 
@@ -38,9 +39,13 @@ class TrainerInterface(Protocol):
     preprocess_logits_for_metrics: Callable[..., Any] | None
     _is_training: bool
     _ignore_keys: Keys
+    _engine: RapidformerEngine | None
 
     @property
     def engine(self) -> RapidformerEngine: ...
+
+    @property
+    def is_in_train(self) -> bool: ...
 
     def compute_loss(
         self,
@@ -50,7 +55,13 @@ class TrainerInterface(Protocol):
         num_items_in_batch: Any = None,
     ) -> Any: ...
 
-    def choose_optimizer(self) -> tuple[Any, Any, Callable[..., Any] | None]: ...
+    def build_settings(self) -> Settings: ...
+
+    def compose(self, engine: RapidformerEngine) -> None: ...
+
+    def step_schedule(self, metrics: Mapping[str, float]) -> None: ...
+
+    def log_results(self) -> Metrics: ...
 
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor: ...
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
+from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.own_loss import shifts_labels
@@ -62,11 +63,30 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 class TrainerAccelerator(ProcessVerbs):
-    """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass."""
+    """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass.
 
-    def __init__(self, engine: RapidformerEngine) -> None:
-        self.engine = engine
+    What only asks about processes needs no engine, so it may be asked before ``train()``.
+    """
+
+    def __init__(self, trainer: TrainerInterface) -> None:
+        self._trainer = trainer
         self._losses: list[torch.Tensor] = []
+
+    @property
+    def engine(self) -> RapidformerEngine:  # type: ignore[override]
+        return self._trainer.engine
+
+    @property
+    def num_processes(self) -> int:
+        return self._trainer.args.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self._trainer.args.process_index
+
+    @property
+    def device(self) -> torch.device:
+        return self._trainer.args.device
 
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
         """Back-propagate now, weighted by the labels of the micro-batch; several add up.
@@ -74,6 +94,14 @@ class TrainerAccelerator(ProcessVerbs):
         The backward passes of a pipeline belong to its schedule, which runs them later.
         """
         loss = loss.mean() if loss.dim() else loss
+        if not self._trainer.is_in_train:
+            if self.num_processes > 1:
+                raise RapidformerError(
+                    "backward() outside train() works in one process: only the loop sums the "
+                    "gradients of several."
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
         self._losses.append(loss.detach())
         if self.engine.model.parallelized.pipeline is None:
             self.engine.updates.backward_within(loss)
@@ -101,4 +129,6 @@ class TrainerAccelerator(ProcessVerbs):
         return model
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_trainer":  # a copy has none yet
+            raise AttributeError(name)
         return getattr(self.engine, name)

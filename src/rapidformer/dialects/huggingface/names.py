@@ -15,6 +15,8 @@ _HUB = "used by push_to_hub()"
 _TRACKIO = "pass transformers' TrackioCallback in callbacks= to use Trackio"
 _DDP = "gradients are reduced by our own hooks, not by DistributedDataParallel"
 _WORKERS = "the loader chooses it"
+_STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
+               "hub_strategy")  # fmt: skip
 
 
 @dataclass(repr=False)
@@ -30,19 +32,19 @@ class NamedFields:
         "-1 means that num_train_epochs decides", "train_iters")] = -1  # fmt: skip
     learning_rate: Annotated[float, mapped("lr")] = 5e-5
     lr_scheduler_type: Annotated[str, honoured(
-        "all but reduce_lr_on_plateau and greedy, which look at metrics",
+        "all; reduce_lr_on_plateau and greedy move after an evaluation",
         "lr_decay_style")] = "linear"  # fmt: skip
     lr_scheduler_kwargs: Annotated[Options, honoured(
         "passed to transformers' get_scheduler")] = None  # fmt: skip
     warmup_steps: Annotated[float, honoured(
         "below 1, a fraction of the run", "lr_warmup_iters")] = 0  # fmt: skip
     optim: Annotated[str, honoured(
-        "adamw_torch(_fused), adafactor, sgd, adagrad and rmsprop, all from torch; pass any other "
+        "adamw_torch(_fused), sgd, adagrad and rmsprop from torch, adafactor; pass any other "
         "in optimizers=(optimizer, None)", "optimizer")] = "adamw_torch_fused"  # fmt: skip
     optim_args: Annotated[str | None, refused(
         "pass your own optimizer in optimizers=(optimizer, None)")] = None  # fmt: skip
     weight_decay: Annotated[float, mapped(
-        "weight_decay", "not applied to biases and norms (one dimension)")] = 0.0  # fmt: skip
+        "weight_decay", "not applied to biases and norms")] = 0.0  # fmt: skip
     adam_beta1: Annotated[float, mapped("adam_beta1")] = 0.9
     adam_beta2: Annotated[float, mapped("adam_beta2")] = 0.999
     adam_epsilon: Annotated[float, mapped("adam_eps")] = 1e-8
@@ -91,7 +93,8 @@ class NamedFields:
     log_level_replica: Annotated[str, ignored("only rank 0 logs")] = "warning"
     disable_tqdm: Annotated[bool | None, honoured(
         "True: log lines instead of a progress bar", "progress")] = None  # fmt: skip
-    report_to: Annotated[str, honoured("transformers' own integrations, as callbacks")] = "none"
+    report_to: Annotated[str | list[str], honoured(
+        "transformers' own integrations, as callbacks")] = "none"  # fmt: skip
     run_name: Annotated[str | None, honoured("read by the integrations of report_to")] = None
     project: Annotated[str, honoured("read by the integrations of report_to")] = "huggingface"
     trackio_space_id: Annotated[str | None, ignored(_TRACKIO)] = None
@@ -194,6 +197,39 @@ class NamedFields:
     resume_from_checkpoint: Annotated[str | None, honoured(
         "read by scripts, which pass it to train()")] = None  # fmt: skip
     local_rank: Annotated[int, ignored("the launcher's LOCAL_RANK is read")] = -1
+
+    def use_plain_words(self) -> None:
+        """Replace transformers' enums by their words, and short forms by what they stand for."""
+        for name in _STRATEGIES:  # an enum holds its word in `value`
+            setattr(self, name, getattr(getattr(self, name), "value", getattr(self, name)))
+        seen: Any = self.include_num_input_tokens_seen
+        self.include_num_input_tokens_seen = {True: "all", False: "no"}.get(seen, seen)
+        self.report_to = list_reports(self.report_to)
+        if self.report_to == ["all"]:
+            from transformers.integrations import get_available_reporting_integrations
+
+            self.report_to = get_available_reporting_integrations()
+        self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+
+def list_reports(given: str | list[str] | None) -> list[str]:
+    """The names in ``report_to``."""
+    named = [given] if isinstance(given, str) else given or []
+    return [name for name in named if name not in ("none", "")]
+
+
+def list_changed(arguments: NamedFields) -> list[str]:
+    """The names whose values are not the defaults."""
+
+    def get_default(field: dataclasses.Field[Any]) -> Any:
+        make: Any = field.default_factory
+        return make() if make is not dataclasses.MISSING else field.default
+
+    fields = dataclasses.fields(arguments)
+    changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
+    if not arguments.report_to:
+        changed.discard("report_to")  # "none" has become an empty list
+    return [field.name for field in fields if field.name in changed]
 
 
 def _take_rows() -> dict[str, ForeignName]:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.dist.collectives import wait_for_all
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
+from rapidformer.models.adapters import get_inner
 from rapidformer.strict_json import format_json
 
 if TYPE_CHECKING:
@@ -37,14 +40,14 @@ class RunRecords(TrainerInterface):
 
     def add_callback(self, callback: Callback) -> None:
         """Add one of transformers' callbacks, or its class."""
-        self.callbacks.add(callback)
+        self.callbacks.add_callback(callback)
 
     def pop_callback(self, callback: Callback) -> Any:
         """Take a callback out and return it."""
-        return self.callbacks.pop(callback)
+        return self.callbacks.pop_callback(callback)
 
     def remove_callback(self, callback: Callback) -> None:
-        self.callbacks.pop(callback)
+        self.callbacks.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Keep numbers in the history of the run and tell the callbacks."""
@@ -153,6 +156,11 @@ class RunRecords(TrainerInterface):
     model_accepts_loss_kwargs = False
 
     @property
+    def overrides_saving(self) -> bool:
+        """Whether a subclass saves models its own way, as part of each checkpoint."""
+        return type(self).save_model is not RunRecords.save_model
+
+    @property
     def model_wrapped(self) -> nn.Module:
         """The model: nothing is ever wrapped."""
         return self.model
@@ -186,7 +194,9 @@ class RunRecords(TrainerInterface):
 
     def _get_groups(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
-            raise RapidformerError("the Trainer has no optimizer yet: call train() first.")
+            raise ConfigurationError(
+                "the Trainer has no optimizer yet: call create_optimizer() or train() first."
+            )
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -197,15 +207,20 @@ class RunRecords(TrainerInterface):
         return nullcontext()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """transformers' estimate, if the model has one."""
-        count = getattr(self.model, "floating_point_ops", None)
-        return int(count(inputs)) if count is not None else 0
+        """transformers' estimate of a forward and a backward pass; 0 if the model shows nothing."""
+        name, model = getattr(self.model, "main_input_name", "input_ids"), get_inner(self.model)
+        if name not in inputs or not isinstance(model, PreTrainedModel):
+            return 0
+        return int(6 * inputs[name].numel() * model.num_parameters(exclude_embeddings=True))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Batches are on the device already."""
-        return inputs
+        """The loop's batches are on the device already; those of a call by hand may not be."""
+        if self._is_training:
+            return inputs
+        return map_tensors(inputs, lambda _, tensor: tensor.to(self.args.device))
 
-    compute_loss_context_manager = autocast_smart_context_manager
+    def compute_loss_context_manager(self) -> AbstractContextManager[None]:
+        return self.autocast_smart_context_manager()
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

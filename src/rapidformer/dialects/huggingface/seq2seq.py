@@ -82,4 +82,18 @@ class Seq2SeqTrainer(Trainer):
         generate: Any = model.generate
         with torch.no_grad():
             tokens = generate(**prompt, **(generation or self._generation))
-        return loss, tokens, labels
+        return loss, self._pad_tensors_to_max_len(tokens), self._pad_tensors_to_max_len(labels)
+
+    def _pad_tensors_to_max_len(self, tokens: Any, max_length: int | None = None) -> Any:
+        """Rows as long as the model's own longest answer, filled up with the padding token."""
+        config, processor = cast(Any, self.model).generation_config, self.processing_class
+        longest, new = config.max_length or 20, config.max_new_tokens  # 20 is `generate`'s default
+        width = max_length or max(longest, 0 if new is None else new + 1)
+        padding = getattr(processor, "pad_token_id", None)
+        if padding is None:
+            padding = getattr(processor, "eos_token_id", None)
+        if padding is None:
+            padding = cast(Any, self.model).config.pad_token_id
+        if tokens is None or padding is None or tokens.shape[-1] >= width:
+            return tokens
+        return nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=padding)

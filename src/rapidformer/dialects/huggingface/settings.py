@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.dialects.huggingface.arguments import TrainingArguments, list_changed
-from rapidformer.dialects.huggingface.names import HUGGING_FACE
+from rapidformer.dialects.huggingface.names import HUGGING_FACE, NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import find_names
 
@@ -25,17 +24,25 @@ _DEFAULT = "derived: Hugging Face's default"
 _CURVES = {"linear": "linear", "cosine": "cosine", "constant": "constant",
            "constant_with_warmup": "constant"}  # fmt: skip
 _NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adafactor": "adafactor",
-              "sgd": "sgd"}  # fmt: skip
-TORCH_OPTIMIZERS = {"adagrad": "Adagrad", "rmsprop": "RMSprop"}
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+MADE_HERE = {"adagrad": "Adagrad", "rmsprop": "RMSprop", "adafactor": "transformers' own"}
 
 Values = dict[str, Any]
-_Translate = Callable[[TrainingArguments, list[str]], Values]
+_Translate = Callable[[NamedFields, list[str]], Values]
 
 
-def build_settings(arguments: TrainingArguments) -> Settings:
+def build_settings(arguments: NamedFields) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
-    problems: list[str] = []
+    arguments.use_plain_words()  # a script may have set fields since
+    settings = check_arguments(arguments)
+    if isinstance(arguments.deepspeed, dict):
+        _write_deepspeed(arguments.deepspeed, _get_deepspeed_file(arguments))
+    return add_launch_flags(settings)
+
+
+def check_arguments(arguments: NamedFields) -> Settings:
+    """The same without the launcher's flags, and without leaving a trace."""
+    problems = list(_find_problems(arguments))
     changed = set(list_changed(arguments))
     said: Values = {}
     assumed: Values = {}
@@ -58,16 +65,29 @@ def build_settings(arguments: TrainingArguments) -> Settings:
     rest = {name: value for name, value in assumed.items() if name not in said}
     checked = arguments_from_mapping(rest)
     defaults = {name: getattr(checked, name) for name in rest}
-    return add_launch_flags(settings.replace(_DEFAULT, **defaults))
+    return settings.replace(_DEFAULT, **defaults)
 
 
-def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _find_problems(arguments: NamedFields) -> Iterator[str]:
+    """Rules of transformers' own; ours between settings are checked with the run."""
+    for name in ("logging", "eval", "save"):
+        steps: Any = getattr(arguments, f"{name}_steps")
+        if getattr(arguments, f"{name}_strategy") != "steps" or steps is None:
+            continue
+        if isinstance(steps, bool) or not isinstance(steps, (int, float)):
+            yield f"{name}_steps must be a number, got {steps!r}."
+        elif steps < 0 or (steps > 1 and steps != int(steps)):
+            yield f"{name}_steps must be whole, or below 1 (a share of the run), got {steps}."
+        elif steps == 0 and name != "save":
+            yield f"{name}_strategy='steps' needs {name}_steps above 0."
+    if arguments.fp16 and arguments.bf16:
+        yield "fp16=True and bf16=True contradict each other: give only one of them."
+
+
+def _translate_schedule(arguments: NamedFields, problems: list[str]) -> Values:
     kind, warmup = arguments.lr_scheduler_type, arguments.warmup_steps
-    if kind in _NEEDS_METRICS:
-        problems.append(
-            f"lr_scheduler_type={kind!r} looks at metrics, and the schedule of a run is known "
-            "before it starts: use linear or cosine."
-        )
+    if kind in _NEEDS_METRICS and arguments.eval_strategy == "no":
+        problems.append(f"lr_scheduler_type={kind!r} looks at metrics: set eval_strategy.")
     values: Values = {"lr_decay_style": _CURVES.get(kind, "linear")}
     if (last := _find_last_rate(arguments)) is not None:
         values |= {"lr_decay_style": "cosine", "min_lr": last}
@@ -82,7 +102,7 @@ def _translate_schedule(arguments: TrainingArguments, problems: list[str]) -> Va
     return values
 
 
-def has_own_curve(arguments: TrainingArguments) -> bool:
+def has_own_curve(arguments: NamedFields) -> bool:
     """Whether a schedule of ours is the one asked for; otherwise transformers makes it."""
     kind = arguments.lr_scheduler_type
     # transformers rounds a fractional warm-up up to whole updates; our curve does not.
@@ -92,7 +112,7 @@ def has_own_curve(arguments: TrainingArguments) -> bool:
     return is_known or _find_last_rate(arguments) is not None
 
 
-def _find_last_rate(arguments: TrainingArguments) -> float | None:
+def _find_last_rate(arguments: NamedFields) -> float | None:
     """Where transformers' cosine_with_min_lr ends; None for any other schedule."""
     options = arguments.lr_scheduler_kwargs
     if arguments.lr_scheduler_type != "cosine_with_min_lr" or not isinstance(options, Mapping):
@@ -104,10 +124,10 @@ def _find_last_rate(arguments: TrainingArguments) -> float | None:
     return None
 
 
-def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_optimizer(arguments: NamedFields, problems: list[str]) -> Values:
     name = arguments.optim
-    if name not in OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-        known = ", ".join([*OPTIMIZERS, *TORCH_OPTIMIZERS])
+    if name not in OPTIMIZERS and name not in MADE_HERE:
+        known = ", ".join([*OPTIMIZERS, *MADE_HERE])
         problems.append(
             f"optim={name!r} is not built in: use {known}, or make the optimizer yourself and pass "
             "Trainer(optimizers=(optimizer, None))."
@@ -116,7 +136,7 @@ def _translate_optimizer(arguments: TrainingArguments, problems: list[str]) -> V
     return {"optimizer": OPTIMIZERS.get(name, "adamw"), "sgd_momentum": 0.0}
 
 
-def _translate_logging(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_logging(arguments: NamedFields, problems: list[str]) -> Values:
     level = arguments.log_level
     values: Values = {"log_level": {"passive": "info", "critical": "error"}.get(level, level)}
     if arguments.disable_tqdm is not None:
@@ -124,7 +144,7 @@ def _translate_logging(arguments: TrainingArguments, problems: list[str]) -> Val
     return values
 
 
-def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_data(arguments: NamedFields, problems: list[str]) -> Values:
     sampling = arguments.train_sampling_strategy
     if sampling not in ("random", "sequential", "group_by_length", "batch_rebalance"):
         problems.append(
@@ -138,7 +158,7 @@ def _translate_data(arguments: TrainingArguments, problems: list[str]) -> Values
     }
 
 
-def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
     """``fsdp`` in its words of any age (True, "full_shard auto_wrap"), and ``fsdp_config``."""
     asked: Any = arguments.fsdp
     words = asked.split() if isinstance(asked, str) else []
@@ -166,7 +186,7 @@ def _translate_fsdp(arguments: TrainingArguments, problems: list[str]) -> Values
     return values
 
 
-def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_parallelism(arguments: NamedFields, problems: list[str]) -> Values:
     config = arguments.parallelism_config
     if config is None:
         return {}
@@ -186,21 +206,26 @@ def _translate_parallelism(arguments: TrainingArguments, problems: list[str]) ->
     return values
 
 
-def _translate_deepspeed(arguments: TrainingArguments, problems: list[str]) -> Values:
+def _translate_deepspeed(arguments: NamedFields, problems: list[str]) -> Values:
     """A dictionary is written into the run's folder, where the run can be repeated from."""
     content = arguments.deepspeed
     if not content:
         return {}
-    if isinstance(content, str):
-        return {"deepspeed": content}
-    folder = Path(arguments.output_dir or ".")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ".deepspeed.json"  # deepspeed.json may be a file of the user's
+    is_path = isinstance(content, str)
+    return {"deepspeed": content if is_path else str(_get_deepspeed_file(arguments))}
+
+
+def _get_deepspeed_file(arguments: NamedFields) -> Path:
+    # deepspeed.json may be a file of the user's
+    return Path(arguments.output_dir or ".") / ".deepspeed.json"
+
+
+def _write_deepspeed(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Every process writes the same text, each by way of a file of its own.
-    staging = folder / f".deepspeed-{os.getpid()}.json"
+    staging = path.with_name(f".deepspeed-{os.getpid()}.json")
     staging.write_text(json.dumps(content, indent=2), encoding="utf-8")
     staging.replace(path)
-    return {"deepspeed": str(path)}
 
 
 _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerControl, TrainerState
-from transformers.trainer_utils import BestRun, TrainOutput, speed_metrics
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
+from transformers.trainer_utils import (
+    BestRun,
+    TrainOutput,
+    align_special_tokens,
+    speed_metrics,
+)
 
 from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings
@@ -37,8 +42,10 @@ from rapidformer.dialects.huggingface.loss import (
     call_with_count,
     count_labels,
     get_loss,
+    takes,
 )
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
+from rapidformer.dialects.huggingface.overrides import check_overrides
 from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
@@ -47,8 +54,13 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
 
 _OWN = "rapidformer.dialects.huggingface"
-_STEPS = ("compute_loss", "run_training_step", "training_step")
-trust(f"{_OWN}.loss", *(f"{_OWN}.trainer.Trainer.{name}" for name in _STEPS))
+_STEPS = ("compute_loss", "run_training_step", "training_step", "_compute")
+_AROUND = ("_prepare_inputs", "compute_loss_context_manager", "autocast_smart_context_manager")
+trust(
+    f"{_OWN}.loss",
+    *(f"{_OWN}.trainer.Trainer.{name}" for name in _STEPS),
+    *(f"{_OWN}.records.RunRecords.{name}" for name in _AROUND),
+)
 
 
 class Trainer(OptimizerMethods, EvaluationMethods):
@@ -78,15 +90,27 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         **others: Any,
     ) -> None:
         check_trainer_call(Trainer.__init__, model, args, others, room=self.room)
+        check_overrides(type(self), Trainer)
         if tokenizer is not None and processing_class not in (None, tokenizer):
             raise ConfigurationError("tokenizer= and processing_class= are two names of one thing.")
         if (model is None) == (model_init is None):
             raise ConfigurationError("Trainer needs a model, or a model_init that makes one.")
+        if model_init is not None and any(optimizers):
+            raise ConfigurationError(
+                "optimizers= trains one model, and model_init makes a new one for each run: "
+                "override create_optimizer instead."
+            )
         self.args = args if args is not None else TrainingArguments("trainer_output")
         if self.args.eval_strategy != "no" and eval_dataset is None:
             raise ConfigurationError(
                 f"eval_strategy={self.args.eval_strategy!r} needs an eval_dataset: pass one, or "
                 "set eval_strategy='no'."
+            )
+        by_batch = self.args.batch_eval_metrics and compute_metrics is not None
+        if by_batch and not takes(compute_metrics, "compute_result"):  # type: ignore[arg-type]
+            raise ConfigurationError(
+                "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for "
+                "each batch: give it the argument compute_result, which is True at the last one."
             )
         seed_everything(self.args.seed, deterministic=self.args.full_determinism)
         self.model_init, self._peft_config = model_init, peft_config
@@ -109,6 +133,9 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         self.train_dataloader: Any = None
         self._engine: RapidformerEngine | None = None
         self._is_training = self._has_trained = False
+        self._results: Metrics | None = None
+        self._started = time.time()
+        self.accelerator = TrainerAccelerator(self)
         self._ignore_keys: Keys = None
         self.control = TrainerControl()
         self.callbacks = CallbackList(
@@ -135,14 +162,16 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     def _build_engine(self, settings: Settings) -> RapidformerEngine:
         engine = RapidformerEngine(args=settings)
-        self.accelerator = TrainerAccelerator(engine)
         self._engine_settings = settings
         self.train_dataloader = None
         return engine
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        return build_settings(self.args)
+        settings = build_settings(self.args)
+        if self._overrides("save_model"):  # it must see the weights of the checkpoint
+            settings = settings.replace("save_model is overridden", async_save="off")
+        return settings
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model that ``model_init`` makes."""
@@ -177,7 +206,11 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         if self.model_init is not None:
             seed_everything(self.args.seed, deterministic=self.args.full_determinism)
             self.model, self._engine = self.call_model_init(trial), None
+            self.optimizer = self.lr_scheduler = None
         self._set_model_flags()
+        tokens = (PreTrainedTokenizerBase, ProcessorMixin)
+        if isinstance(self.processing_class, tokens) and hasattr(self.model, "config"):
+            align_special_tokens(self.model, self.processing_class)
         self._ignore_keys = ignore_keys_for_eval
         if self._engine is None or self._has_trained or settings != self._engine_settings:
             self._engine = self._build_engine(settings)
@@ -215,20 +248,28 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         )  # fmt: skip
 
     def _run(self, template: TrainerTemplate) -> TrainOutput:
-        started = time.time()
+        self._started, self._results = time.time(), None
         self._is_training = self._has_trained = True
         try:
             template.run_training()
         finally:
             self._is_training = False
-        self.state.global_step = steps = self.engine.updates.clock.updates
-        samples = self.engine.data.batches.count_samples(steps)
-        metrics = speed_metrics("train", started, samples, self.state.max_steps)
-        metrics["train_loss"] = _average_losses(self.state.log_history)
-        self.log(dict(metrics))
+            self._trained_optimizer = self.optimizer
+        metrics = self._results or self.log_results()  # nothing was left to train
         if self.args.push_to_hub:
             self.push_to_hub()
-        return TrainOutput(steps, metrics["train_loss"], metrics)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def log_results(self) -> Metrics:
+        """Log the numbers of the whole run, as the last of its lines."""
+        self.state.global_step = steps = self.engine.updates.clock.updates
+        samples = self.engine.data.batches.count_samples(steps)
+        metrics: Metrics = speed_metrics("train", self._started, samples, self.state.max_steps)
+        metrics["total_flos"] = self.state.total_flos
+        metrics["train_loss"] = _average_losses(self.state.log_history)
+        self.log(metrics)
+        self._results = metrics
+        return metrics
 
     def _set_model_flags(self) -> None:
         config = getattr(self.model, "config", None)
@@ -242,8 +283,13 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         count = count_labels(model, inputs)
         # Without an override, the loop's own backward pass, which any strategy can schedule.
-        step = self.training_step if self._overrides("training_step") else self.compute_loss
+        step = self.training_step if self._overrides("training_step") else self._compute
         return self.accelerator.take(call_with_count(step, model, inputs, count=count))
+
+    def _compute(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            return call_with_count(self.compute_loss, model, inputs, count=num_items_in_batch)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
@@ -253,9 +299,10 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         An override may call this, or ``self.accelerator.backward(loss)``, any number of times and
         read or change gradients in between; or it returns the loss with its graph.
         """
-        loss: torch.Tensor = call_with_count(
-            self.compute_loss, model, inputs, count=num_items_in_batch
-        )
+        if not self._is_training:  # called by hand
+            _ = self.engine  # which puts the model on its device
+            model.train()
+        loss: torch.Tensor = self._compute(model, inputs, num_items_in_batch)
         self.accelerator.backward(loss)
         return loss.detach()
 
@@ -292,4 +339,4 @@ def _average_losses(history: list[dict[str, float]]) -> float:
         if "loss" in line:
             total += line["loss"] * (line["step"] - before)
             before = line["step"]
-    return total / before if before else float("nan")
+    return total / before if before else 0.0
