@@ -86,6 +86,11 @@ def get_storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def get_gradient_hooks(tensor: Tensor) -> Any:
+    """The table of the hooks that run when the tensor gets its gradient; None if there is none."""
+    return tensor._backward_hooks
+
+
 def has_gradient_hooks(tensors: Sequence[Tensor]) -> bool:
     """Whether something runs when one of the tensors gets its gradient."""
     return any(

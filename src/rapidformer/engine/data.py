@@ -206,7 +206,7 @@ class RunData:
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
         tensor = settle(tensor)
-        rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         if self._current.ends_with_filler(len(rows)):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)

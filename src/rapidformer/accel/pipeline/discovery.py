@@ -24,6 +24,7 @@ from rapidformer.data.nested import iterate_tensors
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.overlay import extend, remove
 
 # As many rows as tokens: a multiple-choice model takes the second size for the number of choices,
@@ -95,7 +96,7 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
             is_better = isinstance(reason, ModelError) and not isinstance(problem, ModelError)
             if problem is None or isinstance(problem, _WrongFormError) or is_better:
                 problem = reason
-    raise ModelError(_explain(model, problem)) from problem
+    raise ModelError(_explain(model, plan, problem)) from problem
 
 
 def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
@@ -227,13 +228,17 @@ def _build_inputs(model: nn.Module) -> dict[str, Any]:
     return {name: known[name] for name in names if name in known}
 
 
-def _explain(model: nn.Module, problem: Exception | None) -> str:
-    why = str(problem).strip().splitlines()[0] if problem and str(problem) else repr(problem)
-    why = why.rstrip(".")
+def _explain(model: nn.Module, plan: ModelPlan, problem: Exception | None) -> str:
+    why = str(problem).rstrip(".")
+    if not isinstance(problem, (ModelError, _WrongFormError)):
+        lines = str(problem).strip().splitlines() or [repr(problem)]
+        why = (
+            "its own code fails in a trial run in which every block returns a hidden state and "
+            f"nothing else ({type(problem).__name__}: {lines[0]})"
+        )
     return (
         f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages: {why}. "
         "Give it a method rapidformer_plan() that returns {'blocks': 'name.of.list', 'before': "
         "['embedding'], 'after': ['norm', 'head']}: the modules used before the first "
-        "block and after the last. --tensor-model-parallel-size and --zero-3-memory-optimization "
-        "split a model in other ways."
+        f"block and after the last. Or use {describe_other_splits(model, plan)} instead."
     )

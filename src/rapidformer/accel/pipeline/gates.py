@@ -30,6 +30,10 @@ GRADIENT_PROBLEM = (
 )
 
 
+_running: list[StageContext] = []
+"""Those whose models run: one, unless a forward step calls a second model."""
+
+
 class StageEnd(BaseException):
     """Ends a stage's forward pass. Not an ``Exception``, so user code does not catch it."""
 
@@ -75,9 +79,11 @@ class StageContext:
         """Make the model this stage of itself for one pass."""
         self.stage, self.received, self.is_probing = stage, received, is_probing
         self.on_entry, self.has_called, self.ended_with = on_entry, False, None
+        _running.append(self)
         try:
             yield
         finally:
+            _running.remove(self)
             self.stage = self.received = self.on_entry = self.ended_with = None
             self.given = ()
 
@@ -155,6 +161,17 @@ class _Received(torch.autograd.Function):
         is_split = ctx.context.splits_backward
         nothing = [gradient.new_zeros(shape) if is_split else None for shape in ctx.shapes]
         return gradient, None, *nothing
+
+
+def refuse_second_model() -> None:
+    """Raise if a model is to be relayed through its stages while another one's schedule runs."""
+    if _running:
+        raise RapidformerError(
+            f"{FLAG}: the forward step calls a second model that is cut into stages, too "
+            "(compose_for_evaluation), but the ranks of its other stages are busy with other "
+            "micro-batches. Keep it whole: leave out compose_for_evaluation and call "
+            "teacher.to(engine.device).eval() after the model; then only the last stage runs it."
+        )
 
 
 def refuse_gradient(context: StageContext) -> None:
