@@ -105,9 +105,8 @@ def use_own_function(loop: Loop) -> None:
         batch = loop.get_batch(number)
         hidden = loop.model.transformer(input_ids=batch["input_ids"])[0]
         logits = Product.apply(hidden, loop.model.transformer.wte.weight)
-        loss = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-        )
+        labels = batch["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels)
         loop.engine.backward(loss, weight=len(hidden))
         loop.engine.step()
 

@@ -35,7 +35,7 @@ from rapidformer.models.watched import is_from_user
 
 Hook = Callable[[Tensor], Tensor | None]
 _FACTOR = 2.0**20
-"""By which a gradient is scaled to see whether a hook is linear: far beyond what clipping allows."""
+"""To see whether a hook is linear, a gradient is scaled by this: far beyond any clipping."""
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -43,9 +43,7 @@ def apply(assembly: Assembly) -> str | None:
     if assembly.uses_deepspeed:
         return None
     model, known = assembly.model, assembly.applied.plain.hooks
-    has_parts = (
-        assembly.topology.num_replicas * (assembly.args.gradient_accumulation_steps or 1) > 1
-    )
+    micro_batches = assembly.args.gradient_accumulation_steps or 1
     split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     served = {id(p): _Hooks(name, known.get(name)) for name, p in split.items()}
     for parameter in split.values():
@@ -58,7 +56,7 @@ def apply(assembly: Assembly) -> str | None:
         gather = functools.partial(_gather_for_function, weakref.ref(assembly.synchronizer))
         for kind in (DTensor, WholeOnDemand):
             assembly.applied.enter(convert_function_arguments(kind, gather))
-    if has_parts:
+    if assembly.topology.num_replicas * micro_batches > 1:
         _watch_hooks(model, [hooks.functions for hooks in served.values()])
     return None
 
