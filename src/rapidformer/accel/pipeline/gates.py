@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.discovery import iterate_floats
+from rapidformer.accel.pipeline.discovery import form_output, iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
+from rapidformer.accel.split.absent import build_placeholder
 from rapidformer.accel.tensor.styles import get_first, replace_first
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
@@ -32,6 +34,13 @@ GRADIENT_PROBLEM = (
 
 _running: list[StageContext] = []
 """Those whose models run: one, unless a forward step calls a second model."""
+
+
+_MORE = (
+    "block {} returns more than its hidden state with a gradient (a mixture of experts' loss?), "
+    "and the model uses it, which --pipeline-model-parallel-size cannot pass between stages. Use "
+    "--zero-3-memory-optimization instead."
+)
 
 
 class StageEnd(BaseException):
@@ -48,8 +57,8 @@ class StageContext:
 
     dtype: torch.dtype
     """The dtype of hidden states between stages."""
-    returns_tuple: bool
-    """Whether the model expects its blocks to return tuples."""
+    tuple_size: int
+    """How many values the model expects of its blocks; 0: the hidden state itself."""
     splits_backward: bool = False
     """Whether the schedule computes gradients of weights apart from those of inputs."""
     stage: Stage | None = None
@@ -104,7 +113,7 @@ class StageContext:
             )
         if index < stage.start:
             hidden = get_first(args, kwargs)
-            return (hidden,) if self.returns_tuple else hidden
+            return form_output(hidden, self.tuple_size)
         if index == stage.end:
             hidden = get_first(args, kwargs).to(self.dtype).contiguous()
             # torch detaches a stage's output in place if backward passes are split: not a view.
@@ -116,11 +125,9 @@ class StageContext:
             args, kwargs = replace_first(args, kwargs, lambda _: entered)
         output = run(*args, **kwargs)
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
-            raise ModelError(
-                f"block {index} returns more than its hidden state with a gradient (a mixture of "
-                "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
-                "stages. Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
-            )
+            # Most models ignore it (attention's probabilities); a loss of experts is not ignored.
+            why = functools.partial(str, _MORE.format(index))
+            output = (output[0], *tree_map_only(Tensor, lambda t: _hide(t, why), output[1:]))
         return output
 
     def _enter(self, expected: torch.Size, stage: Stage) -> Tensor:
@@ -140,6 +147,10 @@ class StageContext:
             return joined
         # Not the tensor itself: autocast would sum a leaf's gradients in 16 bits.
         return received.view_as(received)
+
+
+def _hide(value: Tensor, why: Callable[[], str]) -> Tensor:
+    return build_placeholder(value, value.device, why) if value.requires_grad else value
 
 
 class _Received(torch.autograd.Function):
@@ -169,8 +180,9 @@ def refuse_second_model() -> None:
         raise RapidformerError(
             f"{FLAG}: the forward step calls a second model that is cut into stages, too "
             "(compose_for_evaluation), but the ranks of its other stages are busy with other "
-            "micro-batches. Keep it whole: leave out compose_for_evaluation and call "
-            "teacher.to(engine.device).eval() after the model; then only the last stage runs it."
+            "micro-batches. Keep it whole, as teacher.to(engine.device).eval(), without "
+            "compose_for_evaluation; if the step calls it after the model, only the last stage "
+            "runs it."
         )
 
 
