@@ -136,6 +136,37 @@ def contrast(loop: Loop) -> None:
         loop.engine.step()
 
 
+def contrast_within(loop: Loop) -> None:
+    """The same without the rows of other micro-batches, one time gathered and one time not."""
+    hidden = loop.model.embedding(loop.get_batch(0)["input_ids"])
+    for layer in loop.model.layers:
+        hidden = layer(hidden)
+    keys = hidden[:, 3:].mean(1)
+    scores = hidden[:, :3].mean(1) @ keys.t()
+    loop.engine.backward(nn.functional.cross_entropy(scores, torch.arange(len(keys))))
+    loop.engine.gather(keys)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "warns"), [(8, False), (4, True)])
+def test_in_batch_losses_under_accumulation_are_warned_about(
+    micro_batch_size: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They name the objective that does it right; a loss over tokens is none of them."""
+    rounds = 8 // micro_batch_size
+
+    def train(loop: Loop) -> None:
+        loop.engine.updates.clock.rounds_per_update = rounds
+        loop.engine.backward(loop.compute_loss(0))
+        loop.engine.step()
+        assert "in-batch negatives" not in caplog.text
+        contrast_within(loop)
+
+    assert not run_case(train, {"log_level": "warning"}).error
+    for text in ("the loss compares the rows of a micro-batch", "engine.gather() in a loss joins"):
+        assert (text in caplog.text) == warns
+    assert ("rapidformer.objectives.Objective with has_first_pass" in caplog.text) == warns
+
+
 def test_gathered_rows_have_a_gradient() -> None:
     """``engine.gather`` in a loss cut it off without a word."""
     assert_same([(contrast, {}, {})])

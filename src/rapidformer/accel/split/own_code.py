@@ -95,7 +95,7 @@ class _Hooks:
         return _cut_like(changed, gradient) if isinstance(gradient, DTensor) else changed
 
 
-def _serve_gathered(module: FSDPModule, served: dict[int, _Hooks]) -> None:
+def _serve_gathered(module: Any, served: dict[int, _Hooks]) -> None:
     """The tensor in which a weight is gathered exists from its first use on, and is kept."""
     waiting = [p for group in list_parameter_groups(module) for p in group.fsdp_params]
 
@@ -185,7 +185,7 @@ _SETTING_ITEMS = Patch(lambda: [Entry(DTensor, "__setitem__", lambda _: _set_ite
 """Inside, items of split tensors can be set."""
 
 
-def _gather_for_function(synchronizer: weakref.ref[Any], function: type, weight: Tensor) -> Tensor:
+def _gather_for_function(synchronizer: weakref.ref[Any], function: type, weight: Any) -> Any:
     """The whole of a weight that a script's own autograd function is called with."""
     if not is_from_user(function):
         return weight
