@@ -283,10 +283,10 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
         model = build_model(name)
         before, collected = look(model), dict(model.named_parameters())
         start = {key: p.detach().clone() for key, p in collected.items()}
-        engine = train(model, name, settings)
+        engine: Any = train(model, name, settings)
         whole = engine.checkpoints.gather_weights()
         optimizer = engine.updates.optimizer
-        engine.model.parallelized.applied.undo()
+        engine.close()
         check_plain(model, before)
         weights = dict(model.named_parameters())
         for key, parameter in weights.items():
@@ -301,9 +301,14 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
         }
         shapes = [(p.shape, s["momentum_buffer"].shape) for p, s in optimizer.state.items()]
         assert shapes and all(one == other for one, other in shapes)
-        again = train(model, name, settings)
-        again.model.parallelized.applied.undo()
+        again: Any = train(model, name, settings)
+        assert again.mesh is engine.mesh, "torch may have cached operations with the first one's"
+        again.close()
         check_plain(model, before)
+        gone = [weakref.ref(engine), weakref.ref(again)]
+        del engine, again
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None], settings
 
 
 @pytest.mark.slow

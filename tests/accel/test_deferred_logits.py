@@ -304,3 +304,20 @@ def test_what_would_differ_is_refused() -> None:
     optimizer.step()
     with pytest.raises(ConfigurationError, match="by an optimizer step for example"):
         logits.argmax(-1)
+
+
+def test_weights_that_change_through_data_are_noticed() -> None:
+    """As in FGM and SAM: torch counts no such change, and the logits were of the new weights."""
+    model = build(is_fused=True)
+    logits = model(INPUTS)
+    measure(logits).backward()
+    weight = model.head.weight
+    assert weight.grad is not None and weight.grad.sum(0).abs().max() < 1e-6, "rows cancel"
+    kept = weight.data.clone()
+    assert torch.equal(model(INPUTS), model(INPUTS)), "to look is no change"
+    weight.data.add_(weight.grad, alpha=0.1)
+    with pytest.raises(ConfigurationError, match=r"had changed, .*Ask before"):
+        logits.argmax(-1)
+    weight.data.copy_(kept)
+    torch.testing.assert_close(logits.clone(), build(is_fused=False)(INPUTS))
+    assert "data" in vars(nn.Parameter)

@@ -15,20 +15,31 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMultipleChoice,
     BloomConfig,
     BloomForCausalLM,
+    CLIPConfig,
+    CLIPModel,
     GPT2Config,
     GPT2ForSequenceClassification,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from rapidformer.accel.pipeline.cut import apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import find_usage
 from rapidformer.accel.pipeline.layout import Layout, balance, build_layout
+from rapidformer.accel.pipeline.refusals import find_model_problem
 from rapidformer.accel.pipeline.schedule import choose_kind
 from rapidformer.errors import ConfigurationError, ModelError, RapidformerError
 from rapidformer.models.plan import find_plan
+from rapidformer.models.tensor_plans import find_tensor_plan
 from tests.parity.models import build_model
 
 
@@ -116,9 +127,57 @@ def test_what_every_block_is_given_is_used_by_all_of_them() -> None:
 def test_blocks_that_return_tuples_are_met_with_tuples() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=3, n_head=2))
     gpt2 = build_model("gpt2", layers=3)
-    assert not find_usage(gpt2, find_plan(gpt2)).returns_tuple
+    assert not find_usage(gpt2, find_plan(gpt2)).tuple_size
     usage = find_usage(model, find_plan(model))
     assert usage.blocks_of["transformer.word_embeddings_layernorm.weight"] == {0}
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
+TWO_STACKS: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+TOWERS = {
+    "text_config": {**SIZES, "vocab_size": 64, "max_position_embeddings": 16},
+    "vision_config": {**SIZES, "image_size": 8, "patch_size": 4},
+}
+REFUSED = {
+    "its blocks are not one stack but 2: text_model.encoder.layers, vision_model.encoder.layers": (
+        lambda: CLIPModel(CLIPConfig(**TOWERS, projection_dim=8))
+    ),
+    "BartForConditionalGeneration has an encoder and a decoder": (
+        lambda: BartForConditionalGeneration(BartConfig(**TWO_STACKS))
+    ),
+    "WhisperForConditionalGeneration has an encoder and a decoder": (
+        lambda: WhisperForConditionalGeneration(WhisperConfig(**TWO_STACKS, num_mel_bins=8))
+    ),
+    "all layers of AlbertModel are the same module": (
+        lambda: AlbertModel(AlbertConfig(**SIZES, vocab_size=64, embedding_size=8))
+    ),
+    "T5ForConditionalGeneration has an encoder and a decoder": lambda: build_model("small-t5"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_refusal_recommends_only_what_the_model_supports(reason: str) -> None:
+    """It recommended tensor parallelism, which refused the model too, CLIP in Python's words."""
+    model = REFUSED[reason]()
+    plan = find_plan(model)
+    message = find_model_problem(model, plan)
+    if not message:
+        with pytest.raises(ModelError) as caught:
+            find_usage(model, plan)
+        message = str(caught.value)
+    assert reason in message and message.endswith("--zero-3-memory-optimization instead.")
+    is_recommended = "--tensor-model-parallel-size" in message
+    assert is_recommended == isinstance(model, T5ForConditionalGeneration)
+    if not is_recommended:
+        with pytest.raises(ModelError, match="no plan says how"):
+            find_tensor_plan(model, plan)
 
 
 class Mapped(nn.Module):
@@ -160,7 +219,7 @@ def test_a_model_that_refuses_the_trial_run_gives_its_own_reason() -> None:
     model = GPT2ForSequenceClassification(
         GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
     )
-    with pytest.raises(ModelError, match=r"if no padding token is defined\. Give it"):
+    with pytest.raises(ModelError, match=r"if no padding token is defined\)\. Give it"):
         find_usage(model, find_plan(model))
 
 

@@ -20,6 +20,10 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BloomConfig,
+    BloomForCausalLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma2Config,
@@ -174,6 +178,12 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
         "max_position_embeddings": 100})),
     "gpt2": lambda p, n: GPT2LMHeadModel(GPT2Config(**_gpt2(p, n))),
     "t5": lambda p, n: T5ForConditionalGeneration(T5Config(**_t5(p, n))),
+    # Their blocks return pairs: BLOOM's may be tuples of any length, DeBERTa's may not.
+    "bloom": lambda p, n: BloomForCausalLM(BloomConfig(
+        vocab_size=64, hidden_size=16, n_layer=n, n_head=2, hidden_dropout=p, attention_dropout=p)),
+    "deberta": lambda p, n: DebertaV2ForMaskedLM(DebertaV2Config(
+        **_bert(p, n, **SMALL), relative_attention=True, pos_att_type=["p2c", "c2p"],
+        norm_rel_ebd="layer_norm", pooler_dropout=p)),
     "llama": lambda p, n: LlamaForCausalLM(LlamaConfig(**_llama(n))),
     "qwen3": lambda p, n: Qwen3ForCausalLM(Qwen3Config(**_llama(n, tie_word_embeddings=True))),
     "gemma2": lambda p, n: Gemma2ForCausalLM(

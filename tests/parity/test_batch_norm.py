@@ -68,6 +68,21 @@ def test_accumulation_with_batch_norm_is_reported(caplog: pytest.LogCaptureFixtu
     assert "BatchNorm takes its statistics over one micro-batch, not over the 4" in caplog.text
 
 
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_accumulation_with_spectral_norm_is_reported(
+    wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = "spectral_norm improves its estimate in every forward pass: {} times"
+    times = 4 if wrap is nn.utils.spectral_norm else 2  # a message is logged once
+    for count in (1, times):
+        settings = {**SETTINGS, "log_level": "warning", "micro_batch_size": 8 // count}
+        model = PlainModel()
+        wrap(model.head)
+        assert "spectral_norm" not in caplog.text
+        RapidformerEngine(args=settings).compose(model, make_sgd(model), keep_rate)
+    assert report.format(times) in caplog.text
+
+
 def test_fillers_do_not_count() -> None:
     """Six rows over two ranks of two: in the second round, the second rank has none."""
     assert run_in_processes(train_on_six_rows, 1)[0] == pytest.approx(

@@ -87,6 +87,8 @@ def test_every_family_under_some_schedule() -> None:
         staged("gpt", 4, _stage("zero-bubble")),
         staged("custom", 2, _stage("1f1b")),
         staged("gpt2-frozen", 4, _stage("zero-bubble")),
+        staged("bloom", 2, _stage("1f1b")),
+        staged("deberta", 2, _stage("1f1b")),
         staged("shared-bias", 8, {PIPELINE: 2, "num_layers_per_virtual_pipeline_stage": 2}),
     ]
     check_stages(2, cases)
@@ -419,6 +421,40 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]
     for message, (name, _, reason) in zip(messages, expected, strict=True):
         assert reason in message, (name, message)
+
+
+def _learn_from_a_teacher(composes: bool) -> list[float]:
+    engine, model = RapidformerEngine(args={**SETTINGS, PIPELINE: 2}), build_model("gpt2")
+    teacher: Any = build_model("small-gpt2")
+    engine.compose(model, make_sgd(model), keep_rate)
+    if composes:
+        helper = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+        helper.model.compose_for_evaluation(teacher)
+    teacher.eval()
+
+    def forward(batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(**batch).logits.mean()
+        loss: torch.Tensor = (model(**batch).logits.mean() - target).square()
+        return loss
+
+    loader = engine.data.build_loader(build_rows("gpt2")[:8], collate, is_training=True)
+    update = next(iter(engine.data.iterate_updates(loader)))
+    return [float(result.loss) for result in engine.run_update(forward, update)]
+
+
+def _try_both_teachers() -> tuple[list[float], str]:
+    losses = _learn_from_a_teacher(composes=False)
+    with pytest.raises(RapidformerError) as caught:
+        _learn_from_a_teacher(composes=True)
+    return losses, str(caught.value)
+
+
+def test_a_teacher_in_stages_is_refused_inside_the_forward_step() -> None:
+    """Its messages met those of the schedule, and a rank was aborted."""
+    for losses, message in run_in_processes(_try_both_teachers, 2):
+        assert "the forward step calls a second model that is cut into stages, too" in message
+        assert losses, "one that was left whole teaches"
 
 
 class Stream(IterableDataset[Any]):

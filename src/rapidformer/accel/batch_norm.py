@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.dist.regions import copy_in, sum_out
 from rapidformer.log import warn_once
 from rapidformer.overlay import extend
@@ -24,10 +25,17 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def apply(assembly: Assembly) -> str | None:
     """Let every BatchNorm see the rows of all replicas."""
+    micro_batches = assembly.args.gradient_accumulation_steps or 1
+    if micro_batches > 1 and _has_spectral_norm(assembly.model):
+        warn_once(
+            f"spectral_norm improves its estimate in every forward pass: {micro_batches} times in "
+            "an optimizer step, not once, so the result depends on --micro-batch-size. Raise it "
+            "until a step is one micro-batch."
+        )
     modules = [module for module in assembly.model.modules() if isinstance(module, _BATCH_NORMS)]
     if not modules:
         return None
-    if (micro_batches := assembly.args.gradient_accumulation_steps or 1) > 1:
+    if micro_batches > 1:
         warn_once(
             f"BatchNorm takes its statistics over one micro-batch, not over the {micro_batches} of "
             "an optimizer step: the result depends on --micro-batch-size. Raise it until a step "
@@ -40,6 +48,15 @@ def apply(assembly: Assembly) -> str | None:
     for module in modules:
         extend(module, "statistics", lambda cls: members, styles=(_JoinedStatistics,))
     return f"statistics of {len(modules)} layers over {group.size()} ranks"
+
+
+def _has_spectral_norm(model: nn.Module) -> bool:
+    """torch's old one is a hook, the new one a module."""
+    return any(
+        type(part).__name__ in ("SpectralNorm", "_SpectralNorm")
+        for module in model.modules()
+        for part in (module, *list_hooks(module))
+    )
 
 
 class _JoinedStatistics:

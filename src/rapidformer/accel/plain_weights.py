@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer.compat.torch_modules import get_buffer_table, get_parameter_table, list_unsaved
+from rapidformer.compat.torch_tensors import get_gradient_hooks
 from rapidformer.dist.collectives import gather_from_all, gather_from_stages, is_alone
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
@@ -60,6 +61,8 @@ class PlainWeights:
         model = model if model is not None else nn.Module()
         self.names = {name: weakref.ref(p) for name, p in model.named_parameters()}
         """Each parameter's name, and the parameter while somebody holds it."""
+        self.hooks = {name: get_gradient_hooks(p) for name, p in model.named_parameters()}
+        """The hooks that users have registered on each, or None."""
         self.measure_free = measure_free
         self._topology = topology or Topology()
         self._orders = {module: tuple(get_parameter_table(module)) for module in model.modules()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 PRIVATE_NAMES = {
     "torch._foreach_mul_": "scaling all gradients in one kernel",
@@ -22,8 +23,14 @@ PRIVATE_NAMES = {
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
     "torch._C._cuda_endAllocateToPool": "ending a failed recording, which torch leaves open",
+    **{
+        f"torch._C._functions.MmBackward0._saved_{name}_sym_sizes": "losses that compare rows"
+        for name in ("self", "mat2")
+    },
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
+
+_VIEWS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
 
 FACTS = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__,
@@ -84,6 +91,25 @@ def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
 def get_storage_key(tensor: Tensor) -> int:
     """An id of the memory behind a tensor: all views of a tensor have the same."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def get_gradient_hooks(tensor: Tensor) -> Any:
+    """The table of the hooks that run when the tensor gets its gradient; None if there is none."""
+    return tensor._backward_hooks
+
+
+def find_product_sizes(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of the two matrices whose product an operation of a graph has computed."""
+    if node.name() != "MmBackward0":
+        return None
+    return tuple(node._saved_self_sym_sizes), tuple(node._saved_mat2_sym_sizes)  # type: ignore[attr-defined]
+
+
+def is_view_of_leaf(node: Node) -> bool:
+    """Whether an operation hands on a parameter, perhaps transposed or cast."""
+    while node.name() in _VIEWS:
+        (node, _), *_ = node.next_functions  # type: ignore[assignment]
+    return hasattr(node, "variable")
 
 
 def has_gradient_hooks(tensors: Sequence[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rapidformer.dist.regions import gather_in
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 
@@ -42,7 +43,7 @@ def gather_rows(
     """Join the rows (dimension 0) of all data-parallel ranks, in rank order.
 
     Ranks may have different numbers of rows. Other dimensions must agree, unless ``pad_value`` says
-    how to fill the shorter ones.
+    how to fill the shorter ones. A row's gradient is the sum of what all ranks' losses give it.
     """
     group = topology.get_group("data")
     if group is None:
@@ -58,8 +59,12 @@ def gather_rows(
         )
     padded = rows.new_full(widest, 0 if pad_value is None else pad_value)
     padded[tuple(slice(size) for size in rows.shape)] = rows
-    everyone = [torch.empty_like(padded) for _ in shapes]
-    dist.all_gather(everyone, padded.contiguous(), group=group)
+    if padded.requires_grad:
+        joined = gather_in(padded, 0, len(padded) * len(shapes), group)
+        everyone = list(joined.chunk(len(shapes)))
+    else:
+        everyone = [torch.empty_like(padded) for _ in shapes]
+        dist.all_gather(everyone, padded.contiguous(), group=group)
     return torch.cat([part[: shape[0]] for part, shape in zip(everyone, shapes, strict=True)])
 
 

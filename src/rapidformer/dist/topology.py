@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,6 +111,8 @@ class Topology:
 
 
 _current = Topology()
+_built: dict[tuple[Any, ...], Topology] = {}
+"""By process group, device and sizes: an engine that follows another meets the same groups."""
 
 
 def build_topology(
@@ -122,9 +125,17 @@ def build_topology(
     expert: int = 1,
     sharding: int | None = None,
 ) -> Topology:
-    """Create the groups of every axis, on every rank, and make them current."""
+    """Make the groups of every axis current, on every rank; they are created once.
+
+    torch caches a mesh with the plans of its operations: one that is equal, but has other groups,
+    would meet those of the first.
+    """
     global _current
     sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
+    key = (dist.group.WORLD, device_type, *sizes.values(), expert, sharding)
+    if key in _built:
+        _current = _built[key]
+        return _current
     mesh, joined = None, {}
     if pipeline * data * context * tensor > 1:
         # An axis of size one needs no group; data always has one, for what is sent along it.
@@ -144,7 +155,7 @@ def build_topology(
         shape = (pipeline, data * context // expert, expert, tensor)
         names = ("outer", "expert_data", "expert", "inner")
         expert_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    _current = Topology(
+    _current = _built[key] = Topology(
         mesh=mesh, joined=joined, sharding=sharding, expert=expert, expert_mesh=expert_mesh, **sizes
     )
     return _current

@@ -26,6 +26,7 @@ from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.topology import Topology
 from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.in_batch import warn_if_rows_are_compared
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import (
@@ -180,6 +181,8 @@ class BackwardPasses:
         retain_graph: bool = False,
     ) -> None:
         """Back-propagate a micro-batch's loss; finish the gradient after the last of its update."""
+        if self.topology.data * self.clock.rounds_per_update > 1 or self.clock.is_accumulating:
+            warn_if_rows_are_compared(result.loss, self.clock.updates)
         is_last, fraction = self.count(result, micro_batch, ends_update=ends_update)
         self._back_propagate(result.loss, fraction, is_last=is_last, retain_graph=retain_graph)
         if is_last:

@@ -23,9 +23,10 @@ from rapidformer.data.loader import DistributedLoader, adopt_loader, get_rows_pe
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
+from rapidformer.engine.in_batch import INSTEAD
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn_once
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 
@@ -235,7 +236,13 @@ class RunData:
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""
         tensor = settle(tensor)
-        rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        is_for_loss = rows.requires_grad and torch.is_grad_enabled() and rows.dim() > 1
+        if is_for_loss and self._clock.rounds_per_update > 1:
+            warn_once(
+                "engine.gather() in a loss joins the rows of one micro-batch per rank, not of all "
+                f"{self._clock.rounds_per_update} micro-batches of an update. {INSTEAD}."
+            )
         if self._current.ends_with_filler(len(rows)):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)

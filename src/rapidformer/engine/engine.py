@@ -52,7 +52,6 @@ from rapidformer.optim.update import UpdateClock
 
 Arguments = Settings | Mapping[str, Any] | Sequence[str] | None
 _open_engines: weakref.WeakSet[RapidformerEngine] = weakref.WeakSet()
-"""The last one to close leaves the process group."""
 
 
 class RapidformerEngine:
@@ -293,10 +292,11 @@ class RapidformerEngine:
         return "\n".join(render(explain(self._args, situation)))
 
     def close(self, *, gives_back: bool = True) -> None:
-        """Finish what is being written, take off all that was applied, leave the process group.
+        """Finish what is being written and take off all that was applied.
 
         The model is then the plain model again, with its trained weights. That may gather sharded
         weights; a script that no longer needs the model can skip this with ``gives_back=False``.
+        The process group stays until the process ends: another engine may follow.
         """
         if self not in _open_engines:
             return
@@ -312,8 +312,6 @@ class RapidformerEngine:
     def _leave(self) -> None:
         closed: Any = _Closed()
         self.data = self.model = self.updates = self.checkpoints = closed
-        if not _open_engines:
-            stop_processes()
 
 
 class _Closed:

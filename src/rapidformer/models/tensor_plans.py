@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.compat.transformers_models import get_tensor_plan
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ConfigurationError, ModelError, RapidformerError
 from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
 _FLAG = "--tensor-model-parallel-size"
@@ -179,6 +179,15 @@ def _find_family(model: nn.Module) -> _Family:
     return family
 
 
+def describe_other_splits(model: nn.Module, plan: ModelPlan) -> str:
+    """The switches that split a model which cannot be cut into stages."""
+    try:
+        find_tensor_plan(model, plan)
+    except RapidformerError:
+        return "--zero-3-memory-optimization"
+    return f"{_FLAG} or --zero-3-memory-optimization"
+
+
 def _get_kind(model: nn.Module) -> str:
     """transformers' name for the family."""
     return str(getattr(getattr(model, "config", None), "model_type", ""))
@@ -232,10 +241,14 @@ def _find_vocabulary(model: Any) -> dict[str, str]:
     """The embedding and the head, which plans often leave out: they are large."""
     styles: dict[str, str] = {}
     names = {id(module): name for name, module in model.named_modules()}
-    for module, kind, style in (
-        (model.get_input_embeddings(), nn.Embedding, "embedding_rowwise"),
-        (model.get_output_embeddings(), nn.Linear, "colwise_gather_output"),
+    for find, kind, style in (
+        ("get_input_embeddings", nn.Embedding, "embedding_rowwise"),
+        ("get_output_embeddings", nn.Linear, "colwise_gather_output"),
     ):
+        try:
+            module = getattr(model, find)()
+        except NotImplementedError:  # a model of two towers, such as CLIP
+            continue
         if isinstance(module, kind) and id(module) in names:
             styles[names[id(module)]] = style
     return styles

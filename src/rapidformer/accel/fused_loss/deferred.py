@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.chunked import Recipe, Step
-from rapidformer.accel.fused_loss.head import Head, watch_steps
+from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
 from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, note_version, settle
 from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
@@ -190,6 +190,7 @@ def _compute_for_function(function: type, logits: DeferredLogits) -> Tensor:
 def _watch_torch() -> Callable[[], None]:
     watching = ExitStack()
     watching.enter_context(convert_function_arguments(DeferredLogits, _compute_for_function))
+    watching.enter_context(DATA_ACCESS)
     watching.callback(watch_steps().remove)
     return watching.close
 

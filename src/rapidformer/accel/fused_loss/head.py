@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.fused_loss.chunked import Recipe
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
@@ -28,6 +30,8 @@ class Head:
         self.compute = compute
         self._module = module
         self._versions = [(each, count_changes(each)) for each in (hidden, *self._list_weights())]
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """Weights whose memory was handed out (``.data``), each with a number per row."""
         self._is_outdated = False
         _heads.add(self)
 
@@ -36,9 +40,16 @@ class Head:
         # Looked up now: a sharded weight is another object between calls.
         self._is_outdated |= any(id(each) in stepped for each in self._list_weights())
 
+    def note_handing_out(self, weight: Tensor) -> None:
+        """Note that a weight can be changed from now on without torch counting it."""
+        is_ours = any(each is weight for each in self._list_weights())
+        if is_ours and id(weight) not in self._rows:
+            self._rows[id(weight)] = weight, _measure_rows(weight)
+
     def check_inputs(self) -> None:
         """Refuse to compute from weights or hidden states that are no longer the same."""
         is_changed = any(count_changes(each) != version for each, version in self._versions)
+        is_changed |= any(not torch.equal(_measure_rows(w), m) for w, m in self._rows.values())
         if self._is_outdated or is_changed:
             raise ConfigurationError(
                 "The logits were asked for after the weights or hidden states that they are "
@@ -48,6 +59,13 @@ class Head:
 
     def _list_weights(self) -> list[Tensor]:
         return [each for each in get_parameter_table(self._module).values() if each is not None]
+
+
+def _measure_rows(weight: Tensor) -> Tensor:
+    """The norm of each row: a copy of the weight would be too large."""
+    with torch.no_grad():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+        return local.clone() if local.dim() < 2 else local.norm(dim=-1, dtype=torch.float32)
 
 
 _heads: weakref.WeakSet[Head] = weakref.WeakSet()
@@ -67,6 +85,19 @@ class _NoteStep:
         stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for head in _heads:
             head.note_step(stepped)
+
+
+def _build_data(before: None) -> property:
+    def get(self: Tensor) -> Tensor:
+        for head in list(_heads):
+            head.note_handing_out(self)
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    return property(get, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+DATA_ACCESS = Patch(lambda: [Entry(kind, "data", _build_data) for kind in (nn.Parameter, DTensor)])
+"""Inside, heads know when a script takes ``weight.data``, whose changes torch does not count."""
 
 
 def watch_steps() -> RemovableHandle:

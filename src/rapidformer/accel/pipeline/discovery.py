@@ -24,6 +24,7 @@ from rapidformer.data.nested import iterate_tensors
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.overlay import extend, remove
 
 # As many rows as tokens: a multiple-choice model takes the second size for the number of choices,
@@ -37,14 +38,15 @@ class Usage:
 
     blocks_of: dict[str, set[int]]
     """A parameter's name -> the blocks whose stages need it; empty: unknown, so all of them do."""
-    returns_tuple: bool = False
+    tuple_size: int = 0
+    """How many values the model expects of a block; 0: the hidden state itself."""
 
 
 @dataclass(eq=False)
 class _Recorder:
     """The inputs of the blocks in one hollow forward pass."""
 
-    returns_tuple: bool
+    tuple_size: int
     hidden: list[Tensor] = field(default_factory=list)
     """Each block's hidden state, in order."""
     others: list[list[Tensor]] = field(default_factory=list)
@@ -67,7 +69,7 @@ class _Recorder:
         self.others.append([t for t in iterate_floats((args, kwargs)) if t is not hidden])
         fresh = hidden.detach().clone().requires_grad_()
         self.returned.append(fresh)
-        return (fresh,) if self.returns_tuple else fresh
+        return form_output(fresh, self.tuple_size)
 
 
 class _WrongFormError(Exception):
@@ -75,6 +77,11 @@ class _WrongFormError(Exception):
 
     def __str__(self) -> str:
         return "not every block gets the output of the one before"
+
+
+def form_output(hidden: Tensor, tuple_size: int) -> Any:
+    """A block's output that has a hidden state and nothing else."""
+    return (hidden, *[None] * (tuple_size - 1)) if tuple_size else hidden
 
 
 def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
@@ -86,16 +93,16 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
         return _read_plan(outside, plan)
     inputs = _build_inputs(model)
     problem: Exception | None = None
-    for returns_tuple in (False, True):
+    for tuple_size in range(3):
         try:
-            return _run_hollow(model, plan, outside, inputs, returns_tuple=returns_tuple)
+            return _run_hollow(model, plan, outside, inputs, tuple_size)
         except Exception as reason:  # whatever the model's own code may raise
             # Report a model's own error, and ours above all; the other form's complaint says
             # nothing.
             is_better = isinstance(reason, ModelError) and not isinstance(problem, ModelError)
             if problem is None or isinstance(problem, _WrongFormError) or is_better:
                 problem = reason
-    raise ModelError(_explain(model, problem)) from problem
+    raise ModelError(_explain(model, plan, problem)) from problem
 
 
 def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
@@ -115,11 +122,10 @@ def _run_hollow(
     plan: ModelPlan,
     outside: Sequence[str],
     inputs: Mapping[str, Any],
-    *,
-    returns_tuple: bool,
+    tuple_size: int,
 ) -> Usage:
     """Run the forward pass with single numbers as parameters, and see what depends on which."""
-    recorder = _Recorder(returns_tuple=returns_tuple)
+    recorder = _Recorder(tuple_size)
     known = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {n: known[n].dtype if known[n].is_floating_point() else torch.float32 for n in outside}
     leaves = {n: torch.zeros((), dtype=dtype, requires_grad=True) for n, dtype in dtypes.items()}
@@ -134,7 +140,7 @@ def _run_hollow(
         output = functional_call(model, tensors, (), dict(inputs), tie_weights=False)
     if recorder.order != list(range(len(plan.blocks))):
         raise ModelError("its blocks do not run one after the other, each once")
-    usage = Usage(blocks_of={name: set() for name in outside}, returns_tuple=returns_tuple)
+    usage = Usage(blocks_of={name: set() for name in outside}, tuple_size=tuple_size)
     _read_recorder(usage, recorder, leaves, list(iterate_floats(output)))
     return usage
 
@@ -227,13 +233,23 @@ def _build_inputs(model: nn.Module) -> dict[str, Any]:
     return {name: known[name] for name in names if name in known}
 
 
-def _explain(model: nn.Module, problem: Exception | None) -> str:
-    why = str(problem).strip().splitlines()[0] if problem and str(problem) else repr(problem)
-    why = why.rstrip(".")
+def _explain(model: nn.Module, plan: ModelPlan, problem: Exception | None) -> str:
+    why = str(problem).rstrip(".")
+    lists = dict.fromkeys(name.rpartition(".")[0] for name in plan.blocks)
+    what = f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages"
+    others = f"{describe_other_splits(model, plan)} instead."
+    if len(lists) > 1:
+        stacks = ", ".join(lists)
+        return f"{what}: its blocks are not one stack but {len(lists)}: {stacks}. Use {others}"
+    if not isinstance(problem, (ModelError, _WrongFormError)):
+        lines = str(problem).strip().splitlines() or [repr(problem)]
+        why = (
+            "its own code fails in a trial run in which every block returns a hidden state and "
+            f"nothing else ({type(problem).__name__}: {lines[0].rstrip('.')})"
+        )
     return (
-        f"--pipeline-model-parallel-size: {type(model).__name__} cannot be cut into stages: {why}. "
+        f"{what}: {why}. "
         "Give it a method rapidformer_plan() that returns {'blocks': 'name.of.list', 'before': "
         "['embedding'], 'after': ['norm', 'head']}: the modules used before the first "
-        "block and after the last. --tensor-model-parallel-size and --zero-3-memory-optimization "
-        "split a model in other ways."
+        f"block and after the last. Or use {others}"
     )

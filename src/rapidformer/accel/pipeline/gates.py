@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.pipeline.discovery import iterate_floats
+from rapidformer.accel.pipeline.discovery import form_output, iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
+from rapidformer.accel.split.absent import build_placeholder
 from rapidformer.accel.tensor.styles import get_first, replace_first
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
@@ -27,6 +29,17 @@ GRADIENT_PROBLEM = (
     f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what another "
     "stage has computed, such as an embedding's output. Stages exchange hidden states only: use "
     "--tensor-model-parallel-size, --context-parallel-size or data parallelism."
+)
+
+
+_running: list[StageContext] = []
+"""Those whose models run: one, unless a forward step calls a second model."""
+
+
+_MORE = (
+    "block {} returns more than its hidden state with a gradient (a mixture of experts' loss?), "
+    "and the model uses it, which --pipeline-model-parallel-size cannot pass between stages. Use "
+    "--zero-3-memory-optimization instead."
 )
 
 
@@ -44,8 +57,8 @@ class StageContext:
 
     dtype: torch.dtype
     """The dtype of hidden states between stages."""
-    returns_tuple: bool
-    """Whether the model expects its blocks to return tuples."""
+    tuple_size: int
+    """How many values the model expects of its blocks; 0: the hidden state itself."""
     splits_backward: bool = False
     """Whether the schedule computes gradients of weights apart from those of inputs."""
     stage: Stage | None = None
@@ -75,9 +88,11 @@ class StageContext:
         """Make the model this stage of itself for one pass."""
         self.stage, self.received, self.is_probing = stage, received, is_probing
         self.on_entry, self.has_called, self.ended_with = on_entry, False, None
+        _running.append(self)
         try:
             yield
         finally:
+            _running.remove(self)
             self.stage = self.received = self.on_entry = self.ended_with = None
             self.given = ()
 
@@ -98,7 +113,7 @@ class StageContext:
             )
         if index < stage.start:
             hidden = get_first(args, kwargs)
-            return (hidden,) if self.returns_tuple else hidden
+            return form_output(hidden, self.tuple_size)
         if index == stage.end:
             hidden = get_first(args, kwargs).to(self.dtype).contiguous()
             # torch detaches a stage's output in place if backward passes are split: not a view.
@@ -110,11 +125,9 @@ class StageContext:
             args, kwargs = replace_first(args, kwargs, lambda _: entered)
         output = run(*args, **kwargs)
         if isinstance(output, tuple) and any(t.requires_grad for t in iterate_floats(output[1:])):
-            raise ModelError(
-                f"block {index} returns more than its hidden state with a gradient (a mixture of "
-                "experts' loss?), which --pipeline-model-parallel-size cannot pass between "
-                "stages. Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
-            )
+            # Most models ignore it (attention's probabilities); a loss of experts is not ignored.
+            why = functools.partial(str, _MORE.format(index))
+            output = (output[0], *tree_map_only(Tensor, lambda t: _hide(t, why), output[1:]))
         return output
 
     def _enter(self, expected: torch.Size, stage: Stage) -> Tensor:
@@ -136,6 +149,10 @@ class StageContext:
         return received.view_as(received)
 
 
+def _hide(value: Tensor, why: Callable[[], str]) -> Tensor:
+    return build_placeholder(value, value.device, why) if value.requires_grad else value
+
+
 class _Received(torch.autograd.Function):
     """A received hidden state, which depends on the call's arguments through earlier stages.
 
@@ -155,6 +172,18 @@ class _Received(torch.autograd.Function):
         is_split = ctx.context.splits_backward
         nothing = [gradient.new_zeros(shape) if is_split else None for shape in ctx.shapes]
         return gradient, None, *nothing
+
+
+def refuse_second_model() -> None:
+    """Raise if a model is to be relayed through its stages while another one's schedule runs."""
+    if _running:
+        raise RapidformerError(
+            f"{FLAG}: the forward step calls a second model that is cut into stages, too "
+            "(compose_for_evaluation), but the ranks of its other stages are busy with other "
+            "micro-batches. Keep it whole, as teacher.to(engine.device).eval(), without "
+            "compose_for_evaluation; if the step calls it after the model, only the last stage "
+            "runs it."
+        )
 
 
 def refuse_gradient(context: StageContext) -> None:

@@ -96,8 +96,7 @@ def _find_problems(
         most = f"use {blocks} or fewer" if blocks > 1 else "remove the flag"
         yield (
             f"{given}: {model} has {blocks} block{'s' * (blocks != 1)}, and every rank needs "
-            f"one: {most}. --tensor-model-parallel-size and --zero-3-memory-optimization split "
-            "the blocks themselves."
+            f"one: {most}. --zero-3-memory-optimization splits the blocks themselves."
         )
         return
     if name == "zero-bubble" and layers is not None:

@@ -276,7 +276,7 @@ def apply(assembly: Assembly) -> str:
     is_wide = assembly.precision.dtype is not None or len(dtypes) != 1
     context = StageContext(
         dtype=torch.float32 if is_wide else dtypes.pop(),
-        returns_tuple=usage.returns_tuple,
+        tuple_size=usage.tuple_size,
         splits_backward=layout.schedule == "zero-bubble",
     )
     pipeline = Pipeline(assembly, layout, holdings, context)

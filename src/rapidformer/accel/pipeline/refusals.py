@@ -18,6 +18,7 @@ from rapidformer.accel.pipeline.gates import GRADIENT_PROBLEM, StageContext, ref
 from rapidformer.accel.pipeline.layout import FLAG, Layout
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.models.watched import describe_watched, find_watched, list_inner_modules
 from rapidformer.overlay import extend
 
@@ -120,7 +121,7 @@ def explain_gradient_error(error: RuntimeError) -> Exception:
 def find_model_problem(model: Any, plan: ModelPlan) -> str:
     """Why a model cannot be cut into stages; empty if it can."""
     config = getattr(model, "config", None)
-    instead = "Use --tensor-model-parallel-size or --zero-3-memory-optimization instead."
+    instead = f"Use {describe_other_splits(model, plan)} instead."
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         return f"{FLAG}: {name} has an encoder and a decoder, not one stack. {instead}"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rapidformer.accel.pipeline.discovery import iterate_floats
-from rapidformer.accel.pipeline.gates import StageContext, StageEnd
+from rapidformer.accel.pipeline.gates import StageContext, StageEnd, refuse_second_model
 from rapidformer.accel.pipeline.layout import Layout
 from rapidformer.errors import RapidformerError
 from rapidformer.models.watched import find_requested
@@ -85,6 +85,7 @@ def _build_staged(cls: Any, context: StageContext, relay: Relay, num_blocks: int
                 "        engine.step()\n"
                 "or use Finetuner or PreTrainer. (For an evaluation, call model.eval() first.)"
             )
+        refuse_second_model()
         cache = next((v for v in (*kwargs.values(), *args) if isinstance(v, Cache)), None)
         return relay(run) if cache is None else _relay_with_cache(relay, run, cache, context)
 

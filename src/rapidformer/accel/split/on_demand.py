@@ -57,6 +57,8 @@ class WholeOnDemand(torch.Tensor):
         # Something that only the weight has, or a change of it in place.
         is_own = func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
         if is_own and isinstance(first, cls) and first._source is not None:
+            if func is Tensor.register_hook:  # the parameter may have one of its own
+                return first._source.register_hook(*args[1:])  # type: ignore[no-untyped-call]
             return func(first._source, *args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
@@ -71,6 +73,14 @@ def join_on_demand(
     whole: Any = stand_in.as_subclass(WholeOnDemand)
     whole._part, whole._source, whole._joined = part, source, None
     whole._join = lambda: gather_out(part, dim, length, group)
+    return whole  # type: ignore[no-any-return]
+
+
+def stand_for(source: Tensor, values: Tensor) -> Tensor:
+    """The values of a parameter that every rank holds whole."""
+    whole: Any = values.view_as(values).as_subclass(WholeOnDemand)
+    whole._part = whole._joined = values
+    whole._source = source
     return whole  # type: ignore[no-any-return]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
-from rapidformer.accel.split.on_demand import join_on_demand
+from rapidformer.accel.split.on_demand import join_on_demand, stand_for
 from rapidformer.accel.tensor.slices import distribute_part, find_slice
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -152,7 +152,7 @@ def _is_inside_a_call() -> bool:
 def _read_outside(parameter: Any, placement: Any, split: Split) -> Tensor:
     """A weight in user code: whole, as in one process; for changing it, the parameter itself."""
     if placement.is_replicate() and torch.is_grad_enabled():
-        return _get_own(parameter)
+        return stand_for(parameter, _get_own(parameter))
     if type(placement) is not Shard or not torch.is_grad_enabled():
         # Slices in pieces: torch's own operations join them.
         return parameter  # type: ignore[no-any-return]

@@ -93,6 +93,12 @@ FINAL = register(
         module="split.absent", moment="final", is_for_training=True, is_needed=True, exact="yes",
     ),
     Switch(
+        "split weights in own code",
+        "hooks, item assignments and autograd functions of a script get whole tensors",
+        kind="always", module="split.own_code", moment="final", is_for_training=True,
+        is_needed=True, exact="yes",
+    ),
+    Switch(
         "dropout seeds",
         "replicas draw different dropout masks, ranks that share a layer the same ones",
         kind="always", module="dropout_seeds", moment="final", is_for_training=True, is_needed=True,

@@ -251,7 +251,7 @@ def _only_if(is_so: Callable[[], bool], function: Function) -> Function:
 def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:
     """Every process's rows of a tensor, or of each tensor in nested lists and dictionaries."""
     if isinstance(values, torch.Tensor):
-        return engine.gather(values)
+        return engine.gather(values.detach())
     if isinstance(values, Mapping):
         return {name: _gather_nested(engine, value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
