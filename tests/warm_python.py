@@ -21,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import random
 import runpy
 import select
@@ -49,14 +50,16 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 """The kind of namespace that ``setns`` enters: a network's."""
 
+MODELS = (
+    "apertus", "bert", "deberta_v2", "deepseek_v2", "gemma2", "gpt2", "gpt_oss", "llama", "mistral",
+    "mixtral", "phi3", "qwen3", "roberta", "t5", "vit",
+)  # fmt: skip
 SLOW = (
-    "datasets", "deepspeed", "rapidformer", "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.run",
-    "torch.distributed.tensor.experimental", "torch.utils.tensorboard", "torchmetrics",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.t5.modeling_t5",
+    "datasets", "deepspeed", "peft", "rapidformer", "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.run", "torch.distributed.tensor.experimental", "torch.utils.tensorboard",
+    "torchmetrics", "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
 )  # fmt: skip
 
 CLIENT = """#!{python} -IS
@@ -201,6 +204,11 @@ def _import_what_is_slow() -> None:
     rapidformer = sys.modules["rapidformer"]
     for name in rapidformer.__all__:
         getattr(rapidformer, name)
+    # Not the dialects: importing one is what a script does to use its names.
+    for module in pkgutil.walk_packages(rapidformer.__path__, "rapidformer."):
+        if not module.name.startswith("rapidformer.dialects"):
+            with suppress(ImportError):  # of optional packages
+                importlib.import_module(module.name)
 
 
 def _reap() -> None:

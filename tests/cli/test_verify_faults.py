@@ -105,7 +105,7 @@ def test_a_schedule_that_advances_with_every_micro_batch(verify_with: Any) -> No
 
 def test_clipping_that_is_left_out(verify_with: Any) -> None:
     """The norm is far below --clip-grad, so that the run itself would not clip."""
-    fault = "if is_switched: UpdateClock.clip = lambda self, max_norm: None"
+    fault = "if is_switched: UpdateClock._clip = lambda self, max_norm: None"
     status, out = verify_with(*TWO, fault=fault)
     assert status == 3
     assert " FAIL" in (row := read_table(out)["clipping"])
@@ -116,8 +116,8 @@ def test_clipping_that_is_left_out(verify_with: Any) -> None:
 
 def test_clipping_to_another_norm(verify_with: Any) -> None:
     fault = """
-clip = UpdateClock.clip
-if is_switched: UpdateClock.clip = lambda self, max_norm: clip(self, 2 * max_norm)
+clip = UpdateClock._clip
+if is_switched: UpdateClock._clip = lambda self, max_norm: clip(self, 2 * max_norm)
 """
     status, out = verify_with(*TWO, fault=fault)
     assert status == 3

@@ -30,10 +30,6 @@ def make_hugging_face_adafactor(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def make_rprop(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Rprop(model.parameters())
-
-
 class RowNormalised(torch.optim.Optimizer):
     """A user's own, which looks at the rows of what it is given: its shard."""
 
@@ -75,7 +71,6 @@ REFUSED = {
     "Muon rounds differently on sharded weights": make_muon,
     "Adafactor fails on sharded weights": make_adafactor,
     "Adafactor fails on sharded weights (aten.add_": make_hugging_face_adafactor,
-    "Rprop fails on sharded weights": make_rprop,
     "RowNormalised updates a sharded weight unlike": lambda m: RowNormalised(m.parameters()),
 }
 
