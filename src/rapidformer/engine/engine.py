@@ -196,9 +196,9 @@ class RapidformerEngine:
         """Back-propagate a micro-batch's mean loss.
 
         ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
-        of the batch that the training loader handed out last are counted. After the last
-        micro-batch of an update, gradients are those of the mean over the whole global batch.
-        ``retain_graph`` lets a second loss go back through the same forward pass.
+        of the batch that went through the model are counted. After the last micro-batch of an
+        update, gradients are those of the mean over the whole global batch. ``retain_graph`` lets a
+        second loss go back through the same forward pass.
         """
         self.updates.backward(loss, weight, retain_graph=retain_graph)
 

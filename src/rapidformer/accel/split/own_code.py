@@ -118,28 +118,30 @@ def _watch_hooks(model: nn.Module, tables: list[dict[int, Hook]]) -> None:
         for table in (*tables, *plain):
             for number, hook in (table or {}).items():
                 if is_from_user(hook):
-                    table[number] = _warn_if_not_linear(hook)
+                    table[number] = _warn_if_not_linear(hook, table, number)
 
     handle = model.register_forward_pre_hook(torch.compiler.disable(watch))
 
 
-def _warn_if_not_linear(hook: Hook) -> Hook:
-    is_known = False
+def _warn_if_not_linear(hook: Hook, table: dict[int, Hook], number: int) -> Hook:
+    """Tries the hook the first time that it changes a gradient, then puts it back."""
 
     @functools.wraps(hook)
     def watched(gradient: Tensor) -> Tensor | None:
-        nonlocal is_known
         answer = hook(gradient)
-        if answer is not None and not is_known:
-            is_known = True
+        if answer is None or table.get(number) is not watched:
+            return answer
+        table[number] = hook
+        # The trial must not change what the hook, or dropout, draws later.
+        with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
             scaled = hook(gradient * _FACTOR)
-            if scaled is None or not torch.allclose(scaled, answer * _FACTOR, rtol=1e-3):
-                warn_once(
-                    "a hook on a parameter's gradient is not linear (it clips, adds noise or a "
-                    "penalty): it sees the gradient of one rank's micro-batch, not that of the "
-                    "whole update, so the result depends on how the batch is split. Change the "
-                    "gradients between engine.backward() and optimizer.step() instead."
-                )
+        if scaled is None or not torch.allclose(scaled, answer * _FACTOR, rtol=1e-3):
+            warn_once(
+                "a hook on a parameter's gradient is not linear (it clips, adds noise or a "
+                "penalty): it sees the gradient of one rank's micro-batch, not that of the "
+                "whole update, so the result depends on how the batch is split. Change the "
+                "gradients between engine.backward() and optimizer.step() instead."
+            )
         return answer
 
     return watched
