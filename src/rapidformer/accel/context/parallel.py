@@ -112,15 +112,10 @@ def apply(assembly: Assembly) -> str:
     draws = _OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
         place = _Place(
-            region=region,
-            name=name,
-            is_first=number == 0,
-            is_last=number == len(blocks) - 1,
-            draws=draws,
-            uses_torch=plan.has_split_attention,
-            token_dims=plan.token_dims,
+            region=region, name=name, is_first=number == 0, is_last=number == len(blocks) - 1,
+            draws=draws, uses_torch=plan.has_split_attention, token_dims=plan.token_dims,
             names=find_argument_names(block),
-        )
+        )  # fmt: skip
         extend_module(block, SplitBlock, place)
         for module in block.modules():
             if hasattr(module, "context_region"):

@@ -48,13 +48,9 @@ def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     is_asked = assembly.args.dynamic_shape == "on"
     obstacle = _find_obstacle(assembly) or apply_unpadding(
-        assembly.model,
-        assembly.plan,
-        assembly.precision.dtype,
-        is_compiled=assembly.args.compile,
-        applied=assembly.applied,
-        help_of_others=_get_help(assembly),
-    )
+        assembly.model, assembly.plan, assembly.precision.dtype, is_compiled=assembly.args.compile,
+        applied=assembly.applied, help_of_others=_get_help(assembly),
+    )  # fmt: skip
     if obstacle is None:
         return "blocks compute on real tokens only"
     if is_asked:
