@@ -120,20 +120,16 @@ class BenchedRun(RunObserver):
             self._clock.mark("update")
             self._timed_since = time.perf_counter()
         if timed == self._job.steps:
-            self._last = self._choose_last()
+            if self._job.seconds:
+                wait_for(self._engine.device)  # the host may be many steps ahead
+            seconds = gather_from_all(time.perf_counter() - self._timed_since)
+            self._last = self._job.count_steps(max(seconds))
         if timed == self._last > 0:
             self.read_times()
             self._start_profile()
         elif timed == self._last + PROFILED_STEPS and self._profiler is not None:
             self._read_profile()
             raise MeasuringFinished
-
-    def _choose_last(self) -> int:
-        """The last step to time, from how long the first ones took; the same on every rank."""
-        if self._job.seconds:
-            wait_for(self._engine.device)  # the host may be many steps ahead
-        seconds = time.perf_counter() - self._timed_since
-        return self._job.count_steps(max(gather_from_all(seconds)))
 
     @property
     def has_enough_steps(self) -> bool:

@@ -9,8 +9,7 @@ the run goes on as if there had been one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -251,16 +250,10 @@ def _survey(
 
 
 def _look(objective: Objective, model: Any, batch: Any) -> Mapping[str, Tensor]:
-    """The first pass of one micro-batch."""
-    with torch.no_grad(), _keeping_buffers(model):
-        return objective.first_pass(model, batch)
-
-
-@contextmanager
-def _keeping_buffers(model: Any) -> Iterator[None]:
-    """Running statistics must see a batch once."""
-    buffers = list(model.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    """The first pass of one micro-batch; running statistics must see a batch once."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        rows = objective.first_pass(model, batch)
+        for buffer, value in before:
+            buffer.copy_(value)
+    return rows

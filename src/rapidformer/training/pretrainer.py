@@ -7,8 +7,7 @@
 
     MyPreTrainer(engine=RapidformerEngine()).train()
 
-The forward step gets an iterator; if its parameter is called ``batch``, it gets the
-batch.
+The forward step gets an iterator, or the batch itself if its parameter is called ``batch``.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.data_parallel import shape_like
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.split.on_demand import WholeOnDemand
 from rapidformer.accel.weights import find_spans
@@ -92,7 +93,9 @@ class _Hooks:
             changed = changed if answer is None else answer
         if changed is whole:
             return None
-        return _cut_like(changed, gradient) if isinstance(gradient, DTensor) else changed
+        if not isinstance(gradient, DTensor):
+            return changed
+        return shape_like(changed[_find_places(gradient)].contiguous(), gradient)
 
 
 def _serve_gathered(module: Any, served: dict[int, _Hooks]) -> None:
@@ -156,14 +159,6 @@ def _find_places(tensor: Tensor) -> tuple[Tensor, ...]:
     # Shaped so that they are combined with each other, without a list of all combinations.
     sizes = torch.eye(len(rows), dtype=torch.long).mul(-2).add(1).tolist()
     return tuple(row.view(size).to(tensor.device) for row, size in zip(rows, sizes, strict=True))
-
-
-def _cut_like(whole: Tensor, split: DTensor) -> DTensor:
-    local = whole[_find_places(split)]
-    return DTensor.from_local(
-        local.contiguous(), split.device_mesh, split.placements, run_check=False,
-        shape=split.shape, stride=split.stride(),
-    )  # fmt: skip
 
 
 def _set_items(self: Any, index: Any, value: Any) -> None:
