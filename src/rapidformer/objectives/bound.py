@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rapidformer.data.batch import count_rows
 from rapidformer.data.update import Update, move_micro_batch
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
+from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives.objective import Context, Count, Objective, Term, Terms
@@ -198,20 +199,6 @@ def _get_count(name: str, term: Term) -> Count:
 # ---- the first pass ----------------------------------------------------------------------------
 
 
-class _RandomState:
-    """The state of torch's random numbers on the host and on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        self._of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._device)
-
-
 def _survey(
     objective: Objective, model: Any, update: Update, topology: Topology, device: torch.device
 ) -> list[dict[str, Any]]:
@@ -224,7 +211,7 @@ def _survey(
         )
     states, passes = [], []
     for micro_batch in update:
-        states.append(_RandomState(device))
+        states.append(RandomState(device))
         passes.append(_look(objective, model, move_micro_batch(micro_batch, device).batch))
     counted = list(zip(update, passes, strict=True))
     sizes = [0 if micro_batch.is_filler else count_rows(rows) for micro_batch, rows in counted]

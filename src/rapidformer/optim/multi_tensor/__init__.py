@@ -6,11 +6,11 @@
     launch.prepare()                        # on the host, before every run or replay
     launch.run(divisor, flag)               # on the device: this is what a graph records
 
-``find_launch`` creates missing state: call it once before recording. ``prepare`` writes settings that
-have changed to the device, follows weights and moments that moved, and counts the change of every
-weight for autograd; False: the launch no longer fits, so drop the graph and find another one. ``run``
-takes the gradients in ``.grad``, or those given in the order of ``launch.parameters``, which must stay
-where they are, and reads nothing back. ``divisor`` divides them (clipping), ``flag`` is 1.0 if nothing
-may change; both are fp32 tensors on the device. Run the same combination, and ``norm.sum_squares``,
-once before recording: they are compiled then.
+``find_launch`` creates missing state: call it once before recording. ``prepare`` writes settings
+that have changed to the device, follows weights and moments that moved, and counts the change of
+every weight for autograd; False: the launch no longer fits, so drop the graph and find another one.
+``run`` takes the gradients in ``.grad``, or those given in the order of ``launch.parameters``,
+which must stay where they are, and reads nothing back. ``divisor`` divides them (clipping),
+``flag`` is 1.0 if nothing may change; both are fp32 tensors on the device. Run the same
+combination, and ``norm.sum_squares``, once before recording: they are compiled then.
 """
