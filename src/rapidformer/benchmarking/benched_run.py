@@ -23,6 +23,7 @@ from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_set
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.matrix_rate import measure_rank_rate
+from rapidformer.dist.processes import describe_device
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import find_fact
@@ -199,13 +200,6 @@ def measure_run(job: Job, train: Callable[[], None]) -> Result:
             "with an engine and has enough data, or set smaller --bench-steps and --bench-warmup."
         )
     return run.result
-
-
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def read_peak_memory(device: torch.device) -> int:
