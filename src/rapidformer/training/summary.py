@@ -37,7 +37,8 @@ def describe_run(
         total, trained = splitting.num_parameters, splitting.num_trained
     adapter, plan = engine.model.adapter, parallelized.plan
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
-    where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {describe_device(engine.device)}"
+    count, device = args.world_size, describe_device(engine.device)
+    where = f"{count} process{'es' * (count > 1)} on {device}"
     lines = [
         f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
         f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
