@@ -287,8 +287,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
             problems.append(
                 f"DeepSpeed's ZeRO-{self.stage} cuts weights into flat pieces of any length, which "
                 f"{type(optimizer).__name__} may not support: use AdamW or SGD, or stage 0; or, if "
-                "it works elementwise, set zero_allow_untested_optimizer to true in "
-                f"{self.file}."
+                f"it works elementwise, set zero_allow_untested_optimizer to true in {self.file}."
             )
         if problems:
             raise ConfigurationError(problems)
