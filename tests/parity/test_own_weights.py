@@ -65,6 +65,28 @@ def test_a_hook_that_is_not_linear_is_warned_about(
     assert ("a hook on a parameter's gradient is not linear" in caplog.text) == warns
 
 
+def draw_in_hook(loop: Loop) -> None:
+    def add_noise(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.randn_like(gradient)
+
+    weight = loop.model.head.weight
+    weight.register_hook(add_noise)
+    loss = loop.compute_loss(0)
+    torch.manual_seed(0)
+    torch.randn_like(weight)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    loop.engine.backward(loss)
+    assert torch.equal(torch.rand(3), expected)
+    assert list(weight._backward_hooks.values()) == [add_noise]
+
+
+def test_trying_a_hook_leaves_its_random_numbers_and_the_hook_as_they_were() -> None:
+    """It drew once more than in a bare loop, and stayed wrapped after ``engine.close()``."""
+    settings = {"micro_batch_size": 4, "log_level": "warning"}
+    assert not run_case(draw_in_hook, settings).error
+
+
 # ---- items and functions -------------------------------------------------------------------------
 
 

@@ -25,14 +25,17 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def apply(assembly: Assembly) -> str | None:
     """Let every BatchNorm see the rows of all replicas."""
-    micro_batches = assembly.args.gradient_accumulation_steps or 1
-    if micro_batches > 1 and _has_spectral_norm(assembly.model):
+    model, micro_batches = assembly.model, assembly.args.gradient_accumulation_steps or 1
+    # torch's old spectral_norm is a hook, the new one a module.
+    parts = [part for module in model.modules() for part in (module, *list_hooks(module))]
+    has_spectral_norm = any(type(p).__name__ in ("SpectralNorm", "_SpectralNorm") for p in parts)
+    if micro_batches > 1 and has_spectral_norm:
         warn_once(
             f"spectral_norm improves its estimate in every forward pass: {micro_batches} times in "
             "an optimizer step, not once, so the result depends on --micro-batch-size. Raise it "
             "until a step is one micro-batch."
         )
-    modules = [module for module in assembly.model.modules() if isinstance(module, _BATCH_NORMS)]
+    modules = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
     if not modules:
         return None
     if micro_batches > 1:
@@ -48,15 +51,6 @@ def apply(assembly: Assembly) -> str | None:
     for module in modules:
         extend(module, "statistics", lambda cls: members, styles=(_JoinedStatistics,))
     return f"statistics of {len(modules)} layers over {group.size()} ranks"
-
-
-def _has_spectral_norm(model: nn.Module) -> bool:
-    """torch's old one is a hook, the new one a module."""
-    return any(
-        type(part).__name__ in ("SpectralNorm", "_SpectralNorm")
-        for module in model.modules()
-        for part in (module, *list_hooks(module))
-    )
 
 
 class _JoinedStatistics:

@@ -156,7 +156,8 @@ def get_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def shape_like(flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's slice, however shaped, as a tensor that is split like the parameter."""
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
     mesh, placements = parameter.device_mesh, parameter.placements

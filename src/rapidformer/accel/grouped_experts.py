@@ -41,7 +41,9 @@ def apply_grouped_experts(
     model: nn.Module, device: torch.device, applied: Applied | None = None
 ) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
-    if not _has_grouped_products(device):
+    # Elsewhere, torch has no ``grouped_mm``.
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if is_old or device.type not in ("cuda", "cpu"):
         return 0
     configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
     if configs:
@@ -49,13 +51,6 @@ def apply_grouped_experts(
     for config in configs:
         set_experts(config, _NAME)
     return len(configs)
-
-
-def _has_grouped_products(device: torch.device) -> bool:
-    """Whether torch has ``grouped_mm`` on a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu"
 
 
 def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:

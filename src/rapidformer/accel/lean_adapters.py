@@ -25,7 +25,12 @@ def apply(assembly: Assembly) -> str | None:
     if dtype is None or adapter is None:
         return None
     for module in model.modules():
-        _keep_input(module)
+        dropouts: Any = getattr(module, "lora_dropout", None)
+        # peft casts inputs to fp32; without dropout, autocast just casts them back.
+        if isinstance(dropouts, nn.ModuleDict) and all(
+            isinstance(dropout, nn.Identity) for dropout in dropouts.values()
+        ):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
     count = 0
     for parameter in find_frozen_weights(model) if adapter.base is not None else ():
         assembly.applied.plain.keep_exact(parameter, dtype)
@@ -55,12 +60,3 @@ def find_frozen_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d(type(module))
-
-
-def _keep_input(module: Any) -> None:
-    """Stop peft from casting inputs to fp32: without dropout, autocast just casts them back."""
-    dropouts = getattr(module, "lora_dropout", None)
-    if isinstance(dropouts, nn.ModuleDict) and all(
-        isinstance(dropout, nn.Identity) for dropout in dropouts.values()
-    ):
-        module.cast_input_dtype_enabled = False

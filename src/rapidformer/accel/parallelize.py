@@ -134,21 +134,12 @@ def parallelize(
     uses_deepspeed = args.deepspeed is not None and for_training
     plain = PlainWeights(model, topology)
     assembly = Assembly(
-        model=model,
-        whole_plan=plan,
-        plan=plan,
-        args=args,
-        device=device,
-        topology=topology,
-        precision=precision,
-        deferred=get_deferred(model),
-        uses_deepspeed=uses_deepspeed,
+        model=model, whole_plan=plan, plan=plan, args=args, device=device, topology=topology,
+        precision=precision, deferred=get_deferred(model), uses_deepspeed=uses_deepspeed,
         uses_autotp=uses_deepspeed and topology.tensor > 1 and is_split_by_autotp(model),
-        is_training=for_training,
-        is_filler=is_filler,
-        is_by_row=is_by_row,
+        is_training=for_training, is_filler=is_filler, is_by_row=is_by_row,
         applied=Applied(model, plain),
-    )
+    )  # fmt: skip
     check_weights(model, assembly.deferred)
     try:
         _apply_all(assembly)
@@ -160,15 +151,10 @@ def parallelize(
     pipeline = assembly.pipeline
     assert pipeline is None or isinstance(pipeline, Pipeline)
     parallelized = Parallelized(
-        model=model,
-        plan=plan,
-        synchronizer=assembly.synchronizer,
-        applied=assembly.applied,
+        model=model, plan=plan, synchronizer=assembly.synchronizer, applied=assembly.applied,
         switches=[f"precision: {precision.reason}", *assembly.applied.describe()],
-        pipeline=pipeline,
-        wants=assembly.wants,
-        situation=assembly.situation,
-    )
+        pipeline=pipeline, wants=assembly.wants, situation=assembly.situation,
+    )  # fmt: skip
     put_fact(model, _Owner(parallelized))
     assembly.applied.on_close(drop_fact, model, _Owner)
     return parallelized

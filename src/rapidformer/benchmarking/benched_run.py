@@ -23,6 +23,7 @@ from rapidformer.benchmarking.job import PROFILED_STEPS, Job, Result, change_set
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.matrix_rate import measure_rank_rate
+from rapidformer.dist.processes import describe_device
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import find_fact
@@ -120,20 +121,16 @@ class BenchedRun(RunObserver):
             self._clock.mark("update")
             self._timed_since = time.perf_counter()
         if timed == self._job.steps:
-            self._last = self._choose_last()
+            if self._job.seconds:
+                wait_for(self._engine.device)  # the host may be many steps ahead
+            seconds = gather_from_all(time.perf_counter() - self._timed_since)
+            self._last = self._job.count_steps(max(seconds))
         if timed == self._last > 0:
             self.read_times()
             self._start_profile()
         elif timed == self._last + PROFILED_STEPS and self._profiler is not None:
             self._read_profile()
             raise MeasuringFinished
-
-    def _choose_last(self) -> int:
-        """The last step to time, from how long the first ones took; the same on every rank."""
-        if self._job.seconds:
-            wait_for(self._engine.device)  # the host may be many steps ahead
-        seconds = time.perf_counter() - self._timed_since
-        return self._job.count_steps(max(gather_from_all(seconds)))
 
     @property
     def has_enough_steps(self) -> bool:
@@ -203,13 +200,6 @@ def measure_run(job: Job, train: Callable[[], None]) -> Result:
             "with an engine and has enough data, or set smaller --bench-steps and --bench-warmup."
         )
     return run.result
-
-
-def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def read_peak_memory(device: torch.device) -> int:

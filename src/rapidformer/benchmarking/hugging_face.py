@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from rapidformer.accel.precision.precision import choose_precision
-from rapidformer.benchmarking.benched_run import describe_device, read_peak_memory, wait_for
+from rapidformer.benchmarking.benched_run import read_peak_memory, wait_for
 from rapidformer.benchmarking.job import Job, Result, change_settings
 from rapidformer.config import Settings
 from rapidformer.context import get_args
 from rapidformer.data.batch import describe_batch
+from rapidformer.dist.processes import describe_device
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 

@@ -28,7 +28,12 @@ def measure_rank_rate(
 @functools.cache
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large square product; measured once."""
-    size = _choose_size(device, dtype)
+    size = _CPU_SIZE
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Three matrices of the dtype, and one of fp32 while a random one is converted.
+        fitting = (s for s in _GPU_SIZES if s * s * (3 * dtype.itemsize + 4) < free / 2)
+        size = next(fitting, _GPU_SIZES[-1])
     with torch.no_grad():
         # A separate generator: dropout must draw the same numbers with and without this.
         generator = torch.Generator(device).manual_seed(0)
@@ -46,15 +51,6 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * size**3 / seconds
-
-
-def _choose_size(device: torch.device, dtype: torch.dtype) -> int:
-    if device.type != "cuda":
-        return _CPU_SIZE
-    free, _ = torch.cuda.mem_get_info(device)
-    # Three matrices of the dtype, and one of fp32 while a random one is converted.
-    fitting = (s for s in _GPU_SIZES if s * s * (3 * dtype.itemsize + 4) < free / 2)
-    return next(fitting, _GPU_SIZES[-1])
 
 
 def _time_on_gpu(multiply: Callable[[], None]) -> float:

@@ -8,6 +8,7 @@ torch's collectives would take for all processes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,24 +76,17 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 get_model_parallel_group = get_tensor_model_parallel_group
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first rank in this one's tensor-parallel group."""
-    return _get_global_rank("tensor", 0)
+def _get_global_rank(axis: str, index: int) -> int:
+    """Global rank of a neighbour along an axis, wrapping around."""
+    group = _get_group(axis)
+    return 0 if group is None else dist.get_global_rank(group, index % dist.get_world_size(group))
 
 
-def get_data_parallel_src_rank() -> int:
-    """Global rank of the first rank in this one's data-parallel group."""
-    return _get_global_rank("data", 0)
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of this pipeline's first stage."""
-    return _get_global_rank("pipeline", 0)
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of this pipeline's last stage."""
-    return _get_global_rank("pipeline", -1)
+# Global ranks: the first of this one's group, and the first and last stage of its pipeline.
+get_tensor_model_parallel_src_rank = functools.partial(_get_global_rank, "tensor", 0)
+get_data_parallel_src_rank = functools.partial(_get_global_rank, "data", 0)
+get_pipeline_model_parallel_first_rank = functools.partial(_get_global_rank, "pipeline", 0)
+get_pipeline_model_parallel_last_rank = functools.partial(_get_global_rank, "pipeline", -1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -131,7 +125,8 @@ def broadcast_data(
     group = get_tensor_model_parallel_group()
     is_source = group is None or dist.get_rank(group) == 0
     problems = _find_problems(keys, data, datatype) if is_source else []
-    device = _get_device()
+    has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if group is None or dist.get_world_size(group) == 1:
         _refuse(problems)
         assert data is not None
@@ -167,12 +162,6 @@ def _get_group(axis: str) -> Group | None:
     return _alone[1]
 
 
-def _get_global_rank(axis: str, index: int) -> int:
-    """Global rank of a neighbour along an axis, wrapping around."""
-    group = _get_group(axis)
-    return 0 if group is None else dist.get_global_rank(group, index % dist.get_world_size(group))
-
-
 def _find_problems(
     keys: Sequence[str], data: Mapping[str, Any] | None, datatype: torch.dtype
 ) -> list[str]:
@@ -194,9 +183,3 @@ def _find_problems(
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise RapidformerError("broadcast_data: " + " ".join(problems))
-
-
-def _get_device() -> torch.device:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -108,3 +108,10 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
             f"Use --nproc-per-node {count} or less, or --device cpu."
         )
     return torch.device("cuda", local_rank)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' * (threads > 1)} per process)"

@@ -18,3 +18,16 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+class RandomState:
+    """The state of torch's random numbers on the host and on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._host = device, torch.get_rng_state()
+        self._of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        if self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)

@@ -90,6 +90,12 @@ class Checkpoints:
             raise RapidformerError(
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
+
+        def claim() -> None:
+            """What rank 0 does once the checkpoint is published."""
+            drop_abandoned(target)
+            claim_folder(target)
+
         self.wait_for_save()
         self._last_save = None
         with in_phase("save"), writing(target):
@@ -98,40 +104,24 @@ class Checkpoints:
             self.abandon_later(target)
             self._model.parallelized.settle()
             try:
-                self._save(target, extra or {}, protected, processor, wait)
+                save = prepare_save(
+                    target, self._collect(), extra or {},
+                    keep=self.args.save_total_limit, protected=protected, processor=processor,
+                    with_optimizer=self.args.save_optim, with_random_states=self.args.save_rng,
+                )  # fmt: skip
+                if self._lock is not None:
+                    save.before_publishing = self._lock.check
+                save.after_publishing = claim
+                if not wait and self._writes_behind(save.pieces, save.total_bytes):
+                    self._background.start(save)
+                else:
+                    save.write()
+                    self._last_save = save
             except WriteError as error:  # the same on every rank
                 if wait:
                     raise
                 self._report_failed_save(self._clock.updates, error)
         return target / f"iter_{self._clock.updates:07d}"
-
-    def _save(
-        self,
-        folder: Path,
-        extra: dict[str, Any],
-        protected: Path | None,
-        processor: Any,
-        wait: bool,
-    ) -> None:
-        save = prepare_save(
-            folder, self._collect(), extra,
-            keep=self.args.save_total_limit, protected=protected, processor=processor,
-            with_optimizer=self.args.save_optim, with_random_states=self.args.save_rng,
-        )  # fmt: skip
-        if self._lock is not None:
-            save.before_publishing = self._lock.check
-
-        def claim() -> None:
-            """What rank 0 does once the checkpoint is published."""
-            drop_abandoned(folder)
-            claim_folder(folder)
-
-        save.after_publishing = claim
-        if not wait and self._writes_behind(save.pieces, save.total_bytes):
-            self._background.start(save)
-        else:
-            save.write()
-            self._last_save = save
 
     @property
     def is_saving(self) -> bool:

@@ -26,15 +26,14 @@ from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.update import UpdateClock
 
-NOT_COMPOSED = (
-    "this loader gives each rank different rows, but the model was not passed to engine.compose(): "
-    "each rank would train its own model. Call engine.compose(model, ...) before the loop "
-    "and engine.backward(loss) in it. To evaluate only, build the loader with is_training=False."
-)
-
 
 def _refuse_no_model() -> None:
-    raise RapidformerError(NOT_COMPOSED)
+    raise RapidformerError(
+        "this loader gives each rank different rows, but the model was not passed to "
+        "engine.compose(): each rank would train its own model. Call engine.compose(model, ...) "
+        "before the loop and engine.backward(loss) in it. To evaluate only, build the loader with "
+        "is_training=False."
+    )
 
 
 class CurrentBatch:

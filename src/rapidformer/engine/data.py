@@ -73,6 +73,10 @@ class RunData:
             shuffle = is_training and str(getattr(dataset, "split", "")).startswith("train")
         workers, collate = self.args.num_workers, collate_fn or PadCollator()
         is_growing = is_training and not self.batches.is_constant
+        budget = self.args.tokens_per_micro_batch if is_training else None
+        lengths = None
+        if budget is not None and hasattr(dataset, "__len__"):
+            lengths = measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
         if is_training:
             get_observer().see_training_data(dataset, collate)
         loader = DistributedLoader(
@@ -84,18 +88,12 @@ class RunData:
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
             get_batch_size=self.batches.get_size if is_growing else None,
-            token_budget=self.args.tokens_per_micro_batch if is_training else None,
-            lengths=self._measure_for_budget(dataset) if is_training else None,
+            token_budget=budget, lengths=lengths,
             gather_digests=None if is_alone() else gather_from_all,
             order=self._choose_order(dataset, order, groups=shuffle and is_training),
             num_samples=None if order is None else len(order),
         )  # fmt: skip
         return self._watch(loader, is_training=is_training)
-
-    def _measure_for_budget(self, dataset: Any) -> list[int] | None:
-        if self.args.tokens_per_micro_batch is None or not hasattr(dataset, "__len__"):
-            return None
-        return measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
 
     def _choose_order(
         self, dataset: Any, listed: Sequence[int] | None, *, groups: bool

@@ -155,12 +155,9 @@ class RapidformerEngine:
             passed, plan, has_optimizer=has_optimizer, is_own_loop=is_own_loop
         )
         wanted = Wanted(
-            optimizer=optimizer,
-            lr_scheduler_fn=lr_scheduler_fn,
-            lr_scheduler=lr_scheduler,
-            train_iters=self.data.get_train_iters(),
-            count_samples=self.data.batches.count_samples,
-        )
+            optimizer=optimizer, lr_scheduler_fn=lr_scheduler_fn, lr_scheduler=lr_scheduler,
+            train_iters=self.data.get_train_iters(), count_samples=self.data.batches.count_samples,
+        )  # fmt: skip
         self.updates.start(
             wanted, self.model.parallelized, self.model.parameters, names,
             work=self.model.work, shifts_labels=self.model.shifts_labels,
@@ -175,13 +172,10 @@ class RapidformerEngine:
             )
         if self.updates.has_own_parts and self.is_main:
             warn_about_unused_settings(
-                self._args,
-                has_optimizer=has_optimizer,
-                schedule=wanted.schedule,
-                has_loader=isinstance(train_dataloader, DataLoader),
-                has_loop=is_own_loop,
+                self._args, has_optimizer=has_optimizer, schedule=wanted.schedule,
+                has_loader=isinstance(train_dataloader, DataLoader), has_loop=is_own_loop,
                 has_guard=self.updates.clock.guard is not None,
-            )
+            )  # fmt: skip
         module = self.model.module
         returned = passed if get_inner(passed) is module else module
         return (returned, self.updates.optimizer, self.updates.lr_scheduler, *loaders)
@@ -196,9 +190,9 @@ class RapidformerEngine:
         """Back-propagate a micro-batch's mean loss.
 
         ``weight`` is what the mean was taken over (label tokens or samples); without it, the labels
-        of the batch that the training loader handed out last are counted. After the last
-        micro-batch of an update, gradients are those of the mean over the whole global batch.
-        ``retain_graph`` lets a second loss go back through the same forward pass.
+        of the batch that went through the model are counted. After the last micro-batch of an
+        update, gradients are those of the mean over the whole global batch. ``retain_graph`` lets a
+        second loss go back through the same forward pass.
         """
         self.updates.backward(loss, weight, retain_graph=retain_graph)
 

@@ -58,9 +58,12 @@ def _describe_facts(
 ) -> dict[str, Any]:
     """The facts of the current run; small, and written into every checkpoint."""
     config = getattr(model, "config", None)
+    # The data as the user named it, without folders: it may lie elsewhere by now.
+    values = [getattr(args, name) for name in _DATA]
+    words = [w for value in values for w in (value if isinstance(value, list) else [value]) if w]
     facts: dict[str, Any] = {
         "seed": args.seed,
-        "data": _name_data(args),
+        "data": " ".join(Path(str(word)).name for word in words) or None,
         "split": args.split,
         "sequence length": args.seq_length,
         "attention heads": getattr(config, "num_attention_heads", args.num_attention_heads),
@@ -87,10 +90,3 @@ def report_differences(saved: dict[str, Any], current: dict[str, Any], source: P
         get_logger().warning(
             f"resumed with other settings than {source} was saved with:{''.join(differences)}"
         )
-
-
-def _name_data(args: Settings) -> str | None:
-    """The data as the user named it, without folders: it may lie elsewhere by now."""
-    values = [getattr(args, name) for name in _DATA]
-    words = [w for value in values for w in (value if isinstance(value, list) else [value]) if w]
-    return " ".join(Path(str(word)).name for word in words) or None

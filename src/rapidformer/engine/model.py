@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -95,13 +94,9 @@ class RunModel:
 
     def _watch_calls(self, model: nn.Module) -> None:
         """Let ``backward`` know which batch went through the model."""
-        current = self._current
-
-        def see(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            current.see_call((args, options))
-
+        see_call = self._current.see_call
         # Kept out of a model compiled as a whole, like torch's own hooks.
-        hook = torch.compiler.disable(see)
+        hook = torch.compiler.disable(lambda module, *inputs: see_call(inputs))
         handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         self.parallelized.applied.keep_hook(handle)
 

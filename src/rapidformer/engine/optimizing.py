@@ -116,12 +116,9 @@ def take_over(
     on_close(takeover.give_back, weakref.ref(optimizer), vars(optimizer).get("step"))
     on_close(takeover.give_back, weakref.ref(scheduler))
     clips = takeover.take_over_optimizer(
-        optimizer,
-        clock,
-        clip_grad=clip_grad,
-        scaler=scaler,
+        optimizer, clock, clip_grad=clip_grad, scaler=scaler,
         clips_in_step=parallelized.wants("clipping in the step"),
-    )
+    )  # fmt: skip
     takeover.take_over_scheduler(scheduler, clock)
     parts = {
         "update clock": True,

@@ -9,8 +9,7 @@ the run goes on as if there had been one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from rapidformer.data.batch import count_rows
 from rapidformer.data.update import Update, move_micro_batch
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
+from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives.objective import Context, Count, Objective, Term, Terms
@@ -199,20 +199,6 @@ def _get_count(name: str, term: Term) -> Count:
 # ---- the first pass ----------------------------------------------------------------------------
 
 
-class _RandomState:
-    """The state of torch's random numbers on the host and on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = torch.get_rng_state()
-        self._of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._device)
-
-
 def _survey(
     objective: Objective, model: Any, update: Update, topology: Topology, device: torch.device
 ) -> list[dict[str, Any]]:
@@ -225,7 +211,7 @@ def _survey(
         )
     states, passes = [], []
     for micro_batch in update:
-        states.append(_RandomState(device))
+        states.append(RandomState(device))
         passes.append(_look(objective, model, move_micro_batch(micro_batch, device).batch))
     counted = list(zip(update, passes, strict=True))
     sizes = [0 if micro_batch.is_filler else count_rows(rows) for micro_batch, rows in counted]
@@ -251,16 +237,10 @@ def _survey(
 
 
 def _look(objective: Objective, model: Any, batch: Any) -> Mapping[str, Tensor]:
-    """The first pass of one micro-batch."""
-    with torch.no_grad(), _keeping_buffers(model):
-        return objective.first_pass(model, batch)
-
-
-@contextmanager
-def _keeping_buffers(model: Any) -> Iterator[None]:
-    """Running statistics must see a batch once."""
-    buffers = list(model.buffers())
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
+    """The first pass of one micro-batch; running statistics must see a batch once."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.no_grad():
+        rows = objective.first_pass(model, batch)
+        for buffer, value in before:
+            buffer.copy_(value)
+    return rows

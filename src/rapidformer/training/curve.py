@@ -53,7 +53,13 @@ def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
     figure = Figure(figsize=(8, 6 if panels == 2 else 4.5), layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=(3, 2)[:panels])
     axes: list[Axes] = list(grid[:, 0])
-    names = _name_runs(metrics_files)
+    folders = [file.resolve().parent for file in metrics_files]
+    names = [folder.name or "run" for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(file.parent) for file in metrics_files]
+    _dress(axes[0], "loss")
+    if metric is not None:
+        _dress(axes[1], metric.removeprefix("eval_").replace("_", " "))
     if len(runs) > 1:
         title = _draw_runs(axes, names, runs, metric)
     else:
@@ -61,7 +67,7 @@ def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
         _draw_losses(axes[0], losses, _get_points(runs[0], "eval_loss"))
         if metric is not None:
             falls = "perplexity" in metric or "error" in metric
-            _draw_metric(axes[1], metric, _get_points(runs[0], metric), rises=not falls)
+            _draw_metric(axes[1], _get_points(runs[0], metric), rises=not falls)
         title = f"{names[0]}: step {losses[-1][0]:,.0f}" if losses else names[0]
     axes[-1].set_xlabel("step", color=INK)
     steps = {float(line["step"]) for lines in runs for line in lines}
@@ -74,21 +80,10 @@ def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
     return picture
 
 
-def _name_runs(metrics_files: Sequence[Path]) -> list[str]:
-    """Their folders' names; their paths where two have the same."""
-    folders = [file.resolve().parent for file in metrics_files]
-    names = [folder.name or "run" for folder in folders]
-    are_different = len(set(names)) == len(names)
-    return names if are_different else [str(file.parent) for file in metrics_files]
-
-
 def _draw_runs(
     axes: list[Axes], names: list[str], runs: list[list[dict[str, Any]]], metric: str | None
 ) -> str:
     """Training solid, evaluation dashed, a colour for each run; returns the title."""
-    _dress(axes[0], "loss")
-    if metric is not None:
-        _dress(axes[1], metric.removeprefix("eval_").replace("_", " "))
     for number, (name, lines) in enumerate(zip(names, runs, strict=True)):
         losses, colour = _get_points(lines, "loss"), f"C{number}"
         axes[0].plot(*_columns(_smooth(losses) or losses), color=colour, linewidth=2, label=name)
@@ -139,7 +134,6 @@ def _find_metric(lines: list[dict[str, Any]]) -> str | None:
 
 
 def _draw_losses(axes: Axes, losses: Points, eval_losses: Points) -> None:
-    _dress(axes, "loss")
     smoothed = _smooth(losses)
     if smoothed:
         axes.plot(*_columns(losses), color=BLUE, alpha=0.3, linewidth=0.9)
@@ -156,8 +150,7 @@ def _draw_losses(axes: Axes, losses: Points, eval_losses: Points) -> None:
     axes.legend(frameon=False, labelcolor=INK, loc="best")
 
 
-def _draw_metric(axes: Axes, metric: str, points: Points, *, rises: bool) -> None:
-    _dress(axes, metric.removeprefix("eval_").replace("_", " "))
+def _draw_metric(axes: Axes, points: Points, *, rises: bool) -> None:
     axes.plot(*_columns(points), "o-", color=GREEN, linewidth=1.5, markersize=6,
               markeredgecolor="white")  # fmt: skip
     best = (max if rises else min)(points, key=lambda point: point[1])

@@ -46,12 +46,9 @@ class Finetuner(Template):
         if dataset is None:
             return None
         return self.engine.data.build_loader(
-            dataset,
-            collate,
-            shuffle=False,
-            batch_size=self.args.eval_micro_batch_size,
+            dataset, collate, shuffle=False, batch_size=self.args.eval_micro_batch_size,
             is_training=False,
-        )
+        )  # fmt: skip
 
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         wanted = (

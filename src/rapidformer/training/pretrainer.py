@@ -7,8 +7,7 @@
 
     MyPreTrainer(engine=RapidformerEngine()).train()
 
-The forward step gets an iterator; if its parameter is called ``batch``, it gets the
-batch.
+The forward step gets an iterator, or the batch itself if its parameter is called ``batch``.
 """
 
 from __future__ import annotations
@@ -105,11 +104,11 @@ class PreTrainer(Template):
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches, always the same."""
         forward = self.make_forward(model)
-        words = _WordLoss(self.engine)
         rounds = self.args.eval_iters * self.engine.updates.clock.rounds_per_update
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
-        with words:
+        words = _WordLoss(self.engine)
+        with words.hook:
             for micro_batch in islice(loader.iterate_micro_batches(), rounds):
                 result = self.engine.updates.weights.run_forward(forward, micro_batch)
                 sums.add({**words.take(micro_batch), **result.means})
@@ -129,17 +128,11 @@ class _WordLoss:
     """
 
     def __init__(self, engine: RapidformerEngine) -> None:
-        topology = engine.runtime.topology
+        topology, model = engine.runtime.topology, engine.model.parallelized.model
         self._is_whole = topology.tensor * topology.pipeline * topology.context == 1
-        self._model = engine.model.parallelized.model
         self._mean: Mean | None = None
         self.is_unknown = False
-
-    def __enter__(self) -> None:
-        self._hook = self._model.register_forward_hook(self._look, with_kwargs=True)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        self.hook = model.register_forward_hook(self._look, with_kwargs=True)
 
     def take(self, micro_batch: MicroBatch) -> dict[str, Mean]:
         """Of the micro-batch that the model has just seen."""

@@ -168,15 +168,10 @@ def _start_bar(total: int, start: int) -> Any:
     from rich.console import Console
 
     bar = progress.Progress(
-        progress.TextColumn("training"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
-        progress.TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
+        progress.TextColumn("training"), progress.BarColumn(), progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), progress.TextColumn("left"),
+        progress.TextColumn("{task.fields[note]}"), console=Console(stderr=True),
+    )  # fmt: skip
     bar.add_task("training", total=total, completed=start, note="")
     bar.start()
     return bar

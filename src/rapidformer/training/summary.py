@@ -13,6 +13,7 @@ import torch
 from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.dist.processes import describe_device
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import describe_trained
 from rapidformer.models.location import is_model_folder
@@ -36,7 +37,8 @@ def describe_run(
         total, trained = splitting.num_parameters, splitting.num_trained
     adapter, plan = engine.model.adapter, parallelized.plan
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
-    where = f"{args.world_size} process{'es' * (args.world_size > 1)} on {_name(engine.device)}"
+    count, device = args.world_size, describe_device(engine.device)
+    where = f"{count} process{'es' * (count > 1)} on {device}"
     lines = [
         f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
         f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
@@ -87,13 +89,6 @@ def _get_version() -> str:
         return version("rapidformer")
     except PackageNotFoundError:
         return "(not installed)"
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU ({threads} thread{'s' * (threads > 1)} per process)"
 
 
 def _count(number: int) -> str:

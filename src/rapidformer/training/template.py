@@ -274,13 +274,10 @@ class Template(ABC):
         if self.args.save is not None:
             self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
         reporter = Reporter(
-            self.args,
-            total_steps=train_iters,
-            resume_step=self.engine.updates.clock.updates,
-            speaks=self.engine.is_main,
-            trackers=self.trackers,
+            self.args, total_steps=train_iters, resume_step=self.engine.updates.clock.updates,
+            speaks=self.engine.is_main, trackers=self.trackers,
             check_folder=self.engine.checkpoints.check_folder,
-        )
+        )  # fmt: skip
         if self.engine.is_main:
             for line in describe_run(self.engine, train_iters, loader, eval_data):
                 get_logger().info(line)

@@ -203,20 +203,20 @@ def _compare_gradients(reference: Trace, traces: list[Trace]) -> Iterator[Differ
                     difference = size if a is None else _get_norm(a)
                 else:
                     difference = _get_difference(a, b)
-                value = divide(difference, _get_measure(size, norm, update))
+                if update:
+                    size = max(size, _LATER_ROUND_OFF * norm)
+                elif size <= _FLOOR * norm:
+                    size = _ROUND_OFF * norm
+                value = divide(difference, size)
                 yield Difference(value=value, update=update, name=name, process=process)
-
-
-def _get_measure(size: float, norm: float, update: int) -> float:
-    """The size that a gradient's difference is relative to."""
-    if update:
-        return max(size, _LATER_ROUND_OFF * norm)
-    return size if size > _FLOOR * norm else _ROUND_OFF * norm
 
 
 def _compare_weights(reference: Trace, traces: list[Trace], which: str) -> Iterator[Difference]:
     expected: Tensors = getattr(reference, which)
-    resting = _find_resting(reference)
+    gradients = reference.gradients[0] if reference.gradients else {}
+    norm = _get_whole_norm(reference, gradients)
+    # Those whose first gradient is zero in theory.
+    resting = {name for name, g in gradients.items() if _get_norm(g) <= _FLOOR * norm}
     for process, trace in enumerate(traces):
         weights: Tensors = getattr(trace, which)
         for name in [name for name in weights if name in expected]:
@@ -225,13 +225,6 @@ def _compare_weights(reference: Trace, traces: list[Trace], which: str) -> Itera
             smallest *= math.sqrt(expected[name].size)
             size = max(_get_norm(expected[name]), smallest, 1e-12)
             yield Difference(value=difference / size, name=name, process=process)
-
-
-def _find_resting(reference: Trace) -> set[str]:
-    """The weights whose first gradient is zero in theory."""
-    gradients = reference.gradients[0] if reference.gradients else {}
-    norm = _get_whole_norm(reference, gradients)
-    return {name for name, g in gradients.items() if _get_norm(g) <= _FLOOR * norm}
 
 
 def _get_whole_norm(trace: Trace, tensors: Tensors) -> float:

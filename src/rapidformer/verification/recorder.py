@@ -102,7 +102,8 @@ class Recorder(RunObserver):
         trace, clock = self.trace, self._engine.updates.clock
         trace.losses.append((self._loss, self._weight))
         trace.samples.append(self._samples)
-        trace.norms.append(float(clock.grad_norm) if clock.grad_norm is not None else 0.0)
+        norm = clock.grad_norm  # measured each time that it is asked for
+        trace.norms.append(0.0 if norm is None else float(norm))
         trace.gradients.append(collect_gradients(self._model))
         total = float(clock.total_weight)
         trace.steps.append(Step(micro_batches=self._micro_batches, total_weight=total))

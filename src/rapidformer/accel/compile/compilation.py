@@ -62,7 +62,12 @@ def apply_compile(
     norms: Iterable[nn.Module] = (),
 ) -> nn.Module:
     """Compile each block in place, or the whole model if it has no blocks."""
-    _check_backend(backend)
+    known = torch.compiler.list_backends(exclude_tags=())
+    if isinstance(backend, str) and backend not in known:
+        # torch would say so at the first step, with a long traceback.
+        raise ConfigurationError(
+            f"--compile-backend {backend}: torch has no such backend. It has {', '.join(known)}."
+        )
     compiled = CompiledBlocks(backend, rewrites=rewrites)
     put_fact(model, compiled)
     if not plan.blocks:
@@ -119,15 +124,6 @@ def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
         assembly.applied.parts.add("hashed dropout")
     return rewrites
-
-
-def _check_backend(backend: Backend) -> None:
-    """Refuse an unknown backend now: torch would do so at the first step, with a long traceback."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if isinstance(backend, str) and backend not in known:
-        raise ConfigurationError(
-            f"--compile-backend {backend}: torch has no such backend. It has {', '.join(known)}."
-        )
 
 
 def _keep_compiled_code() -> Callable[[], None]:

@@ -43,6 +43,7 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
+from rapidformer.dist.seeding import RandomState
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -112,15 +113,10 @@ def apply(assembly: Assembly) -> str:
     draws = _OwnDraws(region, is_needed=has_dropout(model))
     for number, (name, block) in enumerate(zip(plan.blocks, blocks, strict=True)):
         place = _Place(
-            region=region,
-            name=name,
-            is_first=number == 0,
-            is_last=number == len(blocks) - 1,
-            draws=draws,
-            uses_torch=plan.has_split_attention,
-            token_dims=plan.token_dims,
+            region=region, name=name, is_first=number == 0, is_last=number == len(blocks) - 1,
+            draws=draws, uses_torch=plan.has_split_attention, token_dims=plan.token_dims,
             names=find_argument_names(block),
-        )
+        )  # fmt: skip
         extend_module(block, SplitBlock, place)
         for module in block.modules():
             if hasattr(module, "context_region"):
@@ -300,19 +296,15 @@ class _OwnDraws:
 
     def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
         self._region, self._is_needed = region, is_needed
-        self._before: tuple[torch.device, Tensor, Tensor | None] | None = None
+        self._before: RandomState | None = None
 
     def start(self, device: torch.device, *, is_needed: bool) -> None:
         if self._is_needed and is_needed:
             seed = int(torch.randint(2**40, ()))
-            on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            self._before = device, torch.get_rng_state(), on_device
+            self._before = RandomState(device)
             torch.manual_seed(seed + self._region.rank)
 
     def stop(self) -> None:
         if self._before is not None:
-            device, on_host, on_device = self._before
-            torch.set_rng_state(on_host)
-            if on_device is not None:
-                torch.cuda.set_rng_state(on_device, device)
+            self._before.restore()
             self._before = None

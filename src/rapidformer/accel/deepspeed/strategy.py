@@ -112,7 +112,8 @@ class DeepSpeedStrategy(GradientSynchronizer):
             announce_build()
         forget_groups()
         shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        sizes = [(_get_whole_size(p), p.requires_grad) for p in self.model.parameters()]
+        parameters = self.model.parameters()
+        sizes = [((find_slice(p) or p).shape.numel(), p.requires_grad) for p in parameters]
         self.num_parameters = sum(size for size, _ in sizes)
         self.num_trained = sum(size for size, is_trained in sizes if is_trained)
         with in_process_group(self.device):
@@ -286,8 +287,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
             problems.append(
                 f"DeepSpeed's ZeRO-{self.stage} cuts weights into flat pieces of any length, which "
                 f"{type(optimizer).__name__} may not support: use AdamW or SGD, or stage 0; or, if "
-                "it works elementwise, set zero_allow_untested_optimizer to true in "
-                f"{self.file}."
+                f"it works elementwise, set zero_allow_untested_optimizer to true in {self.file}."
             )
         if problems:
             raise ConfigurationError(problems)
@@ -320,8 +320,3 @@ class DeepSpeedStrategy(GradientSynchronizer):
         if self._topology.tensor > 1:
             text += " --tensor-model-parallel-size without --deepspeed splits more models."
         return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}")
-
-
-def _get_whole_size(parameter: torch.nn.Parameter) -> int:
-    slice_ = find_slice(parameter)
-    return parameter.numel() if slice_ is None else slice_.shape.numel()

@@ -138,7 +138,9 @@ class Pipeline:
                 for number in range(count)
                 if not stage.is_first or self._steps is None
             }
-            self._get_steps(count).run()
+            if self._steps is None or self._steps.count != count:
+                self._steps = ScheduledSteps(self.layout, self._modules, count, self._wires)
+            self._steps.run()
         except RuntimeError as error:
             # torch wraps an error of the user's forward step in its own text.
             if isinstance(error.__cause__, RapidformerError):
@@ -154,11 +156,6 @@ class Pipeline:
             PipelineStage.perform_reduce_grad(stage, 1)
         synchronizer.after_backward()
         self.shared.sum(self.model)
-
-    def _get_steps(self, count: int) -> ScheduledSteps:
-        if self._steps is None or self._steps.count != count:
-            self._steps = ScheduledSteps(self.layout, self._modules, count, self._wires)
-        return self._steps
 
     def _probe(self, stage: Stage, number: int) -> torch.Size:
         """The shape of a stage's input: what the model would have given its first block."""

@@ -39,7 +39,9 @@ def is_emulation_wanted() -> bool:
 @cache
 def _read_flags() -> frozenset[str]:
     if platform.system() == "Darwin":
-        return _read_apple_flags()
+        ask = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+        answer = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+        return frozenset({"bf16"} if answer.strip() == "1" else ())
     try:
         text = _CPU_INFO.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -54,10 +56,3 @@ def parse_flags(text: str) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(values.split())
     return frozenset()
-
-
-def _read_apple_flags() -> frozenset[str]:
-    asked = subprocess.run(
-        ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, text=True, check=False
-    )
-    return frozenset({"bf16"}) if asked.stdout.strip() == "1" else frozenset()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.data_parallel import shape_like
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.split.on_demand import WholeOnDemand
 from rapidformer.accel.weights import find_spans
@@ -92,7 +93,9 @@ class _Hooks:
             changed = changed if answer is None else answer
         if changed is whole:
             return None
-        return _cut_like(changed, gradient) if isinstance(gradient, DTensor) else changed
+        if not isinstance(gradient, DTensor):
+            return changed
+        return shape_like(changed[_find_places(gradient)].contiguous(), gradient)
 
 
 def _serve_gathered(module: Any, served: dict[int, _Hooks]) -> None:
@@ -118,28 +121,30 @@ def _watch_hooks(model: nn.Module, tables: list[dict[int, Hook]]) -> None:
         for table in (*tables, *plain):
             for number, hook in (table or {}).items():
                 if is_from_user(hook):
-                    table[number] = _warn_if_not_linear(hook)
+                    table[number] = _warn_if_not_linear(hook, table, number)
 
     handle = model.register_forward_pre_hook(torch.compiler.disable(watch))
 
 
-def _warn_if_not_linear(hook: Hook) -> Hook:
-    is_known = False
+def _warn_if_not_linear(hook: Hook, table: dict[int, Hook], number: int) -> Hook:
+    """Tries the hook the first time that it changes a gradient, then puts it back."""
 
     @functools.wraps(hook)
     def watched(gradient: Tensor) -> Tensor | None:
-        nonlocal is_known
         answer = hook(gradient)
-        if answer is not None and not is_known:
-            is_known = True
+        if answer is None or table.get(number) is not watched:
+            return answer
+        table[number] = hook
+        # The trial must not change what the hook, or dropout, draws later.
+        with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
             scaled = hook(gradient * _FACTOR)
-            if scaled is None or not torch.allclose(scaled, answer * _FACTOR, rtol=1e-3):
-                warn_once(
-                    "a hook on a parameter's gradient is not linear (it clips, adds noise or a "
-                    "penalty): it sees the gradient of one rank's micro-batch, not that of the "
-                    "whole update, so the result depends on how the batch is split. Change the "
-                    "gradients between engine.backward() and optimizer.step() instead."
-                )
+        if scaled is None or not torch.allclose(scaled, answer * _FACTOR, rtol=1e-3):
+            warn_once(
+                "a hook on a parameter's gradient is not linear (it clips, adds noise or a "
+                "penalty): it sees the gradient of one rank's micro-batch, not that of the "
+                "whole update, so the result depends on how the batch is split. Change the "
+                "gradients between engine.backward() and optimizer.step() instead."
+            )
         return answer
 
     return watched
@@ -154,14 +159,6 @@ def _find_places(tensor: Tensor) -> tuple[Tensor, ...]:
     # Shaped so that they are combined with each other, without a list of all combinations.
     sizes = torch.eye(len(rows), dtype=torch.long).mul(-2).add(1).tolist()
     return tuple(row.view(size).to(tensor.device) for row, size in zip(rows, sizes, strict=True))
-
-
-def _cut_like(whole: Tensor, split: DTensor) -> DTensor:
-    local = whole[_find_places(split)]
-    return DTensor.from_local(
-        local.contiguous(), split.device_mesh, split.placements, run_check=False,
-        shape=split.shape, stride=split.stride(),
-    )  # fmt: skip
 
 
 def _set_items(self: Any, index: Any, value: Any) -> None:

@@ -118,7 +118,8 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     if placement is None:
         # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
         return parameter
-    if not _is_inside_a_call():
+    # Blocks are recomputed in a backward pass; a compiled block does not know its caller.
+    if not (torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()):
         return _read_outside(parameter, placement, split)
     local = _get_own(parameter)
     if name in split.readings:
@@ -141,12 +142,7 @@ def _get_own(parameter: Any) -> Tensor:
 
 
 _running_calls = 0
-
-
-def _is_inside_a_call() -> bool:
-    """Whether a split module runs: its own arithmetic uses this rank's slice of a weight."""
-    # Blocks are recomputed in a backward pass; a compiled block does not know its caller.
-    return torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()
+"""Of split modules, whose own arithmetic uses this rank's slice of a weight."""
 
 
 def _read_outside(parameter: Any, placement: Any, split: Split) -> Tensor:

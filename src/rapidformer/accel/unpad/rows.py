@@ -47,13 +47,10 @@ class Rows:
         """The rows of a mask. ``rounds_up`` adds zeros to reach one of a few sizes."""
         places = torch.from_numpy(np.flatnonzero(real))
         rows = Rows(
-            shape=(real.shape[0], real.shape[1]),
-            places=places,
-            lengths=real.sum(1).tolist(),
-            columns=places % real.shape[1],
-            is_contiguous=_is_contiguous(real),
+            shape=(real.shape[0], real.shape[1]), places=places, lengths=real.sum(1).tolist(),
+            columns=places % real.shape[1], is_contiguous=_is_contiguous(real),
             starts_left=bool(real[:, 0].all()),
-        )
+        )  # fmt: skip
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
@@ -86,15 +83,11 @@ class Rows:
         lengths: list[int] = real.sum(1).tolist()
         places = np.concatenate([places, padding])
         return Rows(
-            shape=(real.shape[0], real.shape[1]),
-            places=torch.from_numpy(places),
+            shape=(real.shape[0], real.shape[1]), places=torch.from_numpy(places),
             lengths=lengths + _cut(len(padding), max(*lengths, 1)),
-            columns=torch.from_numpy(places % real.shape[1]),
-            is_contiguous=_is_contiguous(real),
-            is_rounded=True,
-            is_filled=True,
-            starts_left=bool(real[:, 0].all()),
-        )
+            columns=torch.from_numpy(places % real.shape[1]), is_contiguous=_is_contiguous(real),
+            is_rounded=True, is_filled=True, starts_left=bool(real[:, 0].all()),
+        )  # fmt: skip
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -95,10 +95,7 @@ def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowM
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     mask = RowMask(
-        rows,
-        may_attend,
-        is_causal=may_attend is causal_mask_function,
-        is_full=may_attend is bidirectional_mask_function,
-        keys=keys,
-    )
+        rows, may_attend, is_causal=may_attend is causal_mask_function,
+        is_full=may_attend is bidirectional_mask_function, keys=keys,
+    )  # fmt: skip
     return fuse(mask) if rows.is_rounded else mask

@@ -46,15 +46,14 @@ assert tokenwise  # it fills the table of operations that need no padding
 
 def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
-    is_asked = assembly.args.dynamic_shape == "on"
+    args = assembly.args
+    is_asked, help_of_others = args.dynamic_shape == "on", Help.NONE
+    if args.zero_stage and args.world_size > 1:  # a rank cannot repeat a forward pass alone
+        help_of_others = Help.PROMISED if is_asked else Help.NEEDED
     obstacle = _find_obstacle(assembly) or apply_unpadding(
-        assembly.model,
-        assembly.plan,
-        assembly.precision.dtype,
-        is_compiled=assembly.args.compile,
-        applied=assembly.applied,
-        help_of_others=_get_help(assembly),
-    )
+        assembly.model, assembly.plan, assembly.precision.dtype, is_compiled=args.compile,
+        applied=assembly.applied, help_of_others=help_of_others,
+    )  # fmt: skip
     if obstacle is None:
         return "blocks compute on real tokens only"
     if is_asked:
@@ -72,14 +71,6 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
     return None
-
-
-def _get_help(assembly: Assembly) -> Help:
-    """Whether a rank can repeat a forward pass alone: not with sharded weights."""
-    args = assembly.args
-    if not args.zero_stage or args.world_size == 1:
-        return Help.NONE
-    return Help.PROMISED if args.dynamic_shape == "on" else Help.NEEDED
 
 
 def apply_unpadding(

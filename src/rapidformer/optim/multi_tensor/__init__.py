@@ -6,14 +6,11 @@
     launch.prepare()                        # on the host, before every run or replay
     launch.run(divisor, flag)               # on the device: this is what a graph records
 
-- ``find_launch`` creates missing state. Call it once before recording, as a warm-up step does;
-  while recording it only looks up what is there.
-- ``prepare`` writes learning rates and other settings to the device if they changed, follows
-  weights and moments that moved, and counts the change of every weight for autograd. It returns
-  False if the launch no longer fits the optimizer: drop the graph, and find another launch.
-- ``run`` launches kernels over the gradients in ``.grad`` (or those given, in the order of
-  ``launch.parameters``), which must stay where they are, and reads nothing back. ``divisor``
-  divides all gradients (clipping), and ``flag`` is 1.0 if nothing may change; both are fp32 tensors
-  on the device. Run the same combination of the two once before recording: it is compiled then.
-- ``norm.sum_squares(gradients)`` can be recorded too, after it ran once with such gradients.
+``find_launch`` creates missing state: call it once before recording. ``prepare`` writes settings
+that have changed to the device, follows weights and moments that moved, and counts the change of
+every weight for autograd; False: the launch no longer fits, so drop the graph and find another one.
+``run`` takes the gradients in ``.grad``, or those given in the order of ``launch.parameters``,
+which must stay where they are, and reads nothing back. ``divisor`` divides them (clipping),
+``flag`` is 1.0 if nothing may change; both are fp32 tensors on the device. Run the same
+combination, and ``norm.sum_squares``, once before recording: they are compiled then.
 """

@@ -70,16 +70,13 @@ def get_arguments(call: Call) -> Arguments:
     """The tensors and factors of a call."""
     seen, kept = call.seen, call.kept
     return Arguments(
-        query=get_strided(call.query),
-        key=get_strided(call.key),
-        value=get_strided(call.value),
+        query=get_strided(call.query), key=get_strided(call.key), value=get_strided(call.value),
         bias=_get_shared(call.bias, -math.inf),
         seen=None if seen is None else _get_shared(seen.view(torch.uint8), 1),
         kept=None if kept is None else get_strided(kept.view(*call.query.shape[:3], -1)),
-        scale=call.scale,
-        kept_scale=_ALL / _count_kept(call.dropout) if call.dropout else 1.0,
+        scale=call.scale, kept_scale=_ALL / _count_kept(call.dropout) if call.dropout else 1.0,
         lowest=torch.finfo(call.query.dtype).min,
-    )
+    )  # fmt: skip
 
 
 def get_strided(tensor: Tensor) -> Strided:
