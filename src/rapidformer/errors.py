@@ -8,6 +8,7 @@ and keeps its traceback.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class RapidformerError(Exception):
@@ -42,15 +43,14 @@ class WriteError(CheckpointError):
     """A checkpoint or model that could not be written; what was there before is as it was."""
 
     def __init__(self, target: str, reason: str) -> None:
-        super().__init__(target, reason)  # both, so that the error can travel between ranks
-        self.reason = reason
-
-    def __str__(self) -> str:
-        target, reason = self.args
-        return (
+        super().__init__(
             f"{target} cannot be written: {reason}. What was saved before is as it was: resume the "
             "run with --load once this is fixed."
         )
+        self.target, self.reason = target, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it travels between ranks
+        return type(self), (self.target, self.reason)
 
 
 class TrainingError(RapidformerError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import count as counted
 
 if TYPE_CHECKING:
     from rapidformer.data.indexed import IndexedDataset
@@ -161,7 +162,7 @@ def _format_document(
     first, last = (int(mark) for mark in dataset.doc_idx[document : document + 2])
     total = int(dataset.sizes[first:last].sum())
     lines = [
-        f"--- document {document}: {_count(last - first, 'sequence')}, {_count(total, 'token')}"
+        f"--- document {document}: {counted(last - first, 'sequence')}, {counted(total, 'token')}"
     ]
     left = min(limit, total) if limit else total
     shown = 0
@@ -172,12 +173,8 @@ def _format_document(
         shown += len(ids)
         lines.append(" ".join(map(str, ids)) if tokenizer is None else _decode(ids, tokenizer))
     if shown < total:
-        lines.append(f"... {_count(total - shown, 'more token')}")
+        lines.append(f"... {counted(total - shown, 'more token')}")
     return lines
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
@@ -212,5 +209,5 @@ def _merge(options: argparse.Namespace) -> None:
             "--overwrite."
         )
     merge_indexed(prefixes, output)
-    sys.stdout.write(f"{_count(len(prefixes), 'pair')} merged\n")
+    sys.stdout.write(f"{counted(len(prefixes), 'pair')} merged\n")
     sys.stdout.write(_format_facts(describe_indexed(output)) + "\n")

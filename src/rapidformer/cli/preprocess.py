@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rapidformer.cli.own_flags import with_dashes
+from rapidformer.config.switches import to_flag
 from rapidformer.errors import ConfigurationError, RapidformerError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, 
         )
     for name, value in texts.items():
         if value == _WITHOUT_VALUE or value == []:
-            problems.append(f"{_flag(name)} needs a value.")
+            problems.append(f"{to_flag(name)} needs a value.")
     return texts, problems
 
 
@@ -178,7 +179,7 @@ def _convert(texts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             try:
                 values[name] = convert(values[name])
             except ValueError:
-                problems.append(f"{_flag(name)} {values.pop(name)} is not {what}.")
+                problems.append(f"{to_flag(name)} {values.pop(name)} is not {what}.")
     kind = values.get("dataset_impl", "mmap")
     if kind in ("lazy", "cached"):
         problems.append(
@@ -195,10 +196,6 @@ def _read_size(text: str) -> float:
     if not 0 < size < math.inf:
         raise ValueError
     return size
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSettings, Tokenizer]:

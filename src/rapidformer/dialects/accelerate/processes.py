@@ -255,5 +255,6 @@ def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:
     if isinstance(values, Mapping):
         return {name: _gather_nested(engine, value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)(_gather_nested(engine, value) for value in values)
+        items = [_gather_nested(engine, value) for value in values]
+        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
     raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")

@@ -104,7 +104,7 @@ class DataMethods(TrainerInterface):
 
     def _choose_sampler(self, dataset: Any, name: str) -> Any:
         """A subclass's sampler; None if the data's own order, or a shuffled one, is meant."""
-        if getattr(type(self), name) is getattr(DataMethods, name):
+        if not self.overrides(name):
             return None
         get: Any = getattr(self, name)
         return get(dataset) if inspect.signature(get).parameters else get()

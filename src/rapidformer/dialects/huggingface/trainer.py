@@ -144,8 +144,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         self.state: TrainerState = build_state(self)
         self.callbacks.call("on_init_end")
 
-    # ---- the engine ----------------------------------------------------------------------------
-
     @property
     def engine(self) -> RapidformerEngine:
         """Made when first needed. Where there is data to train on, it is ready to train."""
@@ -158,7 +156,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         return self._engine
 
     def _can_train(self) -> bool:
-        return self.train_dataset is not None or self._overrides("get_train_dataloader")
+        return self.train_dataset is not None or self.overrides("get_train_dataloader")
 
     def _build_engine(self, settings: Settings) -> RapidformerEngine:
         engine = RapidformerEngine(args=settings)
@@ -169,7 +167,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
         settings = build_settings(self.args)
-        if self._overrides("save_model"):  # it must see the weights of the checkpoint
+        if self.overrides("save_model"):  # it must see the weights of the checkpoint
             settings = settings.replace("save_model is overridden", async_save="off")
         return settings
 
@@ -189,8 +187,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         if self._peft_config is None or find_adapter(model) is not None:
             return model
         return apply_adapters(model, copy.deepcopy(self._peft_config))
-
-    # ---- training ------------------------------------------------------------------------------
 
     def train(
         self,
@@ -283,7 +279,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         count = count_labels(model, inputs)
         # Without an override, the loop's own backward pass, which any strategy can schedule.
-        step = self.training_step if self._overrides("training_step") else self._compute
+        step = self.training_step if self.overrides("training_step") else self._compute
         return self.accelerator.take(call_with_count(step, model, inputs, count=count))
 
     def _compute(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Any:
@@ -328,7 +324,8 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             loss = get_loss(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _overrides(self, name: str) -> bool:
+    def overrides(self, name: str) -> bool:
+        """Whether a subclass has its own method of this name."""
         return getattr(type(self), name) is not getattr(Trainer, name)
 
 

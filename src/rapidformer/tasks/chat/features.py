@@ -85,9 +85,6 @@ class _Encoded(NamedTuple):
     """Why the row cannot be trained on."""
 
 
-# ---- training and evaluation -------------------------------------------------------------------
-
-
 def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
     """Features with labels; None for a test split without answers. Reports dropped rows."""
     if encoder.template is None and encoder.tokenizer.eos_token_id is None:
@@ -203,9 +200,6 @@ def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-# ---- reports before training -------------------------------------------------------------------
-
-
 def _report_dropped(reasons: Sequence[str], split: str) -> None:
     """Report which examples are dropped and why; raise an error if none are left."""
     by_reason: dict[str, list[int]] = defaultdict(list)
@@ -265,9 +259,6 @@ def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
             "learn to stop; %s. `rapidformer data show` shows the labels.",
             split, encoder.tokenizer.convert_ids_to_tokens(stop), reason,
         )  # fmt: skip
-
-
-# ---- tokens ------------------------------------------------------------------------------------
 
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:

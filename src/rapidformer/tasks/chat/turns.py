@@ -119,9 +119,6 @@ def name_rows(numbers: Sequence[int]) -> str:
     return f"rows {shown}{more}"
 
 
-# ---- one conversation --------------------------------------------------------------------------
-
-
 def _read_messages(value: Any) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):

@@ -59,16 +59,11 @@ def join_windows(
         owner = window["example"]
         null[owner] = min(null[owner], record["null"])
         scores = record["first_score"][:, None] + record["last_score"][None, :]
-        lengths = record["last"][None, :] - record["first"][:, None] + 1
+        first, last = record["first"], record["last"]
+        lengths = last[None, :] - first[:, None] + 1
         fits = (lengths > 0) & (lengths <= extras["max_answer_length"]) & np.isfinite(scores)
-        starts, ends, first, last = (
-            window["starts"],
-            window["ends"],
-            record["first"],
-            record["last"],
-        )
         candidates[owner] += [
-            (float(scores[i, j]), starts[first[i]], ends[last[j]])
+            (float(scores[i, j]), window["starts"][first[i]], window["ends"][last[j]])
             for i, j in zip(*np.nonzero(fits), strict=True)
         ]
     count = extras["n_best"]

@@ -109,9 +109,6 @@ def _are_placeholders(names: Sequence[str]) -> bool:
     return all(name == f"LABEL_{index}" for index, name in enumerate(names))
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
 def read_labels(
     splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
@@ -259,9 +256,6 @@ def _sort_names(names: set[str]) -> tuple[str, ...]:
     if all(name.lstrip("-").isdigit() for name in names):
         return tuple(sorted(names, key=int))
     return tuple(sorted(names))
-
-
-# --- the data against the model ------------------------------------------------------------------
 
 
 def _check_contradiction(args: Settings, learned: ModelClasses) -> None:

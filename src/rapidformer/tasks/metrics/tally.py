@@ -140,9 +140,6 @@ def _show(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
-# --- tallies -------------------------------------------------------------------------------------
-
-
 class Tally(ABC):
     """The running metrics of one split."""
 

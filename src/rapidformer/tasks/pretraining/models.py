@@ -151,9 +151,6 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     return processor
 
 
-# --- documents of a row kept apart ----------------------------------------------------------------
-
-
 def check_documents(objective: NextToken, model: Any) -> None:
     """Refuse a model on which --reset-attention-mask or --reset-position-ids has no effect."""
     args = objective.args

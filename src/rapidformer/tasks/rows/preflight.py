@@ -14,6 +14,13 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
+from rapidformer.models.location import (
+    check_folder,
+    check_head,
+    get_model_location,
+    is_from_scratch,
+    is_model_folder,
+)
 from rapidformer.nearest import find_nearest
 from rapidformer.strict_json import parse_json
 from rapidformer.tasks.base import Task
@@ -78,7 +85,10 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 f"{command} needs a trained model: give --load RUN, the folder of a run or of a "
                 "model."
             )
-        elif args.task is None and not _has_no_model(args.load):
+        # A folder without a model is the problem to report.
+        elif args.task is None and (
+            args.load is None or is_model_folder(Path(args.load).expanduser())
+        ):
             path = Path(name or "").expanduser()
             reason = (
                 "--load does not name a run with a task"
@@ -87,13 +97,6 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 "the task of a Hub model"
             )
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
-
-
-def _has_no_model(folder: str | None) -> bool:
-    """Whether ``--load`` names a folder without a model: then that is the problem to report."""
-    from rapidformer.models.location import is_model_folder
-
-    return folder is not None and not is_model_folder(Path(folder).expanduser())
 
 
 def _check_save(args: Settings) -> Iterator[str]:
@@ -148,12 +151,6 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
     """``asked_task`` is the task that the model must have been trained for, if any."""
     from rapidformer.models.adapter_folder import find_files, is_adapter_folder, read_base
-    from rapidformer.models.location import (
-        check_folder,
-        check_head,
-        get_model_location,
-        is_from_scratch,
-    )
 
     location = get_model_location(args)
     if location is None and args.model_type is None and args.load is None:

@@ -129,14 +129,9 @@ class _Proof:
         self.model, self.name = model, type(model).__name__
         self.ids, self.changed = usual[picked].to(device), usual[other].to(device)
         self.positions = positions.to(device)
-        self.alone = torch.stack(
-            [
-                torch.cat(
-                    [self._run({"input_ids": part[None]})[0] for part in ids.split(list(cut))]
-                )
-                for ids, cut in zip(self.ids, cuts, strict=True)
-            ]
-        )
+        parts = [ids.split(list(cut)) for ids, cut in zip(self.ids, cuts, strict=True)]
+        alone = [[self._run({"input_ids": part[None]})[0] for part in row] for row in parts]
+        self.alone = torch.stack([torch.cat(row) for row in alone])
         # Whether the test would notice if our mask ignored the model's sliding window.
         self.sees_window = window is None or window >= length or max(sizes) > window
 

@@ -199,9 +199,6 @@ def check_is_fast(tokenizer: Any, task: str) -> None:
         )
 
 
-# --- blocks of plain text -------------------------------------------------------------------------
-
-
 def encode_blocks(
     rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
 ) -> Any:

@@ -23,9 +23,6 @@ _STRIDE = 128
 """Default overlap of windows in tokens; never more than half a window."""
 
 
-# --- answers in the data -------------------------------------------------------------------------
-
-
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
     """Whether some question has no answer; reads a part of the rows at a time."""
     for start in range(0, len(rows), _PART):
@@ -75,9 +72,6 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
         f"{place}: the column {column} holds {str(value)[:60]!r}, but must hold "
         '{"text": [...], "answer_start": [...]}, a string or a list of strings.'
     )
-
-
-# --- windows -------------------------------------------------------------------------------------
 
 
 def encode_windows(
