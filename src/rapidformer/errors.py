@@ -16,11 +16,7 @@ class RapidformerError(Exception):
 
 
 class ConfigurationError(RapidformerError, ValueError):
-    """Settings that are unknown, malformed or contradictory.
-
-    All problems are collected and reported at once, so that nobody fixes a command line one error
-    at a time.
-    """
+    """Settings that are unknown, malformed or contradictory: all problems of a call at once."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)

@@ -19,10 +19,7 @@ _SECONDS = 4.0
 
 
 def is_hub_reachable(*switches: str) -> bool:
-    """Whether a connection to the Hub opens and no environment variable forbids it.
-
-    ``switches`` are variables that keep us off the Hub besides ``HF_HUB_OFFLINE``.
-    """
+    """Whether the Hub answers, and neither ``HF_HUB_OFFLINE`` nor one of the switches forbids it."""
     variables = (os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", *switches))
     if any(value in {"1", "true", "yes", "on"} for value in variables):
         return False

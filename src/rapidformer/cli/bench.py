@@ -23,10 +23,7 @@ from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, 
 
 # Tells the processes that this command starts which run they belong to.
 JOB_VARIABLE = "RAPIDFORMER_BENCHMARK"
-PEERS = {
-    "hf": "Hugging Face's Trainer",
-    "hf-compile": "Hugging Face's Trainer with torch.compile",
-}
+PEERS = {"hf": "Hugging Face's Trainer", "hf-compile": "Hugging Face's Trainer with torch.compile"}
 # Switches to try, and the setting that shows whether the run has it already.
 _CANDIDATES = (("--mixed-precision", "mixed_precision"), ("--compile", "compile"))
 # The least number of steps to time, and steps before them.
@@ -63,10 +60,12 @@ def _build_parser() -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--bench-steps", type=int, metavar="N",
+        "--bench-steps",
+        type=int,
+        metavar="N",
         help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, but at least 50, on "
         "a CPU 8, and at most 500)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--bench-warmup", type=int, metavar="N", help="steps before them (default: 15, on a CPU 3)"
     )

@@ -44,9 +44,8 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("-n", "--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument(
-        "--split", default="train", metavar="NAME",
-        help="train (the default), validation or test",
-    )  # fmt: skip
+        "--split", default="train", metavar="NAME", help="train (the default), validation or test"
+    )
     parser.add_argument(
         "--tokens", type=int, default=512, metavar="N",
         help="at most N tokens of each row (default: 512; 0: all)",

@@ -24,11 +24,7 @@ _DISK = {
 
 
 def shorten(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script on; without our frames if the error is in the script itself.
-
-    It may be in a library that the script calls, but if our own code is between the two, all is
-    shown: the error may be ours.
-    """
+    """The traceback from the script on; without our frames, unless the error may be ours."""
     entries, following = [], trace
     while following is not None:
         entries.append(following)

@@ -176,10 +176,7 @@ def _show(error: RapidformerError) -> None:
 
 
 def run_and_leave() -> None:
-    """Run the command in its own process, and stop that process.
-
-    Python waits for threads; after a failure, the other ranks and the launcher would wait, too.
-    """
+    """Run the command and stop the process: after a failure, Python would wait for its threads."""
     try:
         status: Any = main()
     except SystemExit as stop:

@@ -96,10 +96,7 @@ def _read_row(line: bytes) -> Row | None:
 
 
 def write_predictions(rows: Iterable[Row], path: Path) -> None:
-    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet.
-
-    The rows are read more than once, and need not fit into memory (except for parquet).
-    """
+    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet; rows are read twice."""
     kind = path.suffix.lower()
     staging = path.with_name(f".{path.name}.new")
     if kind == ".parquet":

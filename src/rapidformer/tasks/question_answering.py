@@ -168,10 +168,7 @@ def _load_parts(args: Settings) -> TextParts:
 
 
 def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
-    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards.
-
-    ``tables`` are the splits with answers, which are in ``column``.
-    """
+    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards."""
     learned = getattr(config, "rapidformer_can_abstain", None)
     if learned is not None and "train" not in tables:
         return bool(learned)

@@ -298,11 +298,7 @@ MetricMethod = Sequence[Any]
 def compute_methods(
     methods: Sequence[MetricMethod], predictions: Any, labels: Any, tokenizer: Any
 ) -> dict[str, float]:
-    """Every metric by its name, over the whole of the data.
-
-    One prediction a row comes as one tensor. Rows of tokens come as a list with a tensor of ids for
-    each, since their lengths differ.
-    """
+    """Every metric by its name; rows of tokens, whose lengths differ, come as a list of tensors."""
     if not methods or predictions is None or labels is None:
         return {}
     joined: list[Any] = [

@@ -132,10 +132,7 @@ class OptimizerMethods(TrainerInterface):
         self.optimizer.load_state_dict(content)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead.
-
-        ``train()`` makes a new schedule, for the length of its run.
-        """
+        """Make both, or let a subclass set them; ``train()`` makes a new schedule for its run."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
@@ -172,10 +169,7 @@ class OptimizerMethods(TrainerInterface):
         return optimizer
 
     def _decays_by_name(self) -> bool:
-        """Whether weight decay is for other parameters than those of several dimensions.
-
-        T5's relative positions are a matrix with "bias" in its name, which is not decayed.
-        """
+        """Whether decay goes by names: T5's relative positions are a matrix that is not decayed."""
         decayed = set(self.get_decay_parameter_names(self.model) if self.args.weight_decay else ())
         named = self.model.named_parameters()
         return bool(decayed) and any(

@@ -223,11 +223,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Search with Optuna for the arguments that reach the best objective.
-
-        Each trial trains a new model in ``output_dir/run-<number>``. Other arguments go to
-        ``optuna.create_study``; ``timeout`` is in seconds.
-        """
+        """Search with Optuna; each trial trains a new model in ``output_dir/run-<number>``."""
         name = str(getattr(backend, "value", backend or "optuna"))
         problems = []
         if name != "optuna":

@@ -74,10 +74,7 @@ _WIDTHS = ("data_parallel", "model_parallel", "pipeline_stage", "context_paralle
 def build_parallel_settings(
     args: Any, overriding: Mapping[str, Any], *, allows_replicas: bool = False
 ) -> Settings:
-    """The training arguments as settings; ``set_parallel_config`` and the like override them.
-
-    With ``allows_replicas``, processes that the widths leave over hold copies of the model.
-    """
+    """The arguments as settings; spare processes hold copies of the model (``allows_replicas``)."""
     named = {name: getattr(args, name, None) for name in TRAINING_ARGUMENTS}
     said = {name: value for name, value in named.items() if value is not None}
     said |= overriding

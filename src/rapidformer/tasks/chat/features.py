@@ -217,10 +217,7 @@ def _report_dropped(reasons: Sequence[str], split: str) -> None:
 
 
 def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
-    """Report the amount of data and the fraction that is trained on.
-
-    Warn about labels with which the model would not learn to answer, or not to stop.
-    """
+    """Report what is trained on; warn of labels that teach no answers, or not to stop."""
     names = ("length", "trained", "is_cut", "ends")
     tokens, trained, cut, ended = (sum(get_column(features, name)) for name in names)
     what = "prompts with answers" if encoder.columns.is_pair else "conversations"

@@ -128,9 +128,7 @@ class ChatTemplate:
         return text.rstrip() if end is None else text[:end]
 
     def _drop_unused_system(self, messages: Sequence[Message], text: str) -> Sequence[Message]:
-        """The turns that the text shows: some templates (Mistral's) show the system message only
-        while the conversation waits for an answer, and never in the text to train on.
-        """
+        """The turns in the text: Mistral's shows the system message only before an answer."""
         if messages[0]["role"] != "system" or is_empty(messages[0]):
             return messages
         if messages[0]["content"].strip() in text or self.render(messages[1:]) != text:
@@ -226,10 +224,7 @@ class ChatTemplate:
         return rest
 
     def _find_end_between_turns(self) -> str:
-        """What follows an earlier answer: the common beginning with what follows the last one.
-
-        Compared by whole tokens: ``<|im_end|>`` and ``<|im_start|>`` begin with the same letters.
-        """
+        """What follows an earlier answer: its first tokens, as far as the last one's are the same."""
         try:
             _, *rests = self.render(_EXAMPLE * 2).split(_ANSWER)
         except BadRowError:
@@ -289,10 +284,7 @@ def _ending_in_time() -> Iterator[None]:
 def choose_template(
     tokenizer: Any, wanted: str | None, variables: Mapping[str, Any], *, needs_one: bool
 ) -> ChatTemplate | None:
-    """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
-
-    The choice is stored in the tokenizer, so that it is saved with it.
-    """
+    """--chat-template, the tokenizer's own, or the default if one is needed; saved with it."""
     if wanted == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(

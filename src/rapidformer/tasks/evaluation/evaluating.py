@@ -40,10 +40,7 @@ def measure(
     split: str,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """The metrics of a labelled split, the same on every rank.
-
-    ``advance`` is called with the number of examples that all ranks together have done.
-    """
+    """The metrics of a labelled split, the same on every rank; ``advance`` counts all ranks' rows."""
     tally = task.build_tally(prepared, split)
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
@@ -65,10 +62,7 @@ def evaluate_task(
     data: Any = None,
     measure_more: Callable[[Any, DistributedLoader], Mapping[str, float]] | None = None,
 ) -> EvaluationReport:
-    """The metrics of a model on ``--eval-split`` of its data, or of the given data.
-
-    ``measure_more(model, loader)`` returns further ones.
-    """
+    """The metrics of a model, and those of ``measure_more``, on ``--eval-split`` or given data."""
     args = engine.args
     task = get_task(args.task or "")
     file = _find_single_file(args) if data is None else None
@@ -112,10 +106,7 @@ def evaluate_task(
 
 
 def _find_single_file(args: Settings) -> Path | None:
-    """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
-
-    Not the file of the run that is evaluated: that one was trained on.
-    """
+    """The one file that the user named: all of it is evaluated, whatever its name says."""
     paths = as_list(args.data_path)
     is_asked = args.sources.get("data_path") in ("command line", "code")
     others = ("eval_split", "validation_split", "train_data", "valid_data", "test_data")

@@ -58,10 +58,7 @@ def has_entity_tags(names: Iterable[str]) -> bool:
 
 
 class EntityTally(Tally):
-    """Counts of entities by type, and of tags.
-
-    Records have ``guesses`` and ``labels``: the numbers, among ``names``, of a sentence's tags.
-    """
+    """Counts of entities by type, and of tags; records number a sentence's tags among ``names``."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__()

@@ -128,10 +128,7 @@ def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
 
 
 def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
-    """The transformers version of the tokenizer, saved with the model; None if there is none.
-
-    It includes the tokens that Megatron's version adds at the end, such as T5's sentinels.
-    """
+    """transformers' version of the tokenizer, if any, with the tokens that Megatron's adds."""
     if args.tokenizer_type in _WITHOUT_PROCESSOR:
         return None
     if args.tokenizer_name_or_path is not None:

@@ -1,6 +1,4 @@
-"""Pre-training as a black box: everything comes from the settings, with the PreTrainer that scripts
-use.
-"""
+"""Pre-training as a black box: the PreTrainer that scripts use, from the settings alone."""
 
 from __future__ import annotations
 
@@ -72,11 +70,7 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
 
 
 def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
-    """Loss and perplexity of a model on ``--eval-split`` of the corpus.
-
-    Given the same length and intervals as a training run, it evaluates the same samples as that
-    run.
-    """
+    """Loss and perplexity on ``--eval-split``: on a run's samples, given its length and intervals."""
     args = engine.args
     split = _SPLITS.get(args.eval_split)
     if split is None:

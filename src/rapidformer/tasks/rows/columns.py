@@ -51,10 +51,7 @@ def find_column(
 def find_columns(
     roles: Sequence[ColumnRole], available: Sequence[str], args: object
 ) -> dict[str, str]:
-    """The columns of all required roles, by role name; reports everything missing at once.
-
-    A column has only one role: the roles choose in the order given.
-    """
+    """The columns of all required roles, which choose in this order; reports all that is missing."""
     columns: dict[str, str] = {}
     missing: list[ColumnRole] = []
     problems: list[str] = []

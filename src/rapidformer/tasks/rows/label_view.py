@@ -141,10 +141,7 @@ def _describe(batch: Mapping[str, Any], prepared: PreparedData) -> str:
 
 
 def _decode_each(ids: Sequence[int], tokenizer: Any) -> Iterator[str]:
-    """The text of each token, with the space before it if there is one.
-
-    Some tokenizers drop the space of a token that is decoded alone; its neighbour brings it back.
-    """
+    """The text of each token, with the space before it, which may be lost without its neighbour."""
     before: list[int] = []
     parts: list[int] = []  # of a character that is not complete
     for token in ids:

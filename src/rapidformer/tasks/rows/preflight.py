@@ -36,10 +36,7 @@ STANDARD_INPUT = "-"
 def find_task_problems(
     args: Settings, command: str, num_gpus: int, rows: list[Any] | None = None
 ) -> list[str]:
-    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each.
-
-    ``rows`` are the first of those that a call was given instead of files.
-    """
+    """Every problem of a command, or of a call, which is given its first ``rows``."""
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     problems += _check_save(args) if command == "train" else _check_output(args, command)
     if args.task is None:

@@ -202,9 +202,7 @@ def check_is_fast(tokenizer: Any, task: str) -> None:
 def encode_blocks(
     rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
 ) -> Any:
-    """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
-    otherwise the end-of-text token, if there is one, follows each text.
-    """
+    """Token rows, framed as the tokenizer does (``add_special``), or each text with its end token."""
     tokenizer, groups = parts.tokenizer, parts.args.group_texts
     before, after = get_frame(tokenizer) if add_special else ([], [])
     room = parts.length - len(before) - len(after)

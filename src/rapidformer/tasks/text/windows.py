@@ -77,10 +77,7 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
 def encode_windows(
     rows: Any, split: str, names: Sequence[str], parts: TextParts
 ) -> tuple[Any, Any | None]:
-    """The windows of a split and, unless it is for training, where each of them comes from.
-
-    ``names`` are the columns of the question, the context and, if there are any, the answers.
-    """
+    """The windows of questions, contexts and answers and, except in training, their places."""
     tokenizer, stride = parts.tokenizer, parts.args.doc_stride
     room = parts.length - tokenizer.num_special_tokens_to_add(pair=True)
     stride = min(_STRIDE, room // 2) if stride is None else stride
