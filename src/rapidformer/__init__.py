@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.foreign_names import ForeignFlags, register
+from rapidformer.foreign_names import register
 
 if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
@@ -76,12 +76,7 @@ _OF_DIALECTS = dict.fromkeys(
 )
 
 
-def _load_flags() -> ForeignFlags:
-    flags: ForeignFlags = importlib.import_module("rapidformer.dialects.flags").FLAGS
-    return flags
-
-
-register(_load_flags)
+register(lambda: importlib.import_module("rapidformer.dialects.flags").FLAGS)
 
 
 def __getattr__(name: str) -> Any:

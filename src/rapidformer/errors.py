@@ -1,8 +1,6 @@
-"""Errors that users can cause, and how they are reported.
+"""Errors that users can cause: what was given, what is needed, what to do.
 
-Every error here is written for the person who typed the command: what was given, what is needed,
-what to do. The command prints them without a traceback; anything else that escapes is a bug of ours
-and keeps its traceback.
+The command prints them without a traceback; anything else that escapes is a bug of ours.
 """
 
 from __future__ import annotations

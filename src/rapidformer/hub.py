@@ -1,8 +1,4 @@
-"""The Hugging Face Hub, as far as models and data share it: recognise its names, and reach it.
-
-Without `is_hub_reachable` everything would still work, but on a machine without a network a lookup
-retries for minutes before it fails.
-"""
+"""The Hugging Face Hub: recognise its names, and whether it answers; without it, lookups retry."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _SECONDS = 4.0
 
 
 def is_hub_reachable(*switches: str) -> bool:
-    """Whether the Hub answers, and neither ``HF_HUB_OFFLINE`` nor one of the switches forbids it."""
+    """Whether the Hub answers, and neither ``HF_HUB_OFFLINE`` nor a switch forbids to ask it."""
     variables = (os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", *switches))
     if any(value in {"1", "true", "yes", "on"} for value in variables):
         return False

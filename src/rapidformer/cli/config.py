@@ -1,8 +1,4 @@
-"""``rapidformer config``: ask a few questions, and write a YAML file for --config.
-
-The file is read only if it is named. There is none in the home folder that changes runs silently:
-the same command must mean the same tomorrow.
-"""
+"""``rapidformer config``: ask questions, and write a YAML file, which is read only by --config."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``rapidformer preprocess``: turn a corpus into Megatron's mmap files.
-
-Values are converted here, not by argparse, so that every problem of a command line is reported at
-once.
-"""
+"""``rapidformer preprocess``: turn a corpus into Megatron's mmap files."""
 
 from __future__ import annotations
 
@@ -169,6 +165,7 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
 
 
 def _convert(texts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The values; not by argparse, so that all problems are reported at once."""
     values = {name: value for name, value in texts.items() if value not in (_WITHOUT_VALUE, [])}
     kinds: dict[str, tuple[Callable[[str], Any], str]] = {
         **dict.fromkeys(_NUMBERS, (int, "a whole number")),

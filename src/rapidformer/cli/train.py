@@ -1,7 +1,4 @@
-"""``rapidformer [train]``: the black box with ``--task``, the white box with ``--user-script``.
-
-``rapidformer.train`` is the black box by call.
-"""
+"""``rapidformer [train]`` and ``rapidformer.train``: train a task, or run a ``--user-script``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Classify images.
-
-Images are opened and resized when a row is requested, in the loader's processes, so that a folder
-larger than memory can be used.
-"""
+"""Classify images, which are opened and resized in the loader's processes when asked for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Extract answers from a context; long contexts are cut into overlapping windows.
 
-The rows of the prepared data are windows, whereas the user's examples are questions. The spans of
-all windows of a question compete; `extras["windows"][split]` maps each window to its question and
-its tokens to characters of the context. A question without an answer points at the first token (as
-in SQuAD 2).
+The rows of the prepared data are windows: all spans of a question compete, and
+`extras["windows"][split]` maps each window to its question. No answer means the first token.
 """
 
 from __future__ import annotations

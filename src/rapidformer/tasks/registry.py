@@ -1,7 +1,4 @@
-"""Look up tasks by name, and the flags that a task does not read.
-
-This imports no torch, so that `rapidformer tasks` is instant.
-"""
+"""Look up tasks by name, and the flags that a task does not read. Imports no torch."""
 
 from __future__ import annotations
 

@@ -110,17 +110,14 @@ def _read_plugin(plugin: Any) -> dict[str, Any]:
     content = values["hf_ds_config"]
     if hasattr(content, "config"):  # transformers' or Accelerate's HfDeepSpeedConfig
         content = {k: v for k, v in content.config.items() if v != float("inf")}
-        values["hf_ds_config"] = None if _repeats_plugin(content) else content
+        zero = content.get("zero_optimization")
+        # Accelerate writes there what the plugin's other arguments say.
+        repeats = isinstance(zero, dict) and {*content, *zero} <= _OF_PLUGIN
+        values["hf_ds_config"] = None if repeats else content
     changed = {name: value for name, value in values.items() if value != ours[name]}
     if isinstance(content := changed.get("hf_ds_config"), dict):
         changed["hf_ds_config"] = _write_for_this_process(content)
     return {"zero_stage": values["zero_stage"], **changed}
-
-
-def _repeats_plugin(content: Mapping[str, Any]) -> bool:
-    """Whether it holds only what Accelerate writes there from the plugin's other arguments."""
-    zero = content.get("zero_optimization")
-    return set(content) <= _OF_PLUGIN and isinstance(zero, dict) and set(zero) <= _OF_PLUGIN
 
 
 def _write_for_this_process(content: dict[str, Any]) -> str:

@@ -1,9 +1,7 @@
 """Turn conversations into token rows with labels only on the answers.
 
-No example is dropped silently. Every input row becomes one row of features; a row with nothing to
-train on carries the reason, and is counted and reported before it is removed. Without a chat
-template, prompt and answer are tokenized separately and then joined, so that no token spans both
-and the prompt gets the same tokens as at prediction time.
+A row with nothing to train on carries the reason, and is reported before it is removed. Without a
+chat template, prompt and answer are tokenized separately, so that no token spans both.
 """
 
 from __future__ import annotations

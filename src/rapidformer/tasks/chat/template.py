@@ -224,7 +224,7 @@ class ChatTemplate:
         return rest
 
     def _find_end_between_turns(self) -> str:
-        """What follows an earlier answer: its first tokens, as far as the last one's are the same."""
+        """What follows an earlier answer: the first tokens that the last one's have, too."""
         try:
             _, *rests = self.render(_EXAMPLE * 2).split(_ANSWER)
         except BadRowError:

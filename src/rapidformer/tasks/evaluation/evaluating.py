@@ -40,7 +40,7 @@ def measure(
     split: str,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """The metrics of a labelled split, the same on every rank; ``advance`` counts all ranks' rows."""
+    """The metrics of a labelled split, the same on every rank; ``advance`` counts all rows."""
     tally = task.build_tally(prepared, split)
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)

@@ -1,7 +1,4 @@
-"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once.
-
-Progress is a bar on a terminal, else a line now and then; answers may be printed as they come.
-"""
+"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once."""
 
 from __future__ import annotations
 

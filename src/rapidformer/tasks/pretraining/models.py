@@ -1,9 +1,7 @@
 """Choose a model's objective, and build the model with a vocabulary that fits the tokenizer.
 
-If the flags ask for it, a model must keep the documents of a row apart. One that accepts a mask
-does not necessarily obey it: recurrent layers carry state past any mask, and some models have no
-position ids to restart. Instead of keeping a list of model families, we run the model once on two
-documents and refuse it if one affects the other.
+If the documents of a row must be kept apart, the model is run once on two of them, and refused if
+one affects the other: one that accepts a mask does not necessarily obey it.
 """
 
 from __future__ import annotations

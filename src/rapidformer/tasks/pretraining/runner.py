@@ -70,7 +70,7 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
 
 
 def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
-    """Loss and perplexity on ``--eval-split``: on a run's samples, given its length and intervals."""
+    """Loss and perplexity on ``--eval-split``: a run's samples, given its length and intervals."""
     args = engine.args
     split = _SPLITS.get(args.eval_split)
     if split is None:

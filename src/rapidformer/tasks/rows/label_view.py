@@ -1,7 +1,4 @@
-"""Rows as the model sees them: their tokens, which of them are trained on, and their labels.
-
-Everything is read from the collated batch, so that what is shown is what training gets.
-"""
+"""Rows as the model sees them, read from the collated batch: tokens, labels, what is trained on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Find the problems of a black-box command before anything heavy is imported.
-
-Checks paths, columns, names and output folders, and reports all problems at once. What depends on
-the full data or the model is checked when they are loaded.
-"""
+"""Find all problems of a black-box command at once, before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Tables of rows, either a `datasets.Dataset` or a plain list of dictionaries.
 
-Tasks access both through these functions, so that predicting on a few rows does not need `datasets`
-at all. `map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one,
-which takes longer than processing a small table.
+`map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one, which takes
+longer than processing a small table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Keep attention inside each example of a packed row, and prove it on the model itself.
 
-Most models in transformers separate examples by positions that restart at 0; some need an explicit
-mask; some support neither, and a few accept the positions but let attention cross anyway. There is
-no list of model families: a packed row and its examples alone are run through the user's model, the
-first method that gives equal results is used, and a model without one is refused.
+Some models need positions that restart, some an explicit mask, some obey neither. A packed row and
+its examples alone are run through the model: the first method that gives equal results is used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What the text tasks have in common: tokenizer, row length, padding, model settings, blocks.
 
-The blocks of language models are rows of plain text. With `group_texts`, texts are joined and cut
-into rows of exactly the sequence length, so that nothing is padded or truncated; what remains at
-the end of a batch of 1000 texts becomes a shorter row instead of being dropped. Without it, each
-text is one row, truncated to the length.
+With `group_texts`, texts are joined and cut into blocks of exactly the sequence length; the rest of
+a batch of 1000 texts is a shorter one. Without it, each text is one row, truncated to the length.
 """
 
 from __future__ import annotations
@@ -202,7 +200,7 @@ def check_is_fast(tokenizer: Any, task: str) -> None:
 def encode_blocks(
     rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
 ) -> Any:
-    """Token rows, framed as the tokenizer does (``add_special``), or each text with its end token."""
+    """Token rows, framed as the tokenizer does (``add_special``), or texts with an end token."""
     tokenizer, groups = parts.tokenizer, parts.args.group_texts
     before, after = get_frame(tokenizer) if add_special else ([], [])
     room = parts.length - len(before) - len(after)
