@@ -59,6 +59,12 @@ class MissingPackageError(RapidformerError):
         super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
 
 
+def raise_problems(problems: list[str]) -> None:
+    """Raise one error with all problems, if there are any."""
+    if problems:
+        raise ConfigurationError(problems)
+
+
 def count(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -18,7 +18,7 @@ from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import RapidformerError, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
 
 # Tells the processes that this command starts which run they belong to.
@@ -93,8 +93,7 @@ def _check(command: CommandLine, options: Any, plan: LaunchPlan) -> None:
     if options.against and plan.processes > 1:
         problems.append("--against compares runs of one process: say --nproc-per-node 1.")
     problems += find_problems(args.replace("the processes to start", world_size=plan.processes))
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 @dataclass

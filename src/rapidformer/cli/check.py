@@ -91,8 +91,7 @@ def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> boo
     """Print what is wrong with a folder, and whether anything is."""
     from rapidformer.checkpoint import inspection
 
-    kind = is_checkpoint(folder)
-    inspect = inspection.inspect_checkpoint if kind else inspection.inspect_model
+    inspect = inspection.inspect_checkpoint if is_checkpoint(folder) else inspection.inspect_model
     count = 0
     for problem in _guarded(inspect(folder, advance, finite=finite)):
         if not folder.is_dir():

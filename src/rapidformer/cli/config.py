@@ -90,8 +90,7 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     if "hostfile" not in values:
         default = str(gpus or 1) if values["device"] == "cuda" else "1"
         text = "How many processes per machine?"
-        count = questions.ask("nproc_per_node", text, default, check_number)
-        values["nproc_per_node"] = int(count)
+        values["nproc_per_node"] = int(questions.ask("nproc_per_node", text, default, check_number))
     for question in _QUESTIONS:
         choices = _one_of(("no", *question.answers))
         answer = questions.ask(question.flag, question.text, "no", choices)

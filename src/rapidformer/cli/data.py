@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.cli.preprocess import TOKENIZER
+from rapidformer.errors import DataError, raise_problems
 from rapidformer.errors import count as counted
 
 if TYPE_CHECKING:
@@ -130,8 +131,7 @@ def _head(options: argparse.Namespace) -> None:
         problems.append(f"-n {options.documents}: must be at least 1.")
     if options.tokens < 0:
         problems.append(f"--tokens {options.tokens}: give a number of tokens, or 0 for all.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     dataset = open_indexed(options.prefix)
     tokenizer = _build_tokenizer(options)
     count = min(options.documents, dataset.num_documents)
@@ -143,11 +143,7 @@ def _head(options: argparse.Namespace) -> None:
 
 
 def _build_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    names = (
-        "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path",
-        "vocab_size",
-    )  # fmt: skip
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in TOKENIZER}
     if all(value is None for value in given.values()):
         return None
     from rapidformer.data.tokenizers import build_tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import Settings, parse_arguments, resolve
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError, DataError, raise_problems
 from rapidformer.log import configure_logging
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
         problems.append("nothing to show: give --task and --data-path, or --load RUN.")
     else:
         problems += find_task_problems(here, "train", 0)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     configure_logging(args.log_level)
     return resolve(args, world_size=1)
 

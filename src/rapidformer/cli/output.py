@@ -170,8 +170,7 @@ def compute_key(args: Settings, rows: Sequence[Any], batch_size: int) -> str:
         digest.update(json.dumps(part, default=str).encode())
     for row in rows:
         # Of an object (an image, say) the type: its bytes need not be read to recognise the run.
-        text = json.dumps(row, default=lambda value: type(value).__name__)
-        digest.update(text.encode())
+        digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
     return digest.hexdigest()
 
 

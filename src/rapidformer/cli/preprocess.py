@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rapidformer.cli.own_flags import with_dashes
 from rapidformer.config.switches import to_flag
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 
 if TYPE_CHECKING:
     from rapidformer.data.preprocess import PreprocessSettings
@@ -32,7 +32,7 @@ examples:
 To resume a run that was stopped or killed, run the same command again.
 """
 _WITHOUT_VALUE = "\0"
-_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
+TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
               "tokenizer_name_or_path", "vocab_size")  # fmt: skip
 _NUMBERS = ("max_documents", "vocab_size", "workers", "log_interval", "partitions")
 _NOT_FIELDS = ("dataset_impl", "partitions", "part_megabytes", "help")
@@ -115,8 +115,7 @@ def run(argv: list[str]) -> None:
     configure_logging()
     if "partitions" in values:
         warn_once("--partitions has no effect: the input is split automatically.")
-    summary = preprocess(settings, tokenizer)
-    sys.stdout.write(format_summary(summary))
+    sys.stdout.write(format_summary(preprocess(settings, tokenizer)))
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -207,10 +206,10 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
         output_prefix=rest.pop("output_prefix", ""),
         json_keys=tuple(rest.pop("json_keys", ("text",))),
         part_bytes=None if "part_megabytes" not in values else int(values["part_megabytes"] * 1e6),
-        **{name: value for name, value in rest.items() if name not in _TOKENIZER},
+        **{name: value for name, value in rest.items() if name not in TOKENIZER},
     )
     try:
-        tokenizer = build_tokenizer(**{name: rest[name] for name in _TOKENIZER if name in rest})
+        tokenizer = build_tokenizer(**{name: rest[name] for name in TOKENIZER if name in rest})
     except ConfigurationError as error:
         problems += error.problems
     except RapidformerError as error:
@@ -219,6 +218,5 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
     for problem in find_problems(settings):
         if " is missing:" not in problem or problem.split()[0] not in reported:
             problems.append(problem)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return settings, tokenizer

@@ -14,7 +14,7 @@ from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run,
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import RapidformerError, raise_problems
 from rapidformer.launch.environment import is_launched
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
@@ -130,8 +130,7 @@ def _check(command: CommandLine, processes: int, updates: int) -> None:
             "change a result. Add the switches of the run, such as --nproc-per-node 2, "
             "--zero-2-memory-optimization or --tensor-model-parallel-size 2."
         )
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 @dataclass
@@ -230,8 +229,7 @@ def _work(job: Job, words: list[str]) -> None:
     from rapidformer.dist.processes import stop_processes
     from rapidformer.verification.verified_run import record_run
 
-    trace = record_run(job, lambda: train(read_flags(words)))
-    trace.save(job.get_path(rank))
+    record_run(job, lambda: train(read_flags(words))).save(job.get_path(rank))
     stop_processes()
 
 

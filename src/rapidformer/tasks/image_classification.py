@@ -42,8 +42,7 @@ class ImageClassification(Classifier):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         config, parts = _load_parts(args)
         tables = get_splits(args, splits)
-        available = get_column_names(next(iter(tables.values())))
-        columns = find_columns((LABEL, IMAGE), available, args)
+        columns = find_columns((LABEL, IMAGE), get_column_names(next(iter(tables.values()))), args)
         image, classes = columns["image"], get_model_classes(config)
         space, labelled = read_labels(tables, columns["label"], args, classes)
         images: dict[str, Any] = {

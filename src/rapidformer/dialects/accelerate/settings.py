@@ -21,7 +21,7 @@ from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 
 _SOURCE = "Accelerator"
 _STEPS = "step_scheduler_with_optimizer"  # only False is another way than ours
@@ -98,8 +98,7 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
         settings = arguments_from_mapping(values, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return add_launch_flags(settings, values.keys() - {"clip_grad"})
 
 

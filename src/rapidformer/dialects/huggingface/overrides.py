@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer
 
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import raise_problems
 
 _NOT_CALLED = {"get_total_train_batch_size"}
 _INSTEAD = {
@@ -51,8 +51,7 @@ def check_overrides(cls: type, base: type) -> None:
         and callable(getattr(theirs.get(name), "__func__", theirs.get(name)))
         and (name in _NOT_CALLED or not hasattr(base, name))
     ]
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 def _is_ours(kind: type) -> bool:

@@ -50,7 +50,7 @@ from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
 
 _OWN = "rapidformer.dialects.huggingface"
@@ -232,8 +232,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             problems.append("hyperparameter_search() needs model_init=: a trial needs a new model.")
         if self.eval_dataset is None:
             problems.append("hyperparameter_search() needs an eval_dataset to compare trials on.")
-        if problems:
-            raise ConfigurationError(problems)
+        raise_problems(problems)
         return search(
             self, space=hp_space, compute_objective=compute_objective, trials=n_trials,
             direction=direction, name_trial=hp_name, options=dict(kwargs),

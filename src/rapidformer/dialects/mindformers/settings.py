@@ -18,7 +18,7 @@ from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dialects.mindformers.context import adopt_rank_variables, get_context
 from rapidformer.dialects.mindformers.names import DEFAULTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from rapidformer.dist.processes import get_world_size_from_environment
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import copy_mapped
 from rapidformer.tasks.rows.preflight import find_task_problems
 
@@ -115,5 +115,4 @@ def check_task(settings: Settings, *, reads_files: bool, has_own_metrics: bool) 
         settings = settings.replace(SOURCE, metric_for_best_model=None)
     rows: list[Any] | None = None if reads_files else []
     problems = find_task_problems(settings, "train", torch.cuda.device_count(), rows)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)

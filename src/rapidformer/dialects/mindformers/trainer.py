@@ -323,8 +323,7 @@ class MindFormersTrainer(Trainer):
         if self.eval_dataset is None:
             raise DataError("Trainer.evaluate() needs eval_dataset: a path, or a data set.")
         values = self._find_weights(eval_checkpoint or self._trained is not None)
-        settings = self._build_task_settings(**values, allow_untrained=True)
-        engine = RapidformerEngine(args=settings)
+        engine = RapidformerEngine(args=self._build_task_settings(**values, allow_untrained=True))
         rows = None if is_path(self.eval_dataset) else self.eval_dataset
 
         def measure_more(model: nn.Module, loader: Any) -> dict[str, float]:

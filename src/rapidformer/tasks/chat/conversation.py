@@ -69,8 +69,7 @@ class Conversation:
         """The tokens of the conversation; the oldest turns are forgotten if it is too long."""
         assert self._encoder.template is not None
         while True:
-            turns = [*self._system, *self._messages]
-            text = self._encoder.template.render(turns, lets_answer=True)
+            text = self._encoder.template.render([*self._system, *self._messages], lets_answer=True)
             ids = list(tokenize([text], self._encoder.tokenizer)[0])
             if len(ids) <= self._encoder.length or len(self._messages) < 3:
                 return ids[-self._encoder.length :]

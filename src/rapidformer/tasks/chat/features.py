@@ -139,8 +139,7 @@ def _encode_conversations(chats: ChatRows, encoder: ChatEncoder) -> list[_Encode
             result.append(_Encoded([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        marks = _mark(places[:size], item[1])
-        result.append(_Encoded(ids[:size], marks, is_cut=len(ids) > size))
+        result.append(_Encoded(ids[:size], _mark(places[:size], item[1]), is_cut=len(ids) > size))
     return result
 
 

@@ -47,8 +47,7 @@ class ChatRows(NamedTuple):
         if self.names.response is not None:
             answers = self.read_texts(self.names.response)
         contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
-        parts = zip(systems, prompts, contexts, answers, strict=True)
-        return [_build_turns(*row) for row in parts]
+        return [_build_turns(*row) for row in zip(systems, prompts, contexts, answers, strict=True)]
 
     def read_tools(self) -> list[list[Any] | None]:
         """The tools that each row's conversation may call; None for rows without any."""

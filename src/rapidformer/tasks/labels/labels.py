@@ -177,8 +177,7 @@ def _get_problem_type(values: Sequence[Any], args: Settings, learned: ModelClass
         return SINGLE
     if any(isinstance(value, float) for value in values):
         return REGRESSION
-    is_number = isinstance(values[0], int)
-    return REGRESSION if args.num_labels == 1 and is_number else SINGLE
+    return REGRESSION if args.num_labels == 1 and isinstance(values[0], int) else SINGLE
 
 
 def _read_multi_label(

@@ -158,8 +158,7 @@ class HiddenSpans(PretrainingObjective):
     def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         labels, inputs = batch["labels"], _get_inputs(batch)
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
-            inputs["decoder_input_ids"] = shifted
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
         else:
             # The model shifts the labels only in its forward, where it also computes a loss nobody
             # needs.

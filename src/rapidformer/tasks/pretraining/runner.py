@@ -8,7 +8,7 @@ from typing import Any
 from rapidformer.context import get_tokenizer
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import DataError, raise_problems
 from rapidformer.objectives import Objective
 from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
@@ -64,8 +64,7 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
         )
     if args.lr is None:
         problems.append("--task pretraining needs --lr, the peak learning rate.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return TaskPreTrainer(engine).train()
 
 

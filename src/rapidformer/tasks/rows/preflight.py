@@ -17,7 +17,7 @@ from rapidformer.models.location import (
     is_from_scratch,
     is_model_folder,
 )
-from rapidformer.nearest import find_nearest
+from rapidformer.nearest import suggest
 from rapidformer.strict_json import parse_json
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.registry import get_task, is_pretraining
@@ -133,11 +133,9 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
     metric = args.metric_for_best_model
     if metric is None or metric.removeprefix("eval_") in metrics:
         return
-    near = find_nearest(metric, metrics)
-    hint = f" Did you mean {near}?" if near else ""
     yield (
         f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
-        f"{', '.join(metrics)}.{hint}"
+        f"{', '.join(metrics)}.{suggest(metric, metrics)}"
     )
 
 
