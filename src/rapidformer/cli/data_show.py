@@ -38,10 +38,8 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer data show",
         description="Show the first rows of a run's data, and which tokens are trained on.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("-n", "--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument(
         "--split", default="train", metavar="NAME", help="train (the default), validation or test"

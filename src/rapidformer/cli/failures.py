@@ -14,13 +14,11 @@ _MEMORY = (
     "--checkpoint-activations, or --zero-3-memory-optimization on several GPUs"
 )
 _DISK = {
-    errno.ENOSPC: "free some space, or inodes",
-    errno.EDQUOT: "free some of your quota",
+    errno.ENOSPC: "free some space, or inodes", errno.EDQUOT: "free some of your quota",
     errno.EROFS: "choose a folder that can be written to",
-    errno.EMFILE: "raise the limit with `ulimit -n`",
-    errno.ENFILE: "close other programs",
+    errno.EMFILE: "raise the limit with `ulimit -n`", errno.ENFILE: "close other programs",
     errno.ENAMETOOLONG: "give a shorter name",
-}
+}  # fmt: skip
 
 
 def shorten(trace: TracebackType | None) -> TracebackType | None:

@@ -85,13 +85,10 @@ class Seq2SeqLM(Task):
         # Metrics are those of the likeliest texts, so sampling is for predictions only.
         generation = Generation(num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args))
         extras = {
-            "rows": tables,
-            "source": source,
-            "target": target,
+            "rows": tables, "source": source, "target": target,
             "languages": _find_languages(next(iter(tables.values())), source, target),
-            "labelled": labelled,
-            "generation": generation,
-        }
+            "labelled": labelled, "generation": generation,
+        }  # fmt: skip
         return parts.prepare(features, extras)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:

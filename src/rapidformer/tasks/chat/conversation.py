@@ -28,11 +28,9 @@ class Conversation:
         self._engine = engine
         self._model = compose_task_model(engine, task, self._prepared)
         self._encoder = build_encoder(
-            self._prepared.processor,
-            ChatColumns(messages="messages"),
-            engine.args,
+            self._prepared.processor, ChatColumns(messages="messages"), engine.args,
             self._prepared.extras["prompt_length"],
-        )
+        )  # fmt: skip
         stop_strings = engine.args.stop_strings or ()
         self._streamer = (
             AnswerStreamer(self._prepared.processor, stop_strings) if engine.is_main else None

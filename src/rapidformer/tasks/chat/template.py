@@ -156,12 +156,10 @@ class ChatTemplate:
         with _reporting_refusals():
             # The annotation mentions only the text.
             rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.text,
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
+                conversations=[list(messages)], chat_template=self.text,
+                return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map,
                 **self.variables,
-            )
+            )  # fmt: skip
         (text,), (marks,) = rendered
         for message in messages:
             _check_shows_calls(message, text)

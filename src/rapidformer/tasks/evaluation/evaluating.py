@@ -96,13 +96,9 @@ def evaluate_task(
         f"{len(rows):,}", split, seconds, len(rows) / seconds,
     )  # fmt: skip
     return EvaluationReport(
-        task=task.name,
-        split=split,
-        metrics=tally.compute() | more,
-        tables=tally.tables(),
-        examples=len(rows),
-        seconds=round(seconds, 3),
-    )
+        task=task.name, split=split, metrics=tally.compute() | more, tables=tally.tables(),
+        examples=len(rows), seconds=round(seconds, 3),
+    )  # fmt: skip
 
 
 def _find_single_file(args: Settings) -> Path | None:

@@ -188,11 +188,9 @@ class RegressionTally(Tally):
         )
         errors = predicted - wanted
         return {
-            "pearson": pearson,
-            "spearmanr": spearman,
-            "mse": float(errors.square().mean()),
+            "pearson": pearson, "spearmanr": spearman, "mse": float(errors.square().mean()),
             "mae": float(errors.abs().mean()),
-        }
+        }  # fmt: skip
 
 
 def compute_regression(predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:

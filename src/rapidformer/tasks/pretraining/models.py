@@ -36,9 +36,7 @@ _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Nu
 # Arguments of models with a head that predicts whether two segments were swapped.
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 _LENGTH = 14
-# Relative to the effect that one document has on the next without a mask. If they are separate, it
-# is zero, except in a mixture of experts: other tokens go to other experts, which changes the
-# round-off.
+# Relative to the effect without a mask: zero, except for the round-off of a mixture of experts.
 _LARGEST_EFFECT = 1e-3
 _LARGEST_DIFFERENCE = 1e-3
 """Between a document in a row and the same document alone, relative to the largest loss."""

@@ -36,13 +36,10 @@ class TaskPreTrainer(PreTrainer):
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
         datasets = build_pretraining_datasets(
-            self.objective.name,
-            self.args,
-            train_val_test_num_samples,
-            tokenizer=self.tokenizer,
+            self.objective.name, self.args, train_val_test_num_samples, tokenizer=self.tokenizer,
             binary_head=self.objective.has_order_head,
             vocab_size=count_usable_tokens(self.objective),
-        )
+        )  # fmt: skip
         if train_val_test_num_samples[0] and datasets[0] is None:
             raise DataError(f"--split {self.args.split!r} leaves no training data.")
         return datasets
@@ -89,9 +86,6 @@ def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
     started = time.perf_counter()
     metrics = evaluate_model(engine, lambda: trainer.measure_loss(model, loader))
     return EvaluationReport(
-        task="pretraining",
-        split=args.eval_split,
-        metrics=metrics,
-        examples=loader.num_samples,
+        task="pretraining", split=args.eval_split, metrics=metrics, examples=loader.num_samples,
         seconds=round(time.perf_counter() - started, 3),
-    )
+    )  # fmt: skip

@@ -21,11 +21,9 @@ _BY_POSITIONS, _BY_MASK, _BY_MASKS = "positions", "a mask", "a mask for each kin
 _SIZES: tuple[int, ...] = (5, 7, 4)
 # A longer window would make the proof too slow.
 _LONGEST_PROVED_WINDOW = 256
-# Relative to the largest logit. The round-off of deep models stays below _LARGEST_DIFFERENCE. The
-# effect of an example on the next one, measured by changing the first, is exactly zero if they are
-# separate, except in a mixture of experts: other tokens go to other experts, which changes the
-# experts' batches and thus the round-off of the remaining rows (by 2e-6 in 48 layers). The state
-# that recurrent layers carry over never measured below 5e-4.
+# Relative to the largest logit. The effect of an example on the next one is zero if they are
+# separate, except for the round-off of a mixture of experts (2e-6 in 48 layers); the state that
+# recurrent layers carry over never measured below 5e-4.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_EFFECT = 3e-5
 _LEAST_EFFECT = 1e-4

@@ -58,23 +58,19 @@ class TextParts(NamedTuple):
     ) -> PreparedData:
         """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
         return PreparedData(
-            **features,
-            collate=collate or build_text_collator(self.tokenizer, side),
+            **features, collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
-            model_settings={**(settings or {}), **self._get_model_settings()},
-            extras=extras,
-        )
+            model_settings={**(settings or {}), **self._get_model_settings()}, extras=extras,
+        )  # fmt: skip
 
     def prepare_input(
         self, features: Any, extras: Mapping[str, Any], side: str | None = None
     ) -> PreparedData:
         """Rows to predict on, without labels."""
         return PreparedData(
-            test=features,
-            collate=build_text_collator(self.tokenizer, side),
-            processor=self.tokenizer,
-            extras={"labelled": {"test": False}, **extras},
-        )
+            test=features, collate=build_text_collator(self.tokenizer, side),
+            processor=self.tokenizer, extras={"labelled": {"test": False}, **extras},
+        )  # fmt: skip
 
     def _get_model_settings(self) -> dict[str, Any]:
         """Settings of the model that follow from the tokenizer."""
