@@ -102,11 +102,10 @@ def _build_parser() -> CommandParser:
         "--full-size", action="store_true", help="keep the sizes of model, rows and batches"
     )
     parser.add_argument(
-        "--same-micro-batches",
-        action="store_true",
+        "--same-micro-batches", action="store_true",
         help="give the single process the same micro-batches, not each global batch at once: for "
         "a loss that is more than a mean over labels (an expert-balancing loss)",
-    )
+    )  # fmt: skip
     return parser
 
 

@@ -1,8 +1,4 @@
-"""Generate a text from a text: summaries, translations (T5, BART, ...).
-
-The loss is computed on the given targets, but BLEU and ROUGE on texts that the model generates
-freely, against the targets as the user wrote them.
-"""
+"""Generate a text from a text: summaries, translations (T5, BART); BLEU and ROUGE of free texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FlagAI's trainer on the one loop.
-
-Making it starts the script in every process it asks for; the model and the data come with
-``train``, and the engine with them.
-"""
+"""FlagAI's trainer on the one loop: it starts the processes, and ``train`` makes the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``Trainer``: Hugging Face's trainer over the one loop.
-
-A subclass may override any public method. The engine is built when it is first needed, so a script
-may change ``args`` until then.
-"""
+"""``Trainer``: Hugging Face's trainer over the one loop; its engine is made when first needed."""
 
 from __future__ import annotations
 

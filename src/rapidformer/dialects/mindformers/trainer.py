@@ -1,8 +1,6 @@
-"""MindFormers' trainer: four verbs over the black-box tasks.
+"""MindFormers' trainer: four verbs over the black-box tasks, each with an engine of its own.
 
-A model instance with data sets of its own runs as Hugging Face's trainer does. Everything else is
-settings of a task, and each verb builds its own engine: ``set_parallel_config`` may be called
-any time before it.
+A model instance with data sets of its own runs as Hugging Face's trainer does.
 """
 
 from __future__ import annotations

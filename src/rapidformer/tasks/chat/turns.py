@@ -1,8 +1,4 @@
-"""Read rows as conversations or prompts: turns with the roles system, user, assistant and tool.
-
-`messages` in the format of OpenAI and Hugging Face, ShareGPT's `conversations`, and prompts with
-answers all become a list of turns. Errors name the row by its number.
-"""
+"""Read rows as conversations or prompts, in any usual format; errors name the row by its number."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Evaluate a task's model: every example of the split once, in the order of the data.
-
-The records of all ranks are gathered after a few rounds, added to the task's tally and dropped, so
-that memory does not grow with the split. Each rank ends with the same tally.
-"""
+"""Evaluate a task's model: every example of the split once, in the order of the data."""
 
 from __future__ import annotations
 

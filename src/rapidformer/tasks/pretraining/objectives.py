@@ -1,8 +1,6 @@
 """Pre-training objectives: what a model learns from raw text, and how its loss is computed.
 
-A decoder predicts the next token (gpt), an encoder the masked tokens and whether two segments were
-swapped (bert), an encoder-decoder the masked spans (t5). Losses are computed here from the logits,
-not by the model, so that each term can be weighted and reported separately.
+Losses are computed from the logits, so that each term can be weighted and reported separately.
 """
 
 from __future__ import annotations

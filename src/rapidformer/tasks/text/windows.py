@@ -1,8 +1,4 @@
-"""Cut questions and contexts into windows that fit the model, and locate the answer in each.
-
-One question becomes several rows. The columns `example`, `starts` and `ends` record where a window
-comes from; they are not fed to the model.
-"""
+"""Cut questions and contexts into windows that fit the model, and locate the answer in each."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from rapidformer.tasks.text.text import TextParts
 # An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
+"""Where a window comes from; they are not fed to the model."""
 _PART = 1000
 """Rows that are read at once."""
 _STRIDE = 128
