@@ -1,4 +1,4 @@
-"""Megatron's names for ours: importing this adds them to ``sys.modules``, if it is not installed."""
+"""Megatron's names for ours: importing this adds them to ``sys.modules``, if they are missing."""
 
 from __future__ import annotations
 

@@ -123,6 +123,6 @@ class TrainerAccelerator(ProcessVerbs):
         return model
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # a copy has none yet
+        if name == "_trainer" or name.startswith("__"):  # a copy is made: it needs no engine
             raise AttributeError(name)
         return getattr(self.engine, name)
