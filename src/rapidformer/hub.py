@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import os
 import socket
 import threading
 import urllib.parse
 from pathlib import Path
+
+from rapidformer.nearest import find_nearest
 
 _SECONDS = 4.0
 
@@ -50,8 +51,8 @@ def suggest_path(missing: Path) -> str:
     """A sentence with the nearest name next to a missing path, or nothing."""
     if not missing.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)
-    return f" Did you mean {missing.parent / near[0]}?" if near else ""
+    near = find_nearest(missing.name, list_names(missing.parent))
+    return f" Did you mean {missing.parent / near}?" if near else ""
 
 
 @functools.cache

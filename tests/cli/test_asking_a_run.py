@@ -155,5 +155,5 @@ def test_predictions_have_the_type_that_the_name_says(tmp_path: Path) -> None:
 
 def test_a_damaged_setting_of_a_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "arguments.yaml").write_text("task: causal_lm\nseq_length: many\n")
-    with pytest.raises(ModelError, match="arguments.yaml: seq_length "):
+    with pytest.raises(ModelError, match=r"arguments\.yaml: seq_length "):
         choose_run_model(arguments_from_mapping({"load": str(tmp_path)}), "evaluate")
