@@ -49,6 +49,8 @@ def hide_metrics(schedule: Any) -> Any:
 class OptimizerMethods(TrainerInterface):
     """The part of ``Trainer`` that makes optimizers and schedules."""
 
+    optimizer: Any
+    lr_scheduler: Any
     _made: tuple[Any, Any] = (None, None)
     """The optimizer and the schedule that are not the user's own."""
     _trained_optimizer: Optimizer | None = None
