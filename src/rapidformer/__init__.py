@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.foreign_names import ForeignFlags, register
+from rapidformer.foreign_names import register
 
 if TYPE_CHECKING:
     from rapidformer.checkpoint.exporting.export import export
@@ -55,46 +55,28 @@ __all__ = [
 
 # Module -> the public names in it; `mpu` is a module itself, and `Pretrainer` an older name.
 _NAMES = {
-    "rapidformer.checkpoint.exporting.export": ["export"],
-    "rapidformer.cli.evaluate": ["evaluate"],
-    "rapidformer.cli.predict": ["predict"],
-    "rapidformer.cli.train": ["train"],
-    "rapidformer.context": ["get_args", "get_timers", "get_tokenizer"],
-    "rapidformer.data.pretraining": [
-        "build_pretrain_huggingface_bert_datasets",
-        "build_train_valid_test_datasets",
-        "build_train_valid_test_datasets_for_huggingface",
-        "get_ltor_masks_and_position_ids",
-    ],
-    "rapidformer.dialects.accelerate.accelerator": ["Accelerator", "set_seed"],
-    "rapidformer.dialects.accelerate.processes": ["DistributedType"],
-    "rapidformer.dialects.accelerate.settings": ["DeepSpeedPlugin", "ProjectConfiguration"],
-    "rapidformer.dialects.huggingface.arguments": ["Seq2SeqTrainingArguments", "TrainingArguments"],
-    "rapidformer.dialects.huggingface.seq2seq": ["Seq2SeqTrainer"],
-    "rapidformer.dialects.huggingface.trainer": ["Trainer"],
-    "rapidformer.dist": ["mpu"],
-    "rapidformer.engine": ["RapidformerEngine"],
-    "rapidformer.errors": ["RapidformerError"],
-    "rapidformer.log": ["get_logger"],
-    "rapidformer.models.gpt": ["GPTModel"],
-    "rapidformer.models.plan": ["ModelPlan"],
-    "rapidformer.tasks.metrics.loading": ["load_metric"],
-    "rapidformer.training.finetuner": ["Finetuner"],
-    "rapidformer.training.pretrainer": ["PreTrainer", "Pretrainer"],
-}
-_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+    "checkpoint.exporting.export": "export", "cli.evaluate": "evaluate", "cli.predict": "predict",
+    "cli.train": "train", "context": "get_args get_timers get_tokenizer",
+    "data.pretraining": "build_pretrain_huggingface_bert_datasets build_train_valid_test_datasets "
+    "build_train_valid_test_datasets_for_huggingface get_ltor_masks_and_position_ids",
+    "dialects.accelerate.accelerator": "Accelerator set_seed",
+    "dialects.accelerate.processes": "DistributedType",
+    "dialects.accelerate.settings": "DeepSpeedPlugin ProjectConfiguration",
+    "dialects.huggingface.arguments": "Seq2SeqTrainingArguments TrainingArguments",
+    "dialects.huggingface.seq2seq": "Seq2SeqTrainer", "dialects.huggingface.trainer": "Trainer",
+    "dist": "mpu", "engine": "RapidformerEngine", "errors": "RapidformerError", "log": "get_logger",
+    "models.gpt": "GPTModel", "models.plan": "ModelPlan",
+    "tasks.metrics.loading": "load_metric", "training.finetuner": "Finetuner",
+    "training.pretrainer": "PreTrainer Pretrainer",
+}  # fmt: skip
+_WHERE = {name: f"rapidformer.{module}" for module in _NAMES for name in _NAMES[module].split()}
 # Names of a dialect that were public here, and where they are.
 _OF_DIALECTS = dict.fromkeys(
     ("ContextConfig", "ParallelContextConfig", "init_context"), "rapidformer.dialects.mindformers"
 )
 
 
-def _load_flags() -> ForeignFlags:
-    flags: ForeignFlags = importlib.import_module("rapidformer.dialects.flags").FLAGS
-    return flags
-
-
-register(_load_flags)
+register(lambda: importlib.import_module("rapidformer.dialects.flags").FLAGS)
 
 
 def __getattr__(name: str) -> Any:

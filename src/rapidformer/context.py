@@ -1,8 +1,4 @@
-"""What users' scripts can ask for from anywhere: the current run's settings, timers, tokenizer.
-
-Users' scripts call ``get_args()`` inside hooks that take no arguments. This is for users' code
-only; library code takes what it needs as parameters.
-"""
+"""What users' scripts may ask for from anywhere; library code takes what it needs as parameters."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Errors that users can cause, and how they are reported.
+"""Errors that users can cause: what was given, what is needed, what to do.
 
-Every error here is written for the person who typed the command: what was given, what is needed,
-what to do. The command prints them without a traceback; anything else that escapes is a bug of ours
-and keeps its traceback.
+The command prints them without a traceback; anything else that escapes is a bug of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class RapidformerError(Exception):
@@ -15,11 +14,7 @@ class RapidformerError(Exception):
 
 
 class ConfigurationError(RapidformerError, ValueError):
-    """Settings that are unknown, malformed or contradictory.
-
-    All problems are collected and reported at once, so that nobody fixes a command line one error
-    at a time.
-    """
+    """Settings that are unknown, malformed or contradictory: all problems of a call at once."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
@@ -42,15 +37,14 @@ class WriteError(CheckpointError):
     """A checkpoint or model that could not be written; what was there before is as it was."""
 
     def __init__(self, target: str, reason: str) -> None:
-        super().__init__(target, reason)  # both, so that the error can travel between ranks
-        self.reason = reason
-
-    def __str__(self) -> str:
-        target, reason = self.args
-        return (
+        super().__init__(
             f"{target} cannot be written: {reason}. What was saved before is as it was: resume the "
             "run with --load once this is fixed."
         )
+        self.target, self.reason = target, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it travels between ranks
+        return type(self), (self.target, self.reason)
 
 
 class TrainingError(RapidformerError):
@@ -63,6 +57,12 @@ class MissingPackageError(RapidformerError):
     def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
         install = f"rapidformer[{extra}]" if extra else package
         super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise one error with all problems, if there are any."""
+    if problems:
+        raise ConfigurationError(problems)
 
 
 def count(number: int, noun: str) -> str:

@@ -1,13 +1,8 @@
-"""The Hugging Face Hub, as far as models and data share it: recognise its names, and reach it.
-
-Without `is_hub_reachable` everything would still work, but on a machine without a network a lookup
-retries for minutes before it fails.
-"""
+"""The Hugging Face Hub: recognise its names, and whether it answers; without it, lookups retry."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import os
 import socket
@@ -15,14 +10,13 @@ import threading
 import urllib.parse
 from pathlib import Path
 
+from rapidformer.nearest import find_nearest
+
 _SECONDS = 4.0
 
 
 def is_hub_reachable(*switches: str) -> bool:
-    """Whether a connection to the Hub opens and no environment variable forbids it.
-
-    ``switches`` are variables that keep us off the Hub besides ``HF_HUB_OFFLINE``.
-    """
+    """Whether the Hub answers, and neither ``HF_HUB_OFFLINE`` nor a switch forbids to ask it."""
     variables = (os.environ.get(name, "").lower() for name in ("HF_HUB_OFFLINE", *switches))
     if any(value in {"1", "true", "yes", "on"} for value in variables):
         return False
@@ -57,8 +51,8 @@ def suggest_path(missing: Path) -> str:
     """A sentence with the nearest name next to a missing path, or nothing."""
     if not missing.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(missing.name, list_names(missing.parent), n=1, cutoff=0.75)
-    return f" Did you mean {missing.parent / near[0]}?" if near else ""
+    near = find_nearest(missing.name, list_names(missing.parent))
+    return f" Did you mean {missing.parent / near}?" if near else ""
 
 
 @functools.cache

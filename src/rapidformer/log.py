@@ -1,8 +1,6 @@
-"""The library's logger: ordinary ``logging``, shown by rank 0 only.
+"""The library's logger: ordinary ``logging``, shown by rank 0 only. The library never prints.
 
-The library never prints. Warnings of other ranks are shown too, marked with their rank, since the
-problem may be theirs alone. ``warn_once`` keeps repeated warnings off the screen: most are about
-settings, which are the same on every rank.
+Warnings of other ranks are shown too, marked with their rank: the problem may be theirs alone.
 """
 
 from __future__ import annotations

@@ -16,6 +16,12 @@ def find_nearest(name: str, known: Iterable[str]) -> str | None:
     return words[found[0]] if found else None
 
 
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence with that name, or nothing."""
+    near = find_nearest(name, known)
+    return f" Did you mean {near}?" if near else ""
+
+
 def _normalize(name: str) -> str:
     # Dashes are not letters: they would make any two flags look alike.
     return name.lstrip("-").lower().replace("_", "-")

@@ -182,11 +182,7 @@ def _build_class(
 
 
 def _keep_signature(made: Any, cls: Any) -> None:
-    """Let a style's ``forward``, which takes anything, show what the model takes.
-
-    transformers' ``generate`` looks there whether to pass positions, without which the rows of a
-    padded batch would start at the wrong one.
-    """
+    """Let a style's ``forward`` show what the model takes: ``generate`` looks for positions."""
     if made.forward is cls.forward:
         return
 

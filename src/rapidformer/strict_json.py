@@ -1,7 +1,4 @@
-"""JSON that every parser reads: Python writes ``NaN`` and ``Infinity``, which are not JSON.
-
-And JSON from strangers: whatever is wrong with it is a ``ValueError``.
-"""
+"""JSON that every parser reads, and JSON from strangers: what is wrong is a ``ValueError``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Named timers: ``timers("forward").start()``.
-
-They synchronize with the device on start and stop, so use them around large pieces of work; the
-training loop itself uses none.
-"""
+"""Named timers: ``timers("forward").start()``; each start and stop waits for the device."""
 
 from __future__ import annotations
 

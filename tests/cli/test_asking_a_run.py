@@ -13,7 +13,9 @@ import pytest
 
 import rapidformer
 from rapidformer.cli.output import format_lines, write_predictions
-from rapidformer.errors import DataError
+from rapidformer.cli.run_model import choose_run_model
+from rapidformer.config import arguments_from_mapping
+from rapidformer.errors import DataError, ModelError
 from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tally import ScoreTable
 from tests.small import make_model_folder
@@ -149,3 +151,9 @@ def test_predictions_have_the_type_that_the_name_says(tmp_path: Path) -> None:
     import datasets
 
     assert datasets.Dataset.from_parquet(str(tmp_path / "p.parquet"))["id"][:] == [1, 2]
+
+
+def test_a_damaged_setting_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "arguments.yaml").write_text("task: causal_lm\nseq_length: many\n")
+    with pytest.raises(ModelError, match=r"arguments\.yaml: seq_length "):
+        choose_run_model(arguments_from_mapping({"load": str(tmp_path)}), "evaluate")

@@ -89,7 +89,7 @@ def test_wrong_answer_is_asked_for_again(ask: Run, tmp_path: Path) -> None:
             ["--yes", "--nproc-per-node", "0"],
             "--nproc-per-node: must be a whole number of at least 1",
         ),
-        (["--yes", "--nnodes", "2", "--master-port", "70000"], "at most 65535, not 70000"),
+        (["--yes", "--nnodes", "2", "--master-port", "70000"], "at most 65535, not '70000'"),
         (["--yes", "--nope"], "unrecognized arguments: --nope"),
         (["--yes", "--output", "no/such/file"], "there is no folder no/such"),
         ([], "the input ended before all questions were answered"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from rapidformer import Accelerator, DistributedType, ProjectConfiguration
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from tests.dialects.test_accelerator import OwnTracker, get_weights, make_parts
 from tests.processes import run_in_processes
 
@@ -102,6 +102,28 @@ def test_what_cannot_be_saved_with_the_state_is_named(tmp_path: Path) -> None:
     accelerator.register_for_checkpointing(nn.Linear(1, 1))
     with pytest.raises(RapidformerError, match=r"the state of Linear .* save it in a hook"):
         accelerator.save_state(tmp_path)
+
+
+def test_a_state_of_other_schedulers_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    _, optimizer, _ = accelerator.prepare(*make_parts())
+    accelerator.save_state(tmp_path)
+    accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    with pytest.raises(CheckpointError, match="with 0 prepared schedulers, and there are 1 now"):
+        accelerator.load_state(tmp_path)
+
+
+def test_a_named_tuple_is_gathered_as_one() -> None:
+    class Pair(NamedTuple):
+        first: torch.Tensor
+        second: list[torch.Tensor]
+
+    pair = Pair(torch.ones(2), [torch.zeros(1)])
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*make_parts())
+    found = accelerator.gather(pair)
+    assert isinstance(found, Pair)
+    torch.testing.assert_close(tuple(found), tuple(pair))
 
 
 def test_a_model_without_an_optimizer_has_gradients_and_a_state(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from transformers import (
 
 from rapidformer.config import resolve
 from rapidformer.config.schema import get_settings
+from rapidformer.dialects.calls import in_words_of
 from rapidformer.dialects.flagai import Trainer
 from rapidformer.dialects.flagai import settings as flagai_settings
 from rapidformer.dialects.flagai.names import FLAGAI
-from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError, WriteError
 from tests.dialects.small import collate, make_classifier, make_rows
 from tests.processes import run_in_processes
 
@@ -423,6 +425,19 @@ def test_the_cosine_follows_the_files_rate(tmp_path: Path) -> None:
     values = flagai_settings.complete(given)
     settings = resolve(flagai_settings.build_settings(values, set(given)))
     assert (settings.lr, settings.min_lr) == pytest.approx((5e-6, 5e-7))
+
+
+def test_the_error_of_a_full_disk_keeps_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    @in_words_of(FLAGAI)
+    def save() -> None:
+        raise WriteError("checkpoints", "disk full")
+
+    with pytest.raises(WriteError, match="checkpoints cannot be written: disk full") as caught:
+        save()
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (copied.target, copied.reason) == ("checkpoints", "disk full")
 
 
 def test_an_error_is_in_flagais_words_and_without_a_traceback(

@@ -93,6 +93,7 @@ def test_a_model_saved_by_a_subclass_is_part_of_each_checkpoint(tmp_path: Path) 
 def test_the_accelerator_and_a_step_before_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "hand", max_steps=2)
     assert trainer.accelerator.is_main_process and trainer.accelerator.num_processes == 1
+    assert not hasattr(trainer.accelerator, "__deepcopy__") and trainer._engine is None
     batch = collate(make_rows(4))
     loss = trainer.training_step(trainer.model, dict(batch))
     plain = make_classifier()

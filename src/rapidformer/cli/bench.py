@@ -18,15 +18,12 @@ from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import RapidformerError, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
 
 # Tells the processes that this command starts which run they belong to.
 JOB_VARIABLE = "RAPIDFORMER_BENCHMARK"
-PEERS = {
-    "hf": "Hugging Face's Trainer",
-    "hf-compile": "Hugging Face's Trainer with torch.compile",
-}
+PEERS = {"hf": "Hugging Face's Trainer", "hf-compile": "Hugging Face's Trainer with torch.compile"}
 # Switches to try, and the setting that shows whether the run has it already.
 _CANDIDATES = (("--mixed-precision", "mixed_precision"), ("--compile", "compile"))
 # The least number of steps to time, and steps before them.
@@ -63,10 +60,12 @@ def _build_parser() -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--bench-steps", type=int, metavar="N",
+        "--bench-steps",
+        type=int,
+        metavar="N",
         help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, but at least 50, on "
         "a CPU 8, and at most 500)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--bench-warmup", type=int, metavar="N", help="steps before them (default: 15, on a CPU 3)"
     )
@@ -94,8 +93,7 @@ def _check(command: CommandLine, options: Any, plan: LaunchPlan) -> None:
     if options.against and plan.processes > 1:
         problems.append("--against compares runs of one process: say --nproc-per-node 1.")
     problems += find_problems(args.replace("the processes to start", world_size=plan.processes))
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 @dataclass

@@ -38,11 +38,7 @@ def _say(engine: RapidformerEngine, text: str) -> None:
 
 
 def _read_for_all(*, is_reading: bool) -> str | None:
-    """The next line of standard input on every rank, without its end; None at the end.
-
-    Only the first rank reads. Until there is a line, it keeps telling the others so: ranks wait for
-    each other only so long.
-    """
+    """The next line of standard input on every rank; None at the end. Only the first rank reads."""
     if is_alone():
         return _read_line()
     lines: queue.Queue[str | None] = queue.Queue()
@@ -54,7 +50,7 @@ def _read_for_all(*, is_reading: bool) -> str | None:
             try:
                 line = lines.get(timeout=_PATIENCE_SECONDS)
             except queue.Empty:
-                line = _WAITING
+                line = _WAITING  # ranks wait for each other only so long
         line = broadcast_object(line)
         if line != _WAITING:
             return line

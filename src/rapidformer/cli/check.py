@@ -91,26 +91,25 @@ def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> boo
     """Print what is wrong with a folder, and whether anything is."""
     from rapidformer.checkpoint import inspection
 
-    kind = is_checkpoint(folder)
-    inspect = inspection.inspect_checkpoint if kind else inspection.inspect_model
+    inspect = inspection.inspect_checkpoint if is_checkpoint(folder) else inspection.inspect_model
     count = 0
     for problem in _guarded(inspect(folder, advance, finite=finite)):
         if not folder.is_dir():
-            _say(f"{folder}: deleted while it was checked")
+            print(f"{folder}: deleted while it was checked", flush=True)
             return False
-        _say(f"{folder}: {problem}")
+        print(f"{folder}: {problem}", flush=True)
         count += 1
     if count:
-        _say(f"{folder}: damaged ({count} problem{'s' * (count > 1)})")
+        print(f"{folder}: damaged ({count} problem{'s' * (count > 1)})", flush=True)
         return True
     unlisted = inspection.list_unlisted(folder)
     if unlisted:
         shown = ", ".join(unlisted[:3]) + (f" and {len(unlisted) - 3} more" if unlisted[3:] else "")
-        _say(f"{folder}: not checked: {shown} (not in the manifest)")
+        print(f"{folder}: not checked: {shown} (not in the manifest)", flush=True)
     if inspection.has_hashes(folder):
-        _say(f"{folder}: complete ({format_size(_measure(folder))} verified)")
+        print(f"{folder}: complete ({format_size(_measure(folder))} verified)", flush=True)
     else:
-        _say(f"{folder}: readable, but not verified: it has no hashes")
+        print(f"{folder}: readable, but not verified: it has no hashes", flush=True)
     return False
 
 
@@ -141,7 +140,3 @@ def _show_progress(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, redirect_stdout=shares, transient=True) as progress:
         task = progress.add_task("checking", total=total)
         yield lambda count: progress.advance(task, count)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -13,7 +13,7 @@ from rapidformer.config import Settings, arguments_from_mapping, resolve
 from rapidformer.config.parse import CommandLine
 from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
 from rapidformer.tasks.rows.preflight import find_task_problems
 
@@ -88,5 +88,4 @@ def _find_setting_problems(args: Settings, world_size: int) -> list[str]:
 def _check(name: str, args: Settings, problems: list[str], rows: list[Any] | None = None) -> None:
     gpus = count_gpus() if args.device == "cuda" else 0
     problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)

@@ -1,21 +1,18 @@
-"""``rapidformer config``: ask a few questions, and write a YAML file for --config.
-
-The file is read only if it is named. There is none in the home folder that changes runs silently:
-the same command must mean the same tomorrow.
-"""
+"""``rapidformer config``: ask questions, and write a YAML file, which is read only by --config."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
-from rapidformer.dialects.accelerate.questions import START, ask_as_accelerate
+from rapidformer.dialects.accelerate.questions import START, ask_as_accelerate, check, check_number
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import count_gpus
 
@@ -87,14 +84,13 @@ def _collect(questions: _Questions) -> tuple[dict[str, Any], list[str]]:
     if device == START:
         return ask_as_accelerate(questions.ask), []
     values["device"] = device
-    nodes = int(questions.ask("nnodes", "How many machines?", "1", _whole_number))
+    nodes = int(questions.ask("nnodes", "How many machines?", "1", check_number))
     if nodes > 1:
         values |= _ask_about_nodes(questions, nodes, notes)
     if "hostfile" not in values:
         default = str(gpus or 1) if values["device"] == "cuda" else "1"
         text = "How many processes per machine?"
-        count = questions.ask("nproc_per_node", text, default, _whole_number)
-        values["nproc_per_node"] = int(count)
+        values["nproc_per_node"] = int(questions.ask("nproc_per_node", text, default, check_number))
     for question in _QUESTIONS:
         choices = _one_of(("no", *question.answers))
         answer = questions.ask(question.flag, question.text, "no", choices)
@@ -115,8 +111,8 @@ def _ask_about_nodes(questions: _Questions, nodes: int, notes: list[str]) -> dic
         text = "Where is the hostfile (lines `host slots=N`)?"
         return {"hostfile": questions.ask("hostfile", text, "hostfile")}
     text = "What is the address of the first machine?"
-    address = questions.ask("master_addr", text, "127.0.0.1", _no_spaces)
-    port = questions.ask("master_port", "Which port is free there?", "29500", _port)
+    address = questions.ask("master_addr", text, "127.0.0.1", _check_address)
+    port = questions.ask("master_port", "Which port is free there?", "29500", _check_port)
     notes.append("on each machine, put NODE_RANK=0 (on the first), 1, ... before the command")
     return {"nnodes": nodes, "master_addr": address, "master_port": int(port)}
 
@@ -146,22 +142,10 @@ def _check_device(answer: str) -> str:
     return answer if answer == START else _one_of(("cpu", "cuda"))(answer)
 
 
-def _whole_number(answer: str) -> str:
-    if not answer.isascii() or not answer.isdigit() or int(answer) < 1:
-        raise ValueError(f"must be a whole number of at least 1, not {answer!r}.")
-    return answer
-
-
-def _port(answer: str) -> str:
-    if int(_whole_number(answer)) > 65535:
-        raise ValueError(f"must be a port of at most 65535, not {answer}.")
-    return answer
-
-
-def _no_spaces(answer: str) -> str:
-    if not answer or any(letter.isspace() for letter in answer):
-        raise ValueError(f"must be a name or an address, not {answer!r}.")
-    return answer
+_check_port = partial(
+    check, "a port of at most 65535", lambda answer: answer.isdecimal() and 0 < int(answer) < 65536
+)
+_check_address = partial(check, "a name or an address", lambda answer: len(answer.split()) == 1)
 
 
 def _build_parser() -> CommandParser:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.cli.preprocess import TOKENIZER
+from rapidformer.errors import DataError, raise_problems
+from rapidformer.errors import count as counted
 
 if TYPE_CHECKING:
     from rapidformer.data.indexed import IndexedDataset
@@ -129,8 +131,7 @@ def _head(options: argparse.Namespace) -> None:
         problems.append(f"-n {options.documents}: must be at least 1.")
     if options.tokens < 0:
         problems.append(f"--tokens {options.tokens}: give a number of tokens, or 0 for all.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     dataset = open_indexed(options.prefix)
     tokenizer = _build_tokenizer(options)
     count = min(options.documents, dataset.num_documents)
@@ -142,11 +143,7 @@ def _head(options: argparse.Namespace) -> None:
 
 
 def _build_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    names = (
-        "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path",
-        "vocab_size",
-    )  # fmt: skip
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in TOKENIZER}
     if all(value is None for value in given.values()):
         return None
     from rapidformer.data.tokenizers import build_tokenizer
@@ -161,7 +158,7 @@ def _format_document(
     first, last = (int(mark) for mark in dataset.doc_idx[document : document + 2])
     total = int(dataset.sizes[first:last].sum())
     lines = [
-        f"--- document {document}: {_count(last - first, 'sequence')}, {_count(total, 'token')}"
+        f"--- document {document}: {counted(last - first, 'sequence')}, {counted(total, 'token')}"
     ]
     left = min(limit, total) if limit else total
     shown = 0
@@ -172,12 +169,8 @@ def _format_document(
         shown += len(ids)
         lines.append(" ".join(map(str, ids)) if tokenizer is None else _decode(ids, tokenizer))
     if shown < total:
-        lines.append(f"... {_count(total - shown, 'more token')}")
+        lines.append(f"... {counted(total - shown, 'more token')}")
     return lines
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
@@ -212,5 +205,5 @@ def _merge(options: argparse.Namespace) -> None:
             "--overwrite."
         )
     merge_indexed(prefixes, output)
-    sys.stdout.write(f"{_count(len(prefixes), 'pair')} merged\n")
+    sys.stdout.write(f"{counted(len(prefixes), 'pair')} merged\n")
     sys.stdout.write(_format_facts(describe_indexed(output)) + "\n")

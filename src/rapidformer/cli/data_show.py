@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import Settings, parse_arguments, resolve
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError, DataError, raise_problems
 from rapidformer.log import configure_logging
 
 if TYPE_CHECKING:
@@ -38,15 +38,12 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer data show",
         description="Show the first rows of a run's data, and which tokens are trained on.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("-n", "--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument(
-        "--split", default="train", metavar="NAME",
-        help="train (the default), validation or test",
-    )  # fmt: skip
+        "--split", default="train", metavar="NAME", help="train (the default), validation or test"
+    )
     parser.add_argument(
         "--tokens", type=int, default=512, metavar="N",
         help="at most N tokens of each row (default: 512; 0: all)",
@@ -100,8 +97,7 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
         problems.append("nothing to show: give --task and --data-path, or --load RUN.")
     else:
         problems += find_task_problems(here, "train", 0)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     configure_logging(args.log_level)
     return resolve(args, world_size=1)
 

@@ -1,8 +1,4 @@
-"""``rapidformer explain [FLAGS]``: every change that a run with these flags would make, and why.
-
-Answers from the settings alone, without torch. What depends on the model is decided when the run
-starts, and ``engine.explain()`` knows.
-"""
+"""``rapidformer explain [FLAGS]``: every change that a run would make and why, without torch."""
 
 from __future__ import annotations
 

@@ -14,21 +14,15 @@ _MEMORY = (
     "--checkpoint-activations, or --zero-3-memory-optimization on several GPUs"
 )
 _DISK = {
-    errno.ENOSPC: "free some space, or inodes",
-    errno.EDQUOT: "free some of your quota",
+    errno.ENOSPC: "free some space, or inodes", errno.EDQUOT: "free some of your quota",
     errno.EROFS: "choose a folder that can be written to",
-    errno.EMFILE: "raise the limit with `ulimit -n`",
-    errno.ENFILE: "close other programs",
+    errno.EMFILE: "raise the limit with `ulimit -n`", errno.ENFILE: "close other programs",
     errno.ENAMETOOLONG: "give a shorter name",
-}
+}  # fmt: skip
 
 
 def shorten(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script on; without our frames if the error is in the script itself.
-
-    It may be in a library that the script calls, but if our own code is between the two, all is
-    shown: the error may be ours.
-    """
+    """The traceback from the script on; without our frames, unless the error may be ours."""
     entries, following = [], trace
     while following is not None:
         entries.append(following)

@@ -15,7 +15,7 @@ from pathlib import Path
 from rapidformer.config import Settings, get_settings, parse_arguments
 from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import get_foreign_flags
 
 _USAGE = """\
@@ -74,8 +74,7 @@ def read_launch_settings(words: list[str]) -> Settings:
     flags, _, rest = split_words(words)
     args = parse_arguments([*_find_launch_flags(rest), *flags])
     problems = find_problems(args)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     os.environ[FLAGS_VARIABLE] = f"{os.environ.get(FLAGS_VARIABLE, '')} {shlex.join(flags)}".strip()
     return args
 

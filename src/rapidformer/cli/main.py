@@ -23,7 +23,7 @@ from rapidformer.launch.environment import (
 )
 from rapidformer.launch.failures import report_failure
 from rapidformer.launch.worker import attach_to_launcher
-from rapidformer.nearest import find_nearest
+from rapidformer.nearest import suggest
 
 if TYPE_CHECKING:
     from rapidformer.config import Settings
@@ -83,9 +83,7 @@ def _dispatch(words: list[str]) -> None:
     is_named = bool(words) and not words[0].startswith("-")
     name, rest = (words[0], words[1:]) if is_named else ("train", words)
     if name not in COMMANDS:
-        near = find_nearest(name, COMMANDS)
-        hint = f" Did you mean {near}?" if near else ""
-        listed = ", ".join(COMMANDS)
+        listed, hint = ", ".join(COMMANDS), suggest(name, COMMANDS)
         raise RapidformerError(f"there is no command {name!r}: use one of {listed}.{hint}")
     if not words or (name not in OWN_FLAGS and ("--help" in rest or "-h" in rest)):
         from rapidformer.cli.help import show_help
@@ -176,10 +174,7 @@ def _show(error: RapidformerError) -> None:
 
 
 def run_and_leave() -> None:
-    """Run the command in its own process, and stop that process.
-
-    Python waits for threads; after a failure, the other ranks and the launcher would wait, too.
-    """
+    """Run the command and stop the process: after a failure, Python would wait for its threads."""
     try:
         status: Any = main()
     except SystemExit as stop:

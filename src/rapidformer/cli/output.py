@@ -96,10 +96,7 @@ def _read_row(line: bytes) -> Row | None:
 
 
 def write_predictions(rows: Iterable[Row], path: Path) -> None:
-    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet.
-
-    The rows are read more than once, and need not fit into memory (except for parquet).
-    """
+    """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet; rows are read twice."""
     kind = path.suffix.lower()
     staging = path.with_name(f".{path.name}.new")
     if kind == ".parquet":
@@ -173,8 +170,7 @@ def compute_key(args: Settings, rows: Sequence[Any], batch_size: int) -> str:
         digest.update(json.dumps(part, default=str).encode())
     for row in rows:
         # Of an object (an image, say) the type: its bytes need not be read to recognise the run.
-        text = json.dumps(row, default=lambda value: type(value).__name__)
-        digest.update(text.encode())
+        digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
     return digest.hexdigest()
 
 

@@ -1,8 +1,4 @@
-"""``rapidformer preprocess``: turn a corpus into Megatron's mmap files.
-
-Values are converted here, not by argparse, so that every problem of a command line is reported at
-once.
-"""
+"""``rapidformer preprocess``: turn a corpus into Megatron's mmap files."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rapidformer.cli.own_flags import with_dashes
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.config.switches import to_flag
+from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 
 if TYPE_CHECKING:
     from rapidformer.data.preprocess import PreprocessSettings
@@ -35,7 +32,7 @@ examples:
 To resume a run that was stopped or killed, run the same command again.
 """
 _WITHOUT_VALUE = "\0"
-_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
+TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model",
               "tokenizer_name_or_path", "vocab_size")  # fmt: skip
 _NUMBERS = ("max_documents", "vocab_size", "workers", "log_interval", "partitions")
 _NOT_FIELDS = ("dataset_impl", "partitions", "part_megabytes", "help")
@@ -118,8 +115,7 @@ def run(argv: list[str]) -> None:
     configure_logging()
     if "partitions" in values:
         warn_once("--partitions has no effect: the input is split automatically.")
-    summary = preprocess(settings, tokenizer)
-    sys.stdout.write(format_summary(summary))
+    sys.stdout.write(format_summary(preprocess(settings, tokenizer)))
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -154,7 +150,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, 
         )
     for name, value in texts.items():
         if value == _WITHOUT_VALUE or value == []:
-            problems.append(f"{_flag(name)} needs a value.")
+            problems.append(f"{to_flag(name)} needs a value.")
     return texts, problems
 
 
@@ -168,6 +164,7 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
 
 
 def _convert(texts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The values; not by argparse, so that all problems are reported at once."""
     values = {name: value for name, value in texts.items() if value not in (_WITHOUT_VALUE, [])}
     kinds: dict[str, tuple[Callable[[str], Any], str]] = {
         **dict.fromkeys(_NUMBERS, (int, "a whole number")),
@@ -178,7 +175,7 @@ def _convert(texts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             try:
                 values[name] = convert(values[name])
             except ValueError:
-                problems.append(f"{_flag(name)} {values.pop(name)} is not {what}.")
+                problems.append(f"{to_flag(name)} {values.pop(name)} is not {what}.")
     kind = values.get("dataset_impl", "mmap")
     if kind in ("lazy", "cached"):
         problems.append(
@@ -197,10 +194,6 @@ def _read_size(text: str) -> float:
     return size
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSettings, Tokenizer]:
     """The settings and the tokenizer; reports all problems together."""
     from rapidformer.data.preprocess import PreprocessSettings
@@ -213,10 +206,10 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
         output_prefix=rest.pop("output_prefix", ""),
         json_keys=tuple(rest.pop("json_keys", ("text",))),
         part_bytes=None if "part_megabytes" not in values else int(values["part_megabytes"] * 1e6),
-        **{name: value for name, value in rest.items() if name not in _TOKENIZER},
+        **{name: value for name, value in rest.items() if name not in TOKENIZER},
     )
     try:
-        tokenizer = build_tokenizer(**{name: rest[name] for name in _TOKENIZER if name in rest})
+        tokenizer = build_tokenizer(**{name: rest[name] for name in TOKENIZER if name in rest})
     except ConfigurationError as error:
         problems += error.problems
     except RapidformerError as error:
@@ -225,6 +218,5 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
     for problem in find_problems(settings):
         if " is missing:" not in problem or problem.split()[0] not in reported:
             problems.append(problem)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return settings, tokenizer

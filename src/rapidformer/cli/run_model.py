@@ -144,12 +144,13 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()
-    settings = get_settings()
-    values = {
-        name: settings[name].convert(stored[name])
-        for name in names
-        if stored.get(name) is not None and name in settings and not args.is_given(name)
-    }
+    settings, values = get_settings(), {}
+    for name in names:
+        if stored.get(name) is not None and name in settings and not args.is_given(name):
+            try:
+                values[name] = settings[name].convert(stored[name])
+            except ValueError as reason:
+                raise ModelError(f"{file}: {name} {reason}.") from None
     return args.replace(f"the run of {file.parent}", **values)
 
 

@@ -44,7 +44,12 @@ def run(argv: list[str]) -> None:
         raise CheckpointError(f"the folder {folder} {reason}.{hint}")
     inventory = take_inventory(folder)
     if options.json:
-        sys.stdout.write(format_json(_to_json(inventory), indent=1) + "\n")
+        content = {
+            "folder": str(folder), "verified": False, "unreadable": inventory.unreadable,
+            "runs": list(map(_run_to_json, inventory.runs)),
+            "checkpoints": list(map(_checkpoint_to_json, inventory.checkpoints)),
+        }  # fmt: skip
+        sys.stdout.write(format_json(content, indent=1) + "\n")
     else:
         _show(inventory, shows_all=options.all)
 
@@ -87,16 +92,6 @@ def _show(inventory: Inventory, *, shows_all: bool) -> None:
         console.print(_NOT_VERIFIED, style="dim", markup=False)
     for unreadable in inventory.unreadable:
         sys.stderr.write(unreadable + "\n")
-
-
-def _to_json(inventory: Inventory) -> dict[str, Any]:
-    return {
-        "folder": str(inventory.folder),
-        "verified": False,
-        "runs": list(map(_run_to_json, inventory.runs)),
-        "checkpoints": list(map(_checkpoint_to_json, inventory.checkpoints)),
-        "unreadable": inventory.unreadable,
-    }
 
 
 def _run_to_json(run: RunEntry) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""``rapidformer [train]``: the black box with ``--task``, the white box with ``--user-script``.
-
-``rapidformer.train`` is the black box by call.
-"""
+"""``rapidformer [train]`` and ``rapidformer.train``: train a task, or run a ``--user-script``."""
 
 from __future__ import annotations
 
@@ -58,20 +55,16 @@ def train(data: Any = None, **settings: Any) -> dict[str, float]:
 def _train(args: Settings, splits: Mapping[str, Any] | None = None) -> dict[str, float]:
     # Imported here, not above: a script decides itself what it imports, and may not need torch.
     from rapidformer.engine import RapidformerEngine
+    from rapidformer.tasks.pretraining.runner import pretrain
     from rapidformer.tasks.registry import get_task, is_pretraining
+    from rapidformer.tasks.runner import train_task
 
     assert args.task is not None
-    if is_pretraining(args.task):
-        from rapidformer.tasks.pretraining.runner import pretrain
-
-        engine = RapidformerEngine(args=args)
-        metrics = pretrain(engine)
-    else:
-        get_task(args.task)
-        from rapidformer.tasks.runner import train_task
-
-        engine = RapidformerEngine(args=args)
-        metrics = train_task(engine, splits)
+    pretrains = is_pretraining(args.task)
+    if not pretrains:
+        get_task(args.task)  # an unknown one is found before the engine starts
+    engine = RapidformerEngine(args=args)
+    metrics = pretrain(engine) if pretrains else train_task(engine, splits)
     engine.close(gives_back=False)
     return metrics
 

@@ -1,7 +1,4 @@
-"""``rapidformer verify``: do these switches change the result of your own run?
-
-A small version of it is run twice here: as given, and in one process without any switch.
-"""
+"""``rapidformer verify``: does a small copy of the run give the same result without switches?"""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run,
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import RapidformerError, raise_problems
 from rapidformer.launch.environment import is_launched
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
@@ -105,11 +102,10 @@ def _build_parser() -> CommandParser:
         "--full-size", action="store_true", help="keep the sizes of model, rows and batches"
     )
     parser.add_argument(
-        "--same-micro-batches",
-        action="store_true",
+        "--same-micro-batches", action="store_true",
         help="give the single process the same micro-batches, not each global batch at once: for "
         "a loss that is more than a mean over labels (an expert-balancing loss)",
-    )
+    )  # fmt: skip
     return parser
 
 
@@ -133,8 +129,7 @@ def _check(command: CommandLine, processes: int, updates: int) -> None:
             "change a result. Add the switches of the run, such as --nproc-per-node 2, "
             "--zero-2-memory-optimization or --tensor-model-parallel-size 2."
         )
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 @dataclass
@@ -187,7 +182,7 @@ class _Verification(ChildRuns):
                 return
         self._status, self._verdict = DIFFERS, _DIFFERENT
         if not compare(reference, [again]).is_equal:
-            if is_cut or not self._is_deterministic(reference):
+            if is_cut or not compare(reference, self._start("disturbed", other)[:1]).is_equal:
                 self._status, self._verdict = UNDECIDED, _RANDOM
                 return
             if compare(again, switched).is_equal:
@@ -196,10 +191,6 @@ class _Verification(ChildRuns):
                 if equal_weights is not None:
                     self._comparison.quantities["micro-batch weights"] = equal_weights
                     self._verdict = _DIFFERENT
-
-    def _is_deterministic(self, reference: Trace) -> bool:
-        other = self._start("disturbed", "one process, other random numbers")[0]
-        return compare(reference, [other]).is_equal
 
     def conclude(self) -> None:
         """Print the table and the verdict; raise an error if the runs differ."""
@@ -237,8 +228,7 @@ def _work(job: Job, words: list[str]) -> None:
     from rapidformer.dist.processes import stop_processes
     from rapidformer.verification.verified_run import record_run
 
-    trace = record_run(job, lambda: train(read_flags(words)))
-    trace.save(job.get_path(rank))
+    record_run(job, lambda: train(read_flags(words))).save(job.get_path(rank))
     stop_processes()
 
 

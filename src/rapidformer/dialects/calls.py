@@ -27,8 +27,7 @@ from rapidformer.log import warn_once
 _FLAGAI = "rapidformer.dialects.flagai"
 MINDFORMERS = "rapidformer.dialects.mindformers"
 _PACKAGE = Path(__file__).parents[1]
-
-
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -40,26 +39,22 @@ def in_words_of(*tables: Table) -> Callable[[Verb], Verb]:
     rows = [(row.setting, name) for table in tables for name, row in table.items() if row.setting]
     words = dict(reversed(rows))  # the first name of a setting
 
+    def name_flag(flag: re.Match[str]) -> str:
+        return words.get(flag[1].replace("-", "_"), flag[0])
+
     def decorate(verb: Verb) -> Verb:
         @functools.wraps(verb)
         def call(*args: Any, **named: Any) -> Any:
             try:
                 return verb(*args, **named)
             except RapidformerError as error:
-                error.args = (_replace_flags(str(error), words),)
+                error.args = (_FLAG.sub(name_flag, str(error)),)
                 _show_plainly(error)
                 raise
 
         return cast(Verb, call)
 
     return decorate
-
-
-def _replace_flags(text: str, words: Mapping[str, str]) -> str:
-    def replace(flag: re.Match[str]) -> str:
-        return words.get(flag[1].replace("-", "_"), flag[0])
-
-    return re.sub(r"--([a-z][a-z0-9-]*[a-z0-9])", replace, text)
 
 
 def _show_plainly(error: RapidformerError) -> None:

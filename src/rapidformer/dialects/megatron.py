@@ -1,8 +1,4 @@
-"""Megatron's module names: after ``import rapidformer.dialects.megatron``, they import our names.
-
-If Megatron is installed, nothing changes. This import is the one that changes something in the
-process: it adds modules to ``sys.modules``.
-"""
+"""Megatron's names for ours: importing this adds them to ``sys.modules``, if they are missing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The interface of a task: everything between the user's rows and the training loop.
 
-Task modules must not import torch at the top (heavy imports are inside methods), so that
-`rapidformer tasks` is instant. Evaluation is exact: `evaluate_step` returns one record per row with
-the row's *summed* loss and its number of terms, and a tally (`build_tally`) gets every record of
-the split once, in order.
+Task modules import torch only inside methods, so that `rapidformer tasks` is instant. Evaluation is
+exact: a record has a row's *summed* loss and its number of terms, and a tally gets each once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Classify images.
-
-Images are opened and resized when a row is requested, in the loader's processes, so that a folder
-larger than memory can be used.
-"""
+"""Classify images, which are opened and resized in the loader's processes when asked for."""
 
 from __future__ import annotations
 
@@ -46,8 +42,7 @@ class ImageClassification(Classifier):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         config, parts = _load_parts(args)
         tables = get_splits(args, splits)
-        available = get_column_names(next(iter(tables.values())))
-        columns = find_columns((LABEL, IMAGE), available, args)
+        columns = find_columns((LABEL, IMAGE), get_column_names(next(iter(tables.values()))), args)
         image, classes = columns["image"], get_model_classes(config)
         space, labelled = read_labels(tables, columns["label"], args, classes)
         images: dict[str, Any] = {

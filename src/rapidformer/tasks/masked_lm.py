@@ -81,8 +81,7 @@ class MaskedLM(LanguageModel):
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         if prepared.extras["mode"] == "predict":
             return _fill(model, batch, prepared.processor.mask_token_id)
-        logits = model(**self.drop_labels(batch)).logits
-        return score_blocks(logits, batch["labels"])
+        return score_blocks(model(**self.drop_labels(batch)).logits, batch["labels"])
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         if prepared.extras["mode"] != "predict":

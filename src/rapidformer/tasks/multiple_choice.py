@@ -1,8 +1,4 @@
-"""Choose the right one of several endings or answers.
-
-An example has one token row per choice: a batch is [rows, choices, tokens], and every example must
-have the same number of choices.
-"""
+"""Choose the right one of several endings or answers: a batch is [rows, choices, tokens]."""
 
 from __future__ import annotations
 

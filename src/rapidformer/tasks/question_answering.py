@@ -1,9 +1,7 @@
 """Extract answers from a context; long contexts are cut into overlapping windows.
 
-The rows of the prepared data are windows, whereas the user's examples are questions. The spans of
-all windows of a question compete; `extras["windows"][split]` maps each window to its question and
-its tokens to characters of the context. A question without an answer points at the first token (as
-in SQuAD 2).
+The rows of the prepared data are windows: all spans of a question compete, and
+`extras["windows"][split]` maps each window to its question. No answer means the first token.
 """
 
 from __future__ import annotations
@@ -168,10 +166,7 @@ def _load_parts(args: Settings) -> TextParts:
 
 
 def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
-    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards.
-
-    ``tables`` are the splits with answers, which are in ``column``.
-    """
+    """Whether "no answer" is allowed: decided by the data in training, by the model afterwards."""
     learned = getattr(config, "rapidformer_can_abstain", None)
     if learned is not None and "train" not in tables:
         return bool(learned)

@@ -1,14 +1,11 @@
-"""Look up tasks by name, and the flags that a task does not read.
-
-This imports no torch, so that `rapidformer tasks` is instant.
-"""
+"""Look up tasks by name, and the flags that a task does not read. Imports no torch."""
 
 from __future__ import annotations
 
 from rapidformer.config import Settings
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.errors import ConfigurationError
-from rapidformer.nearest import find_nearest
+from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.image_classification import ImageClassification
@@ -52,9 +49,8 @@ def get_task(name: str) -> Task:
             "`rapidformer predict --task causal_lm` or `--task masked_lm`."
         )
     names = [known for task in list_tasks() for known in (task.name, *task.aliases)] + [PRETRAINING]
-    near = find_nearest(normal, names)
-    hint = f" Did you mean {near}?" if near else ""
     known = ", ".join([*(task.name for task in list_tasks()), PRETRAINING])
+    hint = suggest(normal, names)
     raise ConfigurationError(f"--task {name} is not a task: use one of {known}.{hint}")
 
 

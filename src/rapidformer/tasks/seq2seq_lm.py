@@ -1,8 +1,4 @@
-"""Generate a text from a text: summaries, translations (T5, BART, ...).
-
-The loss is computed on the given targets, but BLEU and ROUGE on texts that the model generates
-freely, against the targets as the user wrote them.
-"""
+"""Generate a text from a text: summaries, translations (T5, BART); BLEU and ROUGE of free texts."""
 
 from __future__ import annotations
 
@@ -85,13 +81,10 @@ class Seq2SeqLM(Task):
         # Metrics are those of the likeliest texts, so sampling is for predictions only.
         generation = Generation(num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args))
         extras = {
-            "rows": tables,
-            "source": source,
-            "target": target,
+            "rows": tables, "source": source, "target": target,
             "languages": _find_languages(next(iter(tables.values())), source, target),
-            "labelled": labelled,
-            "generation": generation,
-        }
+            "labelled": labelled, "generation": generation,
+        }  # fmt: skip
         return parts.prepare(features, extras)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:

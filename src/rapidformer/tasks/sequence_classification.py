@@ -131,13 +131,10 @@ class SequenceClassification(Classifier):
             for split, rows in tables.items()
         }
         extras = {
-            "rows": tables,
-            "texts": texts,
-            "names": space.names,
-            "problem_type": space.problem_type,
-            "labelled": labelled,
+            "rows": tables, "texts": texts, "names": space.names,
+            "problem_type": space.problem_type, "labelled": labelled,
             "data_name": (args.data_name or "").lower().replace("-", ""),
-        }
+        }  # fmt: skip
         return parts.prepare(features, extras, {**space.get_model_settings(), _TEXTS: list(texts)})
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
@@ -153,11 +150,9 @@ class SequenceClassification(Classifier):
                 "--text-pair-column name their columns."
             )
         extras = {
-            "rows": {"test": table},
-            "texts": texts,
-            "names": get_output_names(parts.config),
+            "rows": {"test": table}, "texts": texts, "names": get_output_names(parts.config),
             "problem_type": get_problem_type(parts.config),
-        }
+        }  # fmt: skip
         return parts.prepare_input(_encode(table, "input", texts, parts, None), extras)
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:

@@ -67,8 +67,7 @@ class TokenClassification(Task):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
-        available = get_column_names(next(iter(tables.values())))
-        columns = find_columns((TAGS, WORDS), available, args)
+        columns = find_columns((TAGS, WORDS), get_column_names(next(iter(tables.values()))), args)
         tags, words = columns["tags"], columns["words"]
         space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
         features = {

@@ -122,8 +122,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
                 "accelerator.prepare(model, optimizer, loader), or evaluate in torch.no_grad()."
             )
 
-    # ---- what this process is ------------------------------------------------------------------
-
     @property
     def state(self) -> Accelerator:
         """The same facts: ``accelerator.state.num_processes`` and so on."""
@@ -161,8 +159,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last update was skipped because fp16 overflowed."""
         return self.engine.updates.clock.was_skipped
-
-    # ---- preparing -----------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
         """Switch everything on; returned in the order given, one object by itself.
@@ -302,8 +298,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         self._lacks_optimizer = True
         idle = torch.optim.SGD(self._models[0].parameters(), lr=0.0)
         self.engine.compose(self._models[0], idle, lr_scheduler=_UnchangedRates(idle))
-
-    # ---- the loop's verbs ----------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""

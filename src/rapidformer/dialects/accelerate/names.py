@@ -79,10 +79,8 @@ ACCELERATE_FILE: dict[str, ForeignName] = {
     "main_training_function": ignored("the script is run as `python SCRIPT` would run it"),
     "rdzv_backend": ignored("nodes meet at main_process_ip and main_process_port"),
     "same_network": ignored("nodes meet at main_process_ip and main_process_port"),
-    "downcast_bf16": ignored("it is for TPUs"),
-    "tpu_env": ignored("it is for TPUs"),
-    "tpu_use_cluster": ignored("it is for TPUs"),
-    "tpu_use_sudo": ignored("it is for TPUs"),
+    **dict.fromkeys(
+        ("downcast_bf16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"), ignored("it is for TPUs")),
     "gpu_ids": ignored("set CUDA_VISIBLE_DEVICES to choose GPUs"),
     "enable_cpu_affinity": ignored("the operating system places processes on cores"),
     "debug": ignored("shapes are always checked when ranks gather"),

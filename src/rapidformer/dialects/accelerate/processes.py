@@ -153,10 +153,9 @@ class ProcessVerbs:
         return _gather_nested(self.engine, values)
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """The same for the rows of the current batch.
+        """The same for the rows of the current batch; a list without tensors is joined as objects.
 
-        A loss (or a text) that was repeated ``batch_size`` times counts as often as a last, smaller
-        batch has rows. A list of anything but tensors is joined as objects.
+        What was repeated ``batch_size`` times counts as often as a smaller batch has rows.
         """
         holds_objects = isinstance(values, list) and next(iterate_tensors(values), None) is None
         if use_gather_object or holds_objects:
@@ -166,10 +165,7 @@ class ProcessVerbs:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tuple, tensor or dictionary of them, in order.
-
-        ``apply_padding`` repeats a shorter part's last item, so that all parts are equally long.
-        """
+        """This process's part of a list, tuple, tensor or dictionary; padded by its last item."""
         yield self._take_part(inputs, pads=apply_padding)
 
     def _take_part(self, inputs: Any, *, pads: bool) -> Any:
@@ -255,5 +251,6 @@ def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:
     if isinstance(values, Mapping):
         return {name: _gather_nested(engine, value) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)(_gather_nested(engine, value) for value in values)
+        items = [_gather_nested(engine, value) for value in values]
+        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
     raise RapidformerError(f"gather() takes tensors, got {type(values).__name__}.")

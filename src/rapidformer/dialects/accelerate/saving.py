@@ -21,12 +21,13 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
 from rapidformer.dialects.accelerate.settings import ProjectConfiguration
 from rapidformer.dist.collectives import broadcast_object
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter, get_inner
 from rapidformer.overlay import extend, list_layers
 
 Hook = Callable[..., None]
+_KINDS = {"schedulers": "prepared schedulers", "registered": "registered objects"}
 _LARGEST = "10GB"
 """Accelerate's default size of a file; nothing is split here."""
 
@@ -42,8 +43,6 @@ class SavingVerbs(ProcessVerbs):
     """What the script saves with the state."""
     _save_hooks: OrderedDict[int, Hook]
     _load_hooks: OrderedDict[int, Hook]
-
-    # ---- weights -------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
@@ -114,8 +113,6 @@ class SavingVerbs(ProcessVerbs):
 
         # safetensors refuses shared memory: a tied weight is stored under each of its names.
         save_file({name: tensor.clone().contiguous() for name, tensor in content.items()}, file)
-
-    # ---- the state of a run --------------------------------------------------------------------
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these with the state; their ``state_dict()`` must be plain numbers."""
@@ -214,7 +211,13 @@ class SavingVerbs(ProcessVerbs):
             hook(list(self._models), str(folder))
         extra = self.engine.load_checkpoint(folder)
         for kind, objects in (("schedulers", self._schedulers), ("registered", self._registered)):
-            for holder, state in zip(objects, extra.get(kind, []), strict=True):
+            states = extra.get(kind, [])
+            if len(states) != len(objects):
+                raise CheckpointError(
+                    f"{folder} was saved with {len(states)} {_KINDS[kind]}, and there are "
+                    f"{len(objects)} now: prepare and register the same ones before load_state()."
+                )
+            for holder, state in zip(objects, states, strict=True):
                 holder.load_state_dict(state)
         for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
             group["lr"] = rate

@@ -21,7 +21,7 @@ from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 
 _SOURCE = "Accelerator"
 _STEPS = "step_scheduler_with_optimizer"  # only False is another way than ours
@@ -98,8 +98,7 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
         settings = arguments_from_mapping(values, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return add_launch_flags(settings, values.keys() - {"clip_grad"})
 
 
@@ -110,17 +109,14 @@ def _read_plugin(plugin: Any) -> dict[str, Any]:
     content = values["hf_ds_config"]
     if hasattr(content, "config"):  # transformers' or Accelerate's HfDeepSpeedConfig
         content = {k: v for k, v in content.config.items() if v != float("inf")}
-        values["hf_ds_config"] = None if _repeats_plugin(content) else content
+        zero = content.get("zero_optimization")
+        # Accelerate writes there what the plugin's other arguments say.
+        repeats = isinstance(zero, dict) and {*content, *zero} <= _OF_PLUGIN
+        values["hf_ds_config"] = None if repeats else content
     changed = {name: value for name, value in values.items() if value != ours[name]}
     if isinstance(content := changed.get("hf_ds_config"), dict):
         changed["hf_ds_config"] = _write_for_this_process(content)
     return {"zero_stage": values["zero_stage"], **changed}
-
-
-def _repeats_plugin(content: Mapping[str, Any]) -> bool:
-    """Whether it holds only what Accelerate writes there from the plugin's other arguments."""
-    zero = content.get("zero_optimization")
-    return set(content) <= _OF_PLUGIN and isinstance(zero, dict) and set(zero) <= _OF_PLUGIN
 
 
 def _write_for_this_process(content: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from rapidformer.config.deepspeed_file import (
 )
 from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.dialects.flagai.names import FLAGAI
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import raise_problems
 from rapidformer.foreign_names import copy_mapped
 from rapidformer.log import say_once
 
@@ -53,8 +53,7 @@ def complete(named: Mapping[str, Any]) -> dict[str, Any]:
         )
     if size > 1 and kind != "deepspeed+mpu":
         problems.append(f"model_parallel_size={size} needs env_type='deepspeed+mpu', got {kind!r}.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return values
 
 
@@ -141,8 +140,7 @@ def _use_our_own(asked: Settings, content: dict[str, Any]) -> Settings:
     """Our ZeRO-3 and tensor parallelism with the file's numbers."""
     path, size = asked.deepspeed or "", asked.tensor_model_parallel_size
     merged, problems = merge_deepspeed(asked.replace(_BY_FILE, tensor_model_parallel_size=1))
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     say_once(
         "DeepSpeed's ZeRO-3 does not combine with tensor parallelism: rapidformer's own ZeRO-3 x "
         f"tensor parallelism of {size} is used, with the values of {path}."

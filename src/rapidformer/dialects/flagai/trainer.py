@@ -1,8 +1,4 @@
-"""FlagAI's trainer on the one loop.
-
-Making it starts the script in every process it asks for; the model and the data come with
-``train``, and the engine with them.
-"""
+"""FlagAI's trainer on the one loop: it starts the processes, and ``train`` makes the engine."""
 
 from __future__ import annotations
 
@@ -298,11 +294,7 @@ MetricMethod = Sequence[Any]
 def compute_methods(
     methods: Sequence[MetricMethod], predictions: Any, labels: Any, tokenizer: Any
 ) -> dict[str, float]:
-    """Every metric by its name, over the whole of the data.
-
-    One prediction a row comes as one tensor. Rows of tokens come as a list with a tensor of ids for
-    each, since their lengths differ.
-    """
+    """Every metric by its name; rows of tokens, whose lengths differ, come as a list of tensors."""
     if not methods or predictions is None or labels is None:
         return {}
     joined: list[Any] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class LoopEvents(Callback):
         trainer, args = self._trainer, self._trainer.args
         state = trainer.state
         state.max_steps = loop.train_iters
-        state.num_train_epochs = int(-(-args.num_train_epochs // 1))
+        state.num_train_epochs = math.ceil(args.num_train_epochs)
         state.train_batch_size = args.train_batch_size
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
@@ -155,7 +156,7 @@ class LoopEvents(Callback):
         trainer = self._trainer
         update_stateful(trainer)
         self._count_work(loop)
-        if trainer.overrides_saving:
+        if trainer.overrides("save_model"):  # its own way is part of each checkpoint
             trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)

@@ -102,13 +102,6 @@ class DataMethods(TrainerInterface):
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return SequentialSampler(eval_dataset)
 
-    def _choose_sampler(self, dataset: Any, name: str) -> Any:
-        """A subclass's sampler; None if the data's own order, or a shuffled one, is meant."""
-        if getattr(type(self), name) is getattr(DataMethods, name):
-            return None
-        get: Any = getattr(self, name)
-        return get(dataset) if inspect.signature(get).parameters else get()
-
     def get_train_dataloader(self) -> Any:
         """The training data as a loader; a subclass may return any torch ``DataLoader``."""
         if self.train_dataset is None:
@@ -131,9 +124,10 @@ class DataMethods(TrainerInterface):
 
     def _build_loader(self, dataset: Any, what: str, *, shuffle: bool = False) -> Any:
         collate, is_training = self.data_collator, what == "training"
-        sampler = self._choose_sampler(
-            dataset, "_get_train_sampler" if is_training else "_get_eval_sampler"
-        )
+        name = "_get_train_sampler" if is_training else "_get_eval_sampler"
+        get, sampler = getattr(self, name), None
+        if self.overrides(name):
+            sampler = get(dataset) if inspect.signature(get).parameters else get()
         if self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()
             if kept := set(self._signature_columns or ()):

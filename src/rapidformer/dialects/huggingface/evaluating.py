@@ -187,9 +187,8 @@ class EvaluationMethods(RunRecords, DataMethods):
             if not self._is_training or self.model.training:  # not the loop's own evaluation
                 stack.enter_context(self.engine.model.evaluating())
             return run_evaluation(
-                self, loader,
-                loss_only=loss_only, ignore_keys=ignore_keys, prefix=metric_key_prefix,
-            )  # fmt: skip
+                self, loader, loss_only=loss_only, ignore_keys=ignore_keys, prefix=metric_key_prefix
+            )
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Keys = None

@@ -63,10 +63,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 class TrainerAccelerator(ProcessVerbs):
-    """``self.accelerator`` of a trainer: the engine, with Accelerate's verbs for a subclass.
-
-    What only asks about processes needs no engine, so it may be asked before ``train()``.
-    """
+    """``self.accelerator`` of a trainer; what only asks about processes needs no engine."""
 
     def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
@@ -89,10 +86,7 @@ class TrainerAccelerator(ProcessVerbs):
         return self._trainer.args.device
 
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
-        """Back-propagate now, weighted by the labels of the micro-batch; several add up.
-
-        The backward passes of a pipeline belong to its schedule, which runs them later.
-        """
+        """Back-propagate now, or when a pipeline's schedule does; several losses add up."""
         loss = loss.mean() if loss.dim() else loss
         if not self._trainer.is_in_train:
             if self.num_processes > 1:
@@ -129,6 +123,6 @@ class TrainerAccelerator(ProcessVerbs):
         return model
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_trainer":  # a copy has none yet
+        if name == "_trainer" or name.startswith("__"):  # a copy is made: it needs no engine
             raise AttributeError(name)
         return getattr(self.engine, name)

@@ -43,8 +43,7 @@ class NamedFields:
         "in optimizers=(optimizer, None)", "optimizer")] = "adamw_torch_fused"  # fmt: skip
     optim_args: Annotated[str | None, refused(
         "pass your own optimizer in optimizers=(optimizer, None)")] = None  # fmt: skip
-    weight_decay: Annotated[float, mapped(
-        "weight_decay", "not applied to biases and norms")] = 0.0  # fmt: skip
+    weight_decay: Annotated[float, mapped("weight_decay", "not applied to biases and norms")] = 0.0
     adam_beta1: Annotated[float, mapped("adam_beta1")] = 0.9
     adam_beta2: Annotated[float, mapped("adam_beta2")] = 0.999
     adam_epsilon: Annotated[float, mapped("adam_eps")] = 1e-8

@@ -6,7 +6,6 @@ As in transformers, a second ``train()`` starts a new schedule and keeps the opt
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -57,9 +56,6 @@ class OptimizerMethods(TrainerInterface):
     _trained_optimizer: Optimizer | None = None
     _optimizer_class: tuple[type[Optimizer], dict[str, Any]] | None
 
-    @abstractmethod
-    def _overrides(self, name: str) -> bool: ...
-
     def choose_optimizer(self) -> tuple[Optimizer | None, Any, Callable[..., Any] | None]:
         """Optimizer, scheduler, and what makes the scheduler: None is left to the engine."""
         if self.optimizer is self._made[0]:
@@ -67,16 +63,16 @@ class OptimizerMethods(TrainerInterface):
         if self.lr_scheduler is self._made[1]:
             self.lr_scheduler = None
         steps = self.engine.data.get_train_iters() or 0
-        if self._overrides("create_optimizer_and_scheduler"):
+        if self.overrides("create_optimizer_and_scheduler"):
             self.create_optimizer_and_scheduler(steps)
-        elif self._overrides("create_optimizer") or (self.optimizer is None and (
-            self._overrides("create_scheduler") or self._decays_by_name()
+        elif self.overrides("create_optimizer") or (self.optimizer is None and (
+            self.overrides("create_scheduler") or self._decays_by_name()
             or self._optimizer_class is not None or self.args.optim in MADE_HERE
         )):  # fmt: skip
             self.create_optimizer()
         make = None
         if self.lr_scheduler is None and (
-            self._overrides("create_scheduler") or not has_own_curve(self.args)
+            self.overrides("create_scheduler") or not has_own_curve(self.args)
         ):
             make = partial(self.create_scheduler, steps)
         return self.optimizer, self.lr_scheduler, make
@@ -136,10 +132,7 @@ class OptimizerMethods(TrainerInterface):
         self.optimizer.load_state_dict(content)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both; a subclass may set ``self.optimizer`` and ``self.lr_scheduler`` instead.
-
-        ``train()`` makes a new schedule, for the length of its run.
-        """
+        """Make both, or let a subclass set them; ``train()`` makes a new schedule for its run."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, self.optimizer)
 
@@ -176,10 +169,7 @@ class OptimizerMethods(TrainerInterface):
         return optimizer
 
     def _decays_by_name(self) -> bool:
-        """Whether weight decay is for other parameters than those of several dimensions.
-
-        T5's relative positions are a matrix with "bias" in its name, which is not decayed.
-        """
+        """Whether decay goes by names: T5's relative positions are a matrix that is not decayed."""
         decayed = set(self.get_decay_parameter_names(self.model) if self.args.weight_decay else ())
         named = self.model.named_parameters()
         return bool(decayed) and any(

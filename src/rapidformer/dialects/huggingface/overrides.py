@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer
 
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import raise_problems
 
 _NOT_CALLED = {"get_total_train_batch_size"}
 _INSTEAD = {
@@ -41,7 +41,8 @@ _OTHERWISE = "training_step, compute_loss or a callback"
 def check_overrides(cls: type, base: type) -> None:
     """Refuse methods of transformers' trainers that a subclass overrides and nothing here calls."""
     theirs: dict[str, Any] = {**vars(Trainer), **vars(Seq2SeqTrainer)}
-    own = [kind for kind in cls.__mro__[: cls.__mro__.index(base)] if not _is_ours(kind)]
+    below = cls.__mro__[: cls.__mro__.index(base)]
+    own = [kind for kind in below if not kind.__module__.startswith("rapidformer.")]
     problems = [
         f"{kind.__name__}.{name}: transformers' Trainer calls this method, rapidformer's does not. "
         f"Use {_INSTEAD.get(name, _OTHERWISE)}."
@@ -51,9 +52,4 @@ def check_overrides(cls: type, base: type) -> None:
         and callable(getattr(theirs.get(name), "__func__", theirs.get(name)))
         and (name in _NOT_CALLED or not hasattr(base, name))
     ]
-    if problems:
-        raise ConfigurationError(problems)
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "rapidformer"
+    raise_problems(problems)

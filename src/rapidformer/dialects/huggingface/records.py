@@ -156,11 +156,6 @@ class RunRecords(TrainerInterface):
     model_accepts_loss_kwargs = False
 
     @property
-    def overrides_saving(self) -> bool:
-        """Whether a subclass saves models its own way, as part of each checkpoint."""
-        return type(self).save_model is not RunRecords.save_model
-
-    @property
     def model_wrapped(self) -> nn.Module:
         """The model: nothing is ever wrapped."""
         return self.model

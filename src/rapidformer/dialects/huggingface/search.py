@@ -1,7 +1,4 @@
-"""``Trainer.hyperparameter_search``: Optuna's trials, each of them a run of its own.
-
-Optuna runs on rank 0; the other ranks train with the values that it proposes there.
-"""
+"""``Trainer.hyperparameter_search``: Optuna's trials, proposed on rank 0 and run by all ranks."""
 
 from __future__ import annotations
 

@@ -89,11 +89,9 @@ class Seq2SeqTrainer(Trainer):
         config, processor = cast(Any, self.model).generation_config, self.processing_class
         longest, new = config.max_length or 20, config.max_new_tokens  # 20 is `generate`'s default
         width = max_length or max(longest, 0 if new is None else new + 1)
-        padding = getattr(processor, "pad_token_id", None)
-        if padding is None:
-            padding = getattr(processor, "eos_token_id", None)
-        if padding is None:
-            padding = cast(Any, self.model).config.pad_token_id
+        of_processor = (getattr(processor, f"{role}_token_id", None) for role in ("pad", "eos"))
+        ids = (*of_processor, cast(Any, self.model).config.pad_token_id)
+        padding = next((token for token in ids if token is not None), None)
         if tokens is None or padding is None or tokens.shape[-1] >= width:
             return tokens
         return nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=padding)

@@ -15,7 +15,7 @@ from typing import Any
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.dialects.huggingface.names import HUGGING_FACE, NamedFields, list_changed
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import find_names
 
 _SOURCE = "TrainingArguments"
@@ -59,13 +59,11 @@ def check_arguments(arguments: NamedFields) -> Settings:
         settings = arguments_from_mapping(said, source=_SOURCE)
     except ConfigurationError as error:
         problems += error.problems
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     # The defaults are converted too, since `replace` does not do it.
     rest = {name: value for name, value in assumed.items() if name not in said}
     checked = arguments_from_mapping(rest)
-    defaults = {name: getattr(checked, name) for name in rest}
-    return settings.replace(_DEFAULT, **defaults)
+    return settings.replace(_DEFAULT, **{name: getattr(checked, name) for name in rest})
 
 
 def _find_problems(arguments: NamedFields) -> Iterator[str]:

@@ -1,8 +1,4 @@
-"""``Trainer``: Hugging Face's trainer over the one loop.
-
-A subclass may override any public method. The engine is built when it is first needed, so a script
-may change ``args`` until then.
-"""
+"""``Trainer``: Hugging Face's trainer over the one loop; its engine is made when first needed."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
 
 _OWN = "rapidformer.dialects.huggingface"
@@ -144,8 +140,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         self.state: TrainerState = build_state(self)
         self.callbacks.call("on_init_end")
 
-    # ---- the engine ----------------------------------------------------------------------------
-
     @property
     def engine(self) -> RapidformerEngine:
         """Made when first needed. Where there is data to train on, it is ready to train."""
@@ -158,7 +152,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         return self._engine
 
     def _can_train(self) -> bool:
-        return self.train_dataset is not None or self._overrides("get_train_dataloader")
+        return self.train_dataset is not None or self.overrides("get_train_dataloader")
 
     def _build_engine(self, settings: Settings) -> RapidformerEngine:
         engine = RapidformerEngine(args=settings)
@@ -169,7 +163,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
         settings = build_settings(self.args)
-        if self._overrides("save_model"):  # it must see the weights of the checkpoint
+        if self.overrides("save_model"):  # it must see the weights of the checkpoint
             settings = settings.replace("save_model is overridden", async_save="off")
         return settings
 
@@ -189,8 +183,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         if self._peft_config is None or find_adapter(model) is not None:
             return model
         return apply_adapters(model, copy.deepcopy(self._peft_config))
-
-    # ---- training ------------------------------------------------------------------------------
 
     def train(
         self,
@@ -227,11 +219,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Search with Optuna for the arguments that reach the best objective.
-
-        Each trial trains a new model in ``output_dir/run-<number>``. Other arguments go to
-        ``optuna.create_study``; ``timeout`` is in seconds.
-        """
+        """Search with Optuna; each trial trains a new model in ``output_dir/run-<number>``."""
         name = str(getattr(backend, "value", backend or "optuna"))
         problems = []
         if name != "optuna":
@@ -240,8 +228,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             problems.append("hyperparameter_search() needs model_init=: a trial needs a new model.")
         if self.eval_dataset is None:
             problems.append("hyperparameter_search() needs an eval_dataset to compare trials on.")
-        if problems:
-            raise ConfigurationError(problems)
+        raise_problems(problems)
         return search(
             self, space=hp_space, compute_objective=compute_objective, trials=n_trials,
             direction=direction, name_trial=hp_name, options=dict(kwargs),
@@ -283,7 +270,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         inputs = dict(batch) if isinstance(batch, Mapping) else batch
         count = count_labels(model, inputs)
         # Without an override, the loop's own backward pass, which any strategy can schedule.
-        step = self.training_step if self._overrides("training_step") else self._compute
+        step = self.training_step if self.overrides("training_step") else self._compute
         return self.accelerator.take(call_with_count(step, model, inputs, count=count))
 
     def _compute(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Any:
@@ -328,7 +315,8 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             loss = get_loss(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _overrides(self, name: str) -> bool:
+    def overrides(self, name: str) -> bool:
+        """Whether a subclass has its own method of this name."""
         return getattr(type(self), name) is not getattr(Trainer, name)
 
 

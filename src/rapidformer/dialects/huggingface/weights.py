@@ -38,10 +38,12 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
             f"{' or '.join(_FILES)}."
         )
     weights = _read(source)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    stored = {id(named[name]) for name in weights if name in named}  # a tied weight: by any name
     wanted = {
         name: tuple(weight.shape)
         for name, weight in model.state_dict().items()
-        if name in weights or not _is_tied(model, name, weights)
+        if name in weights or id(named.get(name)) not in stored
     }
     saved = {name: tuple(weight.shape) for name, weight in weights.items()}
     differences = compare_names(saved, wanted)
@@ -66,9 +68,3 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a dictionary of weights by name.")
     weights: dict[str, torch.Tensor] = content
     return weights
-
-
-def _is_tied(model: nn.Module, name: str, weights: dict[str, torch.Tensor]) -> bool:
-    """Whether the weight is stored under another of its names."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return any(named.get(other) is named.get(name) for other in weights if other in named)

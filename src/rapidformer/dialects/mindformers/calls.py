@@ -12,7 +12,7 @@ from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.mindformers.names import PET_METHODS, TASKS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.dialects.mindformers.settings import MindFormersArguments
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError, DataError, raise_problems
 from rapidformer.foreign_names import Table
 
 
@@ -44,16 +44,14 @@ def check_arguments(args: Any, task: str, named: Mapping[str, Any]) -> None:
     if isinstance(args, MindFormersArguments):
         values = {name: getattr(args, name) for name in TRAINING_ARGUMENTS}
         check_names("TrainingArguments", values, TRAINING_ARGUMENTS, problems)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
 
 
 def check_options(function: str, options: dict[str, Any], table: Table) -> dict[str, Any]:
     """The options, if the function takes all of them."""
     problems: list[str] = []
     check_names(function, options, table, problems)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return options
 
 

@@ -19,7 +19,7 @@ from rapidformer.dialects.mindformers.names import (
     RECOMPUTE_CONFIG,
     TRAINING_ARGUMENTS,
 )
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 
 # Keys -> names of TrainingArguments. Of two that give one value, the later one wins.
 _ARGUMENTS = {
@@ -118,8 +118,7 @@ def _sort(content: Mapping[str, Any], path: str) -> MindFormersFile:
         )
     elif kind is not None:
         arguments["lr_scheduler_type"] = _SCHEDULES.get(kind, kind)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     trainer = {name: values[key] for key, name in _TRAINER.items() if key in values}
     if (task := _TASKS.get(str(values.get("trainer.type")))) is not None:
         trainer["task"] = task

@@ -18,7 +18,7 @@ from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dialects.mindformers.context import adopt_rank_variables, get_context
 from rapidformer.dialects.mindformers.names import DEFAULTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from rapidformer.dist.processes import get_world_size_from_environment
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import copy_mapped
 from rapidformer.tasks.rows.preflight import find_task_problems
 
@@ -74,10 +74,7 @@ _WIDTHS = ("data_parallel", "model_parallel", "pipeline_stage", "context_paralle
 def build_parallel_settings(
     args: Any, overriding: Mapping[str, Any], *, allows_replicas: bool = False
 ) -> Settings:
-    """The training arguments as settings; ``set_parallel_config`` and the like override them.
-
-    With ``allows_replicas``, processes that the widths leave over hold copies of the model.
-    """
+    """The arguments as settings; spare processes hold copies of the model (``allows_replicas``)."""
     named = {name: getattr(args, name, None) for name in TRAINING_ARGUMENTS}
     said = {name: value for name, value in named.items() if value is not None}
     said |= overriding
@@ -118,5 +115,4 @@ def check_task(settings: Settings, *, reads_files: bool, has_own_metrics: bool) 
         settings = settings.replace(SOURCE, metric_for_best_model=None)
     rows: list[Any] | None = None if reads_files else []
     problems = find_task_problems(settings, "train", torch.cuda.device_count(), rows)
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)

@@ -1,8 +1,6 @@
-"""MindFormers' trainer: four verbs over the black-box tasks.
+"""MindFormers' trainer: four verbs over the black-box tasks, each with an engine of its own.
 
-A model instance with data sets of its own runs as Hugging Face's trainer does. Everything else is
-settings of a task, and each verb builds its own engine: ``set_parallel_config`` may be called
-any time before it.
+A model instance with data sets of its own runs as Hugging Face's trainer does.
 """
 
 from __future__ import annotations
@@ -323,8 +321,7 @@ class MindFormersTrainer(Trainer):
         if self.eval_dataset is None:
             raise DataError("Trainer.evaluate() needs eval_dataset: a path, or a data set.")
         values = self._find_weights(eval_checkpoint or self._trained is not None)
-        settings = self._build_task_settings(**values, allow_untrained=True)
-        engine = RapidformerEngine(args=settings)
+        engine = RapidformerEngine(args=self._build_task_settings(**values, allow_untrained=True))
         rows = None if is_path(self.eval_dataset) else self.eval_dataset
 
         def measure_more(model: nn.Module, loader: Any) -> dict[str, float]:

@@ -165,11 +165,9 @@ def _with_extras(
 ) -> ChatColumns:
     taken = [prompt, response]
     return ChatColumns(
-        prompt=prompt,
-        response=response,
-        context=find_column(CONTEXT, available, args, taken),
+        prompt=prompt, response=response, context=find_column(CONTEXT, available, args, taken),
         system=find_column(SYSTEM, available, args, taken),
-    )
+    )  # fmt: skip
 
 
 def _holds_turns(rows: Any, name: str) -> bool:

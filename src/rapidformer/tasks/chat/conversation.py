@@ -28,11 +28,9 @@ class Conversation:
         self._engine = engine
         self._model = compose_task_model(engine, task, self._prepared)
         self._encoder = build_encoder(
-            self._prepared.processor,
-            ChatColumns(messages="messages"),
-            engine.args,
+            self._prepared.processor, ChatColumns(messages="messages"), engine.args,
             self._prepared.extras["prompt_length"],
-        )
+        )  # fmt: skip
         stop_strings = engine.args.stop_strings or ()
         self._streamer = (
             AnswerStreamer(self._prepared.processor, stop_strings) if engine.is_main else None
@@ -69,8 +67,7 @@ class Conversation:
         """The tokens of the conversation; the oldest turns are forgotten if it is too long."""
         assert self._encoder.template is not None
         while True:
-            turns = [*self._system, *self._messages]
-            text = self._encoder.template.render(turns, lets_answer=True)
+            text = self._encoder.template.render([*self._system, *self._messages], lets_answer=True)
             ids = list(tokenize([text], self._encoder.tokenizer)[0])
             if len(ids) <= self._encoder.length or len(self._messages) < 3:
                 return ids[-self._encoder.length :]

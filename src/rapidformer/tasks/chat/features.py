@@ -1,9 +1,7 @@
 """Turn conversations into token rows with labels only on the answers.
 
-No example is dropped silently. Every input row becomes one row of features; a row with nothing to
-train on carries the reason, and is counted and reported before it is removed. Without a chat
-template, prompt and answer are tokenized separately and then joined, so that no token spans both
-and the prompt gets the same tokens as at prediction time.
+A row with nothing to train on carries the reason, and is reported before it is removed. Without a
+chat template, prompt and answer are tokenized separately, so that no token spans both.
 """
 
 from __future__ import annotations
@@ -85,9 +83,6 @@ class _Encoded(NamedTuple):
     """Why the row cannot be trained on."""
 
 
-# ---- training and evaluation -------------------------------------------------------------------
-
-
 def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
     """Features with labels; None for a test split without answers. Reports dropped rows."""
     if encoder.template is None and encoder.tokenizer.eos_token_id is None:
@@ -144,8 +139,7 @@ def _encode_conversations(chats: ChatRows, encoder: ChatEncoder) -> list[_Encode
             result.append(_Encoded([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        marks = _mark(places[:size], item[1])
-        result.append(_Encoded(ids[:size], marks, is_cut=len(ids) > size))
+        result.append(_Encoded(ids[:size], _mark(places[:size], item[1]), is_cut=len(ids) > size))
     return result
 
 
@@ -203,9 +197,6 @@ def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-# ---- reports before training -------------------------------------------------------------------
-
-
 def _report_dropped(reasons: Sequence[str], split: str) -> None:
     """Report which examples are dropped and why; raise an error if none are left."""
     by_reason: dict[str, list[int]] = defaultdict(list)
@@ -223,10 +214,7 @@ def _report_dropped(reasons: Sequence[str], split: str) -> None:
 
 
 def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
-    """Report the amount of data and the fraction that is trained on.
-
-    Warn about labels with which the model would not learn to answer, or not to stop.
-    """
+    """Report what is trained on; warn of labels that teach no answers, or not to stop."""
     names = ("length", "trained", "is_cut", "ends")
     tokens, trained, cut, ended = (sum(get_column(features, name)) for name in names)
     what = "prompts with answers" if encoder.columns.is_pair else "conversations"
@@ -265,9 +253,6 @@ def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
             "learn to stop; %s. `rapidformer data show` shows the labels.",
             split, encoder.tokenizer.convert_ids_to_tokens(stop), reason,
         )  # fmt: skip
-
-
-# ---- tokens ------------------------------------------------------------------------------------
 
 
 def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:

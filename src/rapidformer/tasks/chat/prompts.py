@@ -1,8 +1,7 @@
 """Build the inputs of `rapidformer predict` for causal language models: texts or questions.
 
-A model with a chat template answers a bare text as a prompt; any other model, or a text in a text
-column, is continued as it is. If a row already ends with an answer, the answer is removed from the
-input and shown next to the model's.
+A bare text is a prompt for a model with a chat template, and continued by any other. An answer that
+a row already has is removed, and shown next to the model's.
 """
 
 from __future__ import annotations

@@ -128,9 +128,7 @@ class ChatTemplate:
         return text.rstrip() if end is None else text[:end]
 
     def _drop_unused_system(self, messages: Sequence[Message], text: str) -> Sequence[Message]:
-        """The turns that the text shows: some templates (Mistral's) show the system message only
-        while the conversation waits for an answer, and never in the text to train on.
-        """
+        """The turns in the text: Mistral's shows the system message only before an answer."""
         if messages[0]["role"] != "system" or is_empty(messages[0]):
             return messages
         if messages[0]["content"].strip() in text or self.render(messages[1:]) != text:
@@ -158,12 +156,10 @@ class ChatTemplate:
         with _reporting_refusals():
             # The annotation mentions only the text.
             rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.text,
-                return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
+                conversations=[list(messages)], chat_template=self.text,
+                return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map,
                 **self.variables,
-            )
+            )  # fmt: skip
         (text,), (marks,) = rendered
         for message in messages:
             _check_shows_calls(message, text)
@@ -226,10 +222,7 @@ class ChatTemplate:
         return rest
 
     def _find_end_between_turns(self) -> str:
-        """What follows an earlier answer: the common beginning with what follows the last one.
-
-        Compared by whole tokens: ``<|im_end|>`` and ``<|im_start|>`` begin with the same letters.
-        """
+        """What follows an earlier answer: the first tokens that the last one's have, too."""
         try:
             _, *rests = self.render(_EXAMPLE * 2).split(_ANSWER)
         except BadRowError:
@@ -289,10 +282,7 @@ def _ending_in_time() -> Iterator[None]:
 def choose_template(
     tokenizer: Any, wanted: str | None, variables: Mapping[str, Any], *, needs_one: bool
 ) -> ChatTemplate | None:
-    """--chat-template, the tokenizer's own template, or the default for data that ``needs_one``.
-
-    The choice is stored in the tokenizer, so that it is saved with it.
-    """
+    """--chat-template, the tokenizer's own, or the default if one is needed; saved with it."""
     if wanted == NO_TEMPLATE:
         if needs_one:
             raise ConfigurationError(

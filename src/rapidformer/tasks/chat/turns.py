@@ -1,8 +1,4 @@
-"""Read rows as conversations or prompts: turns with the roles system, user, assistant and tool.
-
-`messages` in the format of OpenAI and Hugging Face, ShareGPT's `conversations`, and prompts with
-answers all become a list of turns. Errors name the row by its number.
-"""
+"""Read rows as conversations or prompts, in any usual format; errors name the row by its number."""
 
 from __future__ import annotations
 
@@ -47,8 +43,7 @@ class ChatRows(NamedTuple):
         if self.names.response is not None:
             answers = self.read_texts(self.names.response)
         contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
-        parts = zip(systems, prompts, contexts, answers, strict=True)
-        return [_build_turns(*row) for row in parts]
+        return [_build_turns(*row) for row in zip(systems, prompts, contexts, answers, strict=True)]
 
     def read_tools(self) -> list[list[Any] | None]:
         """The tools that each row's conversation may call; None for rows without any."""
@@ -117,9 +112,6 @@ def name_rows(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:_SHOWN_ROWS]))
     more = f" and {len(numbers) - _SHOWN_ROWS} more" if len(numbers) > _SHOWN_ROWS else ""
     return f"rows {shown}{more}"
-
-
-# ---- one conversation --------------------------------------------------------------------------
 
 
 def _read_messages(value: Any) -> list[Message]:

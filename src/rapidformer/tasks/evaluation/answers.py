@@ -30,11 +30,7 @@ def find_best_spans(output: Any, mask: torch.Tensor, count: int) -> list[Record]
 
 
 def compute_window_losses(output: Any, batch: Batch) -> torch.Tensor:
-    """Per window, the mean cross entropy of the answer's first and its last token.
-
-    Only real tokens compete. In the models' own loss padding does too, so it depends on the longest
-    row of a batch.
-    """
+    """Per window, the mean cross entropy of the answer's two ends; padding does not compete."""
     is_padding = batch["attention_mask"] == 0
     first = _compare(output.start_logits, batch["start_positions"], is_padding)
     last = _compare(output.end_logits, batch["end_positions"], is_padding)
@@ -59,16 +55,11 @@ def join_windows(
         owner = window["example"]
         null[owner] = min(null[owner], record["null"])
         scores = record["first_score"][:, None] + record["last_score"][None, :]
-        lengths = record["last"][None, :] - record["first"][:, None] + 1
+        first, last = record["first"], record["last"]
+        lengths = last[None, :] - first[:, None] + 1
         fits = (lengths > 0) & (lengths <= extras["max_answer_length"]) & np.isfinite(scores)
-        starts, ends, first, last = (
-            window["starts"],
-            window["ends"],
-            record["first"],
-            record["last"],
-        )
         candidates[owner] += [
-            (float(scores[i, j]), starts[first[i]], ends[last[j]])
+            (float(scores[i, j]), window["starts"][first[i]], window["ends"][last[j]])
             for i, j in zip(*np.nonzero(fits), strict=True)
         ]
     count = extras["n_best"]
@@ -95,9 +86,7 @@ def choose_answer(
 
 
 class AnswerTally(Tally):
-    """Records of windows. The windows of a question follow each other, so only one question is
-    open at a time; it is scored when the next one begins.
-    """
+    """Records of windows; a question is scored when the windows of the next one begin."""
 
     def __init__(self, prepared: PreparedData, split: str) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""Evaluate a task's model: every example of the split once, in the order of the data.
-
-The records of all ranks are gathered after a few rounds, added to the task's tally and dropped, so
-that memory does not grow with the split. Each rank ends with the same tally.
-"""
+"""Evaluate a task's model: every example of the split once, in the order of the data."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ def measure(
     split: str,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Tally:
-    """The metrics of a labelled split, the same on every rank.
-
-    ``advance`` is called with the number of examples that all ranks together have done.
-    """
+    """The metrics of a labelled split, the same on every rank; ``advance`` counts all rows."""
     tally = task.build_tally(prepared, split)
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
@@ -65,10 +58,7 @@ def evaluate_task(
     data: Any = None,
     measure_more: Callable[[Any, DistributedLoader], Mapping[str, float]] | None = None,
 ) -> EvaluationReport:
-    """The metrics of a model on ``--eval-split`` of its data, or of the given data.
-
-    ``measure_more(model, loader)`` returns further ones.
-    """
+    """The metrics of a model, and those of ``measure_more``, on ``--eval-split`` or given data."""
     args = engine.args
     task = get_task(args.task or "")
     file = _find_single_file(args) if data is None else None
@@ -102,20 +92,13 @@ def evaluate_task(
         f"{len(rows):,}", split, seconds, len(rows) / seconds,
     )  # fmt: skip
     return EvaluationReport(
-        task=task.name,
-        split=split,
-        metrics=tally.compute() | more,
-        tables=tally.tables(),
-        examples=len(rows),
-        seconds=round(seconds, 3),
-    )
+        task=task.name, split=split, metrics=tally.compute() | more, tables=tally.tables(),
+        examples=len(rows), seconds=round(seconds, 3),
+    )  # fmt: skip
 
 
 def _find_single_file(args: Settings) -> Path | None:
-    """The one file that ``--data-path`` names: all of it is evaluated, whatever its name says.
-
-    Not the file of the run that is evaluated: that one was trained on.
-    """
+    """The one file that the user named: all of it is evaluated, whatever its name says."""
     paths = as_list(args.data_path)
     is_asked = args.sources.get("data_path") in ("command line", "code")
     others = ("eval_split", "validation_split", "train_data", "valid_data", "test_data")

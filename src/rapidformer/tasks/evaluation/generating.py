@@ -71,11 +71,9 @@ def generate(
     if generation.stop_strings:
         options["tokenizer"] = tokenizer
     ids = model.generate(  # type: ignore[operator]
-        input_ids=batch["input_ids"],
-        attention_mask=batch.get("attention_mask"),
-        generation_config=generation.build_config(model, tokenizer),
-        **options,
-    )
+        input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"),
+        generation_config=generation.build_config(model, tokenizer), **options,
+    )  # fmt: skip
     config: Any = model.config
     start = 0 if config.is_encoder_decoder else batch["input_ids"].shape[1]
     answers = list(ids[:, start:].cpu().numpy())

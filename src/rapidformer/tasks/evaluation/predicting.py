@@ -1,7 +1,4 @@
-"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once.
-
-Progress is a bar on a terminal, else a line now and then; answers may be printed as they come.
-"""
+"""Answer rows with a task's model: group by group, in the order of the rows, each exactly once."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ def predict_task(engine: RapidformerEngine, rows: Sequence[Row]) -> Answers:
 def iterate_predictions(
     engine: RapidformerEngine, rows: Sequence[Row], *, start: int = 0
 ) -> Iterator[Answers]:
-    """As ``predict_task``, group by group as they are done.
-
-    ``start`` is the first row of a group; those before it are left out.
-    """
+    """As ``predict_task``, group by group; rows before ``start``, a group's first, are left out."""
     args = engine.args
     task = get_task(args.task or "")
     prepared = task.prepare_for_prediction(args, rows)
@@ -102,10 +96,7 @@ def _measure(features: Any) -> list[int] | None:
 
 
 def _join(row: Row, answer: dict[str, Any], task: Task) -> dict[str, Any]:
-    """A row's columns, including ids and gold labels, and the model's answers.
-
-    An answer with the same name as a column is called ``predicted_...``.
-    """
+    """A row's columns and the answers; one with a column's name is called ``predicted_...``."""
     if isinstance(row, str):
         return answer
     joined = {name: value for name, value in row.items() if fits_json(value)}
@@ -181,10 +172,7 @@ def _log_lines(total: int, what: str, done: int) -> Callable[[int], None]:
 
 
 class AnswerStreamer(TextStreamer):  # type: ignore[misc]
-    """Prints answers word by word, each under its title, and without what stops it.
-
-    The end of the text is held back while it may be the beginning of a stop string.
-    """
+    """Prints answers word by word, except for what may be the beginning of a stop string."""
 
     def __init__(
         self, tokenizer: Any, stop_strings: Sequence[str] = (), titles: Sequence[str] = ()

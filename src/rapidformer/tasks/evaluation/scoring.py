@@ -1,8 +1,4 @@
-"""Losses row by row, so that a split's loss is exact however it is cut into batches.
-
-Each function returns the *sum* over a row's terms and their count, on the host, with one copy from
-the device per batch. Sums are computed in fp32, whatever the model's precision.
-"""
+"""Losses row by row, summed in fp32: a split's loss is exact however it is cut into batches."""
 
 from __future__ import annotations
 

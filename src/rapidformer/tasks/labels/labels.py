@@ -1,12 +1,8 @@
 """Turn labels as the user wrote them into what a classifier learns.
 
-Strings become ids in sorted order, integers must be 0 to n-1, floats mean regression, lists mean
-several labels per row. Without a training split, a fine-tuned model is being evaluated: its own
-classes apply, not those found in the data, because a test set may lack a class, and a label that
-the model never learned is an error.
-
-`LABEL_0`, `LABEL_1`, ... are not names but the placeholders that transformers writes if the classes
-have none; even a model without a classifier has two of them.
+Strings become ids in sorted order, integers must be 0 to n-1, floats mean regression, lists several
+labels per row. Without a training split, a fine-tuned model is evaluated, and its classes apply.
+`LABEL_0`, ... are no names: transformers writes them if the classes have none.
 """
 
 from __future__ import annotations
@@ -109,9 +105,6 @@ def _are_placeholders(names: Sequence[str]) -> bool:
     return all(name == f"LABEL_{index}" for index, name in enumerate(names))
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
 def read_labels(
     splits: Mapping[str, Any], column: str, args: Settings, model: ModelClasses
 ) -> tuple[LabelSpace, dict[str, bool]]:
@@ -184,8 +177,7 @@ def _get_problem_type(values: Sequence[Any], args: Settings, learned: ModelClass
         return SINGLE
     if any(isinstance(value, float) for value in values):
         return REGRESSION
-    is_number = isinstance(values[0], int)
-    return REGRESSION if args.num_labels == 1 and is_number else SINGLE
+    return REGRESSION if args.num_labels == 1 and isinstance(values[0], int) else SINGLE
 
 
 def _read_multi_label(
@@ -236,7 +228,10 @@ def _choose_classes(
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
     """The classes, and the ids of texts, of indices of the declared names or of plain numbers."""
     if texts is not None:
-        chosen = _order(_sort_names(set(texts)), model, learned)
+        names = set(texts)
+        are_numbers = all(name.lstrip("-").isdigit() for name in names)
+        ordered: list[str] = sorted(names, key=int if are_numbers else str)
+        chosen = _order(tuple(ordered), model, learned)
         return chosen, {name: index for index, name in enumerate(chosen)}
     if declared is None:
         count = learned.count or count_numbers()
@@ -253,15 +248,6 @@ def _choose_classes(
 def _order(names: tuple[str, ...], model: ModelClasses, learned: ModelClasses) -> tuple[str, ...]:
     """The classes in the model's order, if they are its classes or have to be."""
     return model.outputs if learned.count or set(names) == set(model.names) else names
-
-
-def _sort_names(names: set[str]) -> tuple[str, ...]:
-    if all(name.lstrip("-").isdigit() for name in names):
-        return tuple(sorted(names, key=int))
-    return tuple(sorted(names))
-
-
-# --- the data against the model ------------------------------------------------------------------
 
 
 def _check_contradiction(args: Settings, learned: ModelClasses) -> None:

@@ -158,10 +158,8 @@ def _correlate(counts: torch.Tensor) -> float:
 class RegressionTally(Tally):
     """Pearson and Spearman correlation, mean squared and mean absolute error.
 
-    Spearman's ranks depend on all values at once, so two numbers (16 bytes) are kept per row, and
-    everything is computed from them, in fp64 (torchmetrics computes ranks in fp32). The correlation
-    with a constant is undefined; it is reported as 0, so that an untrained model does not put NaN
-    into the results.
+    Spearman's ranks need all values at once, so 16 bytes are kept per row; torchmetrics would rank
+    in fp32. The correlation with a constant is undefined, and reported as 0.
     """
 
     def __init__(self) -> None:
@@ -190,11 +188,9 @@ class RegressionTally(Tally):
         )
         errors = predicted - wanted
         return {
-            "pearson": pearson,
-            "spearmanr": spearman,
-            "mse": float(errors.square().mean()),
+            "pearson": pearson, "spearmanr": spearman, "mse": float(errors.square().mean()),
             "mae": float(errors.abs().mean()),
-        }
+        }  # fmt: skip
 
 
 def compute_regression(predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:

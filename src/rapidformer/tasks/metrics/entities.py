@@ -1,11 +1,7 @@
-"""Tags of words: entities by type, or every tag on its own.
+"""Tags of words: entities by type (boundaries and type must be right), or every tag on its own.
 
-An entity counts if both its boundaries and its type are right.
-
-The rules are those of CoNLL's evaluation script, which seqeval's default mode follows: tags are
-accepted where a strict reading would forbid them (an I- after O begins an entity). IOB1, IOB2 and
-IOBES all work. seqeval itself would need scikit-learn, and all sentences in memory at once; the
-tests compare with it.
+The rules are those of CoNLL's script and seqeval's default mode: an I- after O begins an entity;
+IOB1, IOB2 and IOBES all work. seqeval itself needs scikit-learn and all sentences in memory.
 """
 
 from __future__ import annotations
@@ -58,10 +54,7 @@ def has_entity_tags(names: Iterable[str]) -> bool:
 
 
 class EntityTally(Tally):
-    """Counts of entities by type, and of tags.
-
-    Records have ``guesses`` and ``labels``: the numbers, among ``names``, of a sentence's tags.
-    """
+    """Counts of entities by type, and of tags; records number a sentence's tags among ``names``."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Scores of texts in percent: BLEU and ROUGE of generated ones, exact match and F1 of answers.
-
-Answers are scored by SQuAD's rules (both of its versions).
-"""
+"""Scores of texts in percent: BLEU and ROUGE of generated ones, SQuAD's of answers."""
 
 from __future__ import annotations
 

@@ -116,15 +116,6 @@ def _classify(name: str) -> _Compute:
     return compute
 
 
-def _score_accuracy(predictions: list[int], references: list[int]) -> _Scores:
-    return {"accuracy": _score_equal(predictions, references)["exact_match"]}
-
-
-def _correlate(predictions: list[int], references: list[int]) -> _Scores:
-    classes = _count_classes(predictions, references)
-    return compute_single_label(predictions, references, classes, ("matthews_correlation",))
-
-
 def _score_entities(
     predictions: list[list[str]], references: list[list[str]], **settings: Any
 ) -> _Scores:
@@ -196,27 +187,23 @@ def _score_bleu(predictions: list[str], references: list[Any]) -> _Scores:
     return {"score": bleu.score()}
 
 
-def _score_error(predictions: list[float], references: list[float], **settings: Any) -> _Scores:
-    return {"mse": compute_regression(predictions, references)["mse"]}
-
-
 def _score_equal(predictions: list[Any], references: list[Any], **settings: Any) -> _Scores:
     hits = sum(p == r for p, r in zip(predictions, references, strict=True))
     return {"exact_match": hits / len(references)}
 
 
 _METRICS: Mapping[str, _Compute] = {
-    "accuracy": _score_accuracy,
+    "accuracy": lambda p, r: {"accuracy": _score_equal(p, r)["exact_match"]},
     "f1": _classify("f1"),
     "precision": _classify("precision"),
     "recall": _classify("recall"),
-    "matthews_correlation": _correlate,
+    "matthews_correlation": _find_glue("cola"),
     "seqeval": _score_entities,
     "squad": _score_answers,
     "squad_v2": _score_answers_2,
     "rouge": _score_rouge,
     "sacrebleu": _score_bleu,
-    "mse": _score_error,
+    "mse": lambda p, r, **settings: {"mse": compute_regression(p, r)["mse"]},
     "exact_match": _score_equal,
 }
 

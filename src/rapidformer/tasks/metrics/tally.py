@@ -1,8 +1,6 @@
 """Metrics that are computed while an evaluation runs, and the tables that it reports besides them.
 
-A tally takes the records of a split in the order of the data, a few at a time, and keeps counts and
-sums of them, never the records: its size does not grow with the split. Each table (scores by class,
-a confusion matrix) can be written as JSON and drawn in a terminal.
+A tally keeps counts and sums of the records of a split, never the records.
 """
 
 from __future__ import annotations
@@ -138,9 +136,6 @@ def _show(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-
-
-# --- tallies -------------------------------------------------------------------------------------
 
 
 class Tally(ABC):

@@ -1,9 +1,7 @@
 """Choose a model's objective, and build the model with a vocabulary that fits the tokenizer.
 
-If the flags ask for it, a model must keep the documents of a row apart. One that accepts a mask
-does not necessarily obey it: recurrent layers carry state past any mask, and some models have no
-position ids to restart. Instead of keeping a list of model families, we run the model once on two
-documents and refuse it if one affects the other.
+If the documents of a row must be kept apart, the model is run once on two of them, and refused if
+one affects the other: one that accepts a mask does not necessarily obey it.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Nu
 # Arguments of models with a head that predicts whether two segments were swapped.
 _ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 _LENGTH = 14
-# Relative to the effect that one document has on the next without a mask. If they are separate, it
-# is zero, except in a mixture of experts: other tokens go to other experts, which changes the
-# round-off.
+# Relative to the effect without a mask: zero, except for the round-off of a mixture of experts.
 _LARGEST_EFFECT = 1e-3
 _LARGEST_DIFFERENCE = 1e-3
 """Between a document in a row and the same document alone, relative to the largest loss."""
@@ -128,10 +124,7 @@ def _build_gpt(args: Settings, tokenizer: Tokenizer) -> nn.Module:
 
 
 def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
-    """The transformers version of the tokenizer, saved with the model; None if there is none.
-
-    It includes the tokens that Megatron's version adds at the end, such as T5's sentinels.
-    """
+    """transformers' version of the tokenizer, if any, with the tokens that Megatron's adds."""
     if args.tokenizer_type in _WITHOUT_PROCESSOR:
         return None
     if args.tokenizer_name_or_path is not None:
@@ -149,9 +142,6 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
             setattr(processor, f"{role}_token", tokens[getattr(tokenizer, role)])
     return processor
-
-
-# --- documents of a row kept apart ----------------------------------------------------------------
 
 
 def check_documents(objective: NextToken, model: Any) -> None:

@@ -1,8 +1,6 @@
 """Pre-training objectives: what a model learns from raw text, and how its loss is computed.
 
-A decoder predicts the next token (gpt), an encoder the masked tokens and whether two segments were
-swapped (bert), an encoder-decoder the masked spans (t5). Losses are computed here from the logits,
-not by the model, so that each term can be weighted and reported separately.
+Losses are computed from the logits, so that each term can be weighted and reported separately.
 """
 
 from __future__ import annotations
@@ -158,8 +156,7 @@ class HiddenSpans(PretrainingObjective):
     def compute(self, model: Any, batch: Mapping[str, Any], context: Context) -> Term | Terms:
         labels, inputs = batch["labels"], _get_inputs(batch)
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
-            inputs["decoder_input_ids"] = shifted
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
         else:
             # The model shifts the labels only in its forward, where it also computes a loss nobody
             # needs.

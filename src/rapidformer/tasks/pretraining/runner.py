@@ -1,6 +1,4 @@
-"""Pre-training as a black box: everything comes from the settings, with the PreTrainer that scripts
-use.
-"""
+"""Pre-training as a black box: the PreTrainer that scripts use, from the settings alone."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 from rapidformer.context import get_tokenizer
 from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import DataError, raise_problems
 from rapidformer.objectives import Objective
 from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
@@ -38,13 +36,10 @@ class TaskPreTrainer(PreTrainer):
 
     def train_valid_test_datasets_provider(self, train_val_test_num_samples: list[int]) -> Any:
         datasets = build_pretraining_datasets(
-            self.objective.name,
-            self.args,
-            train_val_test_num_samples,
-            tokenizer=self.tokenizer,
+            self.objective.name, self.args, train_val_test_num_samples, tokenizer=self.tokenizer,
             binary_head=self.objective.has_order_head,
             vocab_size=count_usable_tokens(self.objective),
-        )
+        )  # fmt: skip
         if train_val_test_num_samples[0] and datasets[0] is None:
             raise DataError(f"--split {self.args.split!r} leaves no training data.")
         return datasets
@@ -66,17 +61,12 @@ def pretrain(engine: RapidformerEngine) -> Metrics:
         )
     if args.lr is None:
         problems.append("--task pretraining needs --lr, the peak learning rate.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return TaskPreTrainer(engine).train()
 
 
 def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
-    """Loss and perplexity of a model on ``--eval-split`` of the corpus.
-
-    Given the same length and intervals as a training run, it evaluates the same samples as that
-    run.
-    """
+    """Loss and perplexity on ``--eval-split``: a run's samples, given its length and intervals."""
     args = engine.args
     split = _SPLITS.get(args.eval_split)
     if split is None:
@@ -96,9 +86,6 @@ def evaluate_pretraining(engine: RapidformerEngine) -> EvaluationReport:
     started = time.perf_counter()
     metrics = evaluate_model(engine, lambda: trainer.measure_loss(model, loader))
     return EvaluationReport(
-        task="pretraining",
-        split=args.eval_split,
-        metrics=metrics,
-        examples=loader.num_samples,
+        task="pretraining", split=args.eval_split, metrics=metrics, examples=loader.num_samples,
         seconds=round(time.perf_counter() - started, 3),
-    )
+    )  # fmt: skip

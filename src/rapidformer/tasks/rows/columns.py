@@ -1,8 +1,4 @@
-"""Find which column of the user's data plays which role.
-
-Columns are found by their usual names; a flag overrides the search. This imports no torch, so that
-`rapidformer tasks` shows the tables at once.
-"""
+"""Find which column plays which role: by a flag, or by its usual names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,10 +47,7 @@ def find_column(
 def find_columns(
     roles: Sequence[ColumnRole], available: Sequence[str], args: object
 ) -> dict[str, str]:
-    """The columns of all required roles, by role name; reports everything missing at once.
-
-    A column has only one role: the roles choose in the order given.
-    """
+    """The columns of all required roles, which choose in order; reports all that is missing."""
     columns: dict[str, str] = {}
     missing: list[ColumnRole] = []
     problems: list[str] = []

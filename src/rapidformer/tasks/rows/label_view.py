@@ -1,7 +1,4 @@
-"""Rows as the model sees them: their tokens, which of them are trained on, and their labels.
-
-Everything is read from the collated batch, so that what is shown is what training gets.
-"""
+"""Rows as the model sees them, read from the collated batch: tokens, labels, what is trained on."""
 
 from __future__ import annotations
 
@@ -141,10 +138,7 @@ def _describe(batch: Mapping[str, Any], prepared: PreparedData) -> str:
 
 
 def _decode_each(ids: Sequence[int], tokenizer: Any) -> Iterator[str]:
-    """The text of each token, with the space before it if there is one.
-
-    Some tokenizers drop the space of a token that is decoded alone; its neighbour brings it back.
-    """
+    """The text of each token, with the space before it, which may be lost without its neighbour."""
     before: list[int] = []
     parts: list[int] = []  # of a character that is not complete
     for token in ids:

@@ -1,8 +1,4 @@
-"""Find the problems of a black-box command before anything heavy is imported.
-
-Checks paths, columns, names and output folders, and reports all problems at once. What depends on
-the full data or the model is checked when they are loaded.
-"""
+"""Find all problems of a black-box command at once, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +10,14 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
-from rapidformer.nearest import find_nearest
+from rapidformer.models.location import (
+    check_folder,
+    check_head,
+    get_model_location,
+    is_from_scratch,
+    is_model_folder,
+)
+from rapidformer.nearest import suggest
 from rapidformer.strict_json import parse_json
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.registry import get_task, is_pretraining
@@ -29,10 +32,7 @@ STANDARD_INPUT = "-"
 def find_task_problems(
     args: Settings, command: str, num_gpus: int, rows: list[Any] | None = None
 ) -> list[str]:
-    """Every problem of a ``train``, ``evaluate`` or ``predict`` command, one message each.
-
-    ``rows`` are the first of those that a call was given instead of files.
-    """
+    """Every problem of a command, or of a call, which is given its first ``rows``."""
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     problems += _check_save(args) if command == "train" else _check_output(args, command)
     if args.task is None:
@@ -78,7 +78,10 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 f"{command} needs a trained model: give --load RUN, the folder of a run or of a "
                 "model."
             )
-        elif args.task is None and not _has_no_model(args.load):
+        # A folder without a model is the problem to report.
+        elif args.task is None and (
+            args.load is None or is_model_folder(Path(args.load).expanduser())
+        ):
             path = Path(name or "").expanduser()
             reason = (
                 "--load does not name a run with a task"
@@ -87,13 +90,6 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
                 "the task of a Hub model"
             )
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
-
-
-def _has_no_model(folder: str | None) -> bool:
-    """Whether ``--load`` names a folder without a model: then that is the problem to report."""
-    from rapidformer.models.location import is_model_folder
-
-    return folder is not None and not is_model_folder(Path(folder).expanduser())
 
 
 def _check_save(args: Settings) -> Iterator[str]:
@@ -137,23 +133,15 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
     metric = args.metric_for_best_model
     if metric is None or metric.removeprefix("eval_") in metrics:
         return
-    near = find_nearest(metric, metrics)
-    hint = f" Did you mean {near}?" if near else ""
     yield (
         f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
-        f"{', '.join(metrics)}.{hint}"
+        f"{', '.join(metrics)}.{suggest(metric, metrics)}"
     )
 
 
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
     """``asked_task`` is the task that the model must have been trained for, if any."""
     from rapidformer.models.adapter_folder import find_files, is_adapter_folder, read_base
-    from rapidformer.models.location import (
-        check_folder,
-        check_head,
-        get_model_location,
-        is_from_scratch,
-    )
 
     location = get_model_location(args)
     if location is None and args.model_type is None and args.load is None:

@@ -1,8 +1,7 @@
 """Tables of rows, either a `datasets.Dataset` or a plain list of dictionaries.
 
-Tasks access both through these functions, so that predicting on a few rows does not need `datasets`
-at all. `map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one,
-which takes longer than processing a small table.
+`map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one, which takes
+longer than processing a small table.
 """
 
 from __future__ import annotations
@@ -124,16 +123,12 @@ def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequ
         get_logger().info(f"preparing {len(rows):,} rows")
     with contextlib.nullcontext() if shows_bar else _quiet_datasets():
         return rows.map(
-            function,
-            with_indices=True,
-            batched=True,
-            batch_size=_BATCH,
-            remove_columns=rows.column_names,
-            num_proc=None if is_small else workers,
+            function, with_indices=True, batched=True, batch_size=_BATCH,
+            remove_columns=rows.column_names, num_proc=None if is_small else workers,
             keep_in_memory=not rows.cache_files,
             new_fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
             desc="Preparing the data",
-        )
+        )  # fmt: skip
 
 
 def drop_columns(features: Any, names: Sequence[str]) -> Any:

@@ -1,9 +1,7 @@
 """BERT's masking: of the chosen tokens, 80 % are masked, 10 % replaced and 10 % kept.
 
-A row's masks depend on its seed alone: in training on the run's seed, the epoch and the row, in
-evaluation on the run's seed and the row, never on which rows share a micro-batch. Every row keeps
-at least one label: a batch without labels has no mean loss. transformers'
-``DataCollatorForLanguageModeling`` promises neither.
+A row's masks depend on its seed alone, never on the rows next to it, and every row keeps a label;
+transformers' ``DataCollatorForLanguageModeling`` promises neither.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Keep attention inside each example of a packed row, and prove it on the model itself.
 
-Most models in transformers separate examples by positions that restart at 0; some need an explicit
-mask; some support neither, and a few accept the positions but let attention cross anyway. There is
-no list of model families: a packed row and its examples alone are run through the user's model, the
-first method that gives equal results is used, and a model without one is refused.
+Some models need positions that restart, some an explicit mask, some obey neither. A packed row and
+its examples alone are run through the model: the first method that gives equal results is used.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ _BY_POSITIONS, _BY_MASK, _BY_MASKS = "positions", "a mask", "a mask for each kin
 _SIZES: tuple[int, ...] = (5, 7, 4)
 # A longer window would make the proof too slow.
 _LONGEST_PROVED_WINDOW = 256
-# Relative to the largest logit. The round-off of deep models stays below _LARGEST_DIFFERENCE. The
-# effect of an example on the next one, measured by changing the first, is exactly zero if they are
-# separate, except in a mixture of experts: other tokens go to other experts, which changes the
-# experts' batches and thus the round-off of the remaining rows (by 2e-6 in 48 layers). The state
-# that recurrent layers carry over never measured below 5e-4.
+# Relative to the largest logit. The effect of an example on the next one is zero if they are
+# separate, except for the round-off of a mixture of experts (2e-6 in 48 layers); the state that
+# recurrent layers carry over never measured below 5e-4.
 _LARGEST_DIFFERENCE = 1e-3
 _LARGEST_EFFECT = 3e-5
 _LEAST_EFFECT = 1e-4
@@ -129,14 +125,9 @@ class _Proof:
         self.model, self.name = model, type(model).__name__
         self.ids, self.changed = usual[picked].to(device), usual[other].to(device)
         self.positions = positions.to(device)
-        self.alone = torch.stack(
-            [
-                torch.cat(
-                    [self._run({"input_ids": part[None]})[0] for part in ids.split(list(cut))]
-                )
-                for ids, cut in zip(self.ids, cuts, strict=True)
-            ]
-        )
+        parts = [ids.split(list(cut)) for ids, cut in zip(self.ids, cuts, strict=True)]
+        alone = [[self._run({"input_ids": part[None]})[0] for part in row] for row in parts]
+        self.alone = torch.stack([torch.cat(row) for row in alone])
         # Whether the test would notice if our mask ignored the model's sliding window.
         self.sees_window = window is None or window >= length or max(sizes) > window
 

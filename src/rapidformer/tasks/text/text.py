@@ -1,9 +1,7 @@
 """What the text tasks have in common: tokenizer, row length, padding, model settings, blocks.
 
-The blocks of language models are rows of plain text. With `group_texts`, texts are joined and cut
-into rows of exactly the sequence length, so that nothing is padded or truncated; what remains at
-the end of a batch of 1000 texts becomes a shorter row instead of being dropped. Without it, each
-text is one row, truncated to the length.
+With `group_texts`, texts are joined and cut into blocks of exactly the sequence length; the rest of
+a batch of 1000 texts is a shorter one. Without it, each text is one row, truncated to the length.
 """
 
 from __future__ import annotations
@@ -60,23 +58,19 @@ class TextParts(NamedTuple):
     ) -> PreparedData:
         """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
         return PreparedData(
-            **features,
-            collate=collate or build_text_collator(self.tokenizer, side),
+            **features, collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
-            model_settings={**(settings or {}), **self._get_model_settings()},
-            extras=extras,
-        )
+            model_settings={**(settings or {}), **self._get_model_settings()}, extras=extras,
+        )  # fmt: skip
 
     def prepare_input(
         self, features: Any, extras: Mapping[str, Any], side: str | None = None
     ) -> PreparedData:
         """Rows to predict on, without labels."""
         return PreparedData(
-            test=features,
-            collate=build_text_collator(self.tokenizer, side),
-            processor=self.tokenizer,
-            extras={"labelled": {"test": False}, **extras},
-        )
+            test=features, collate=build_text_collator(self.tokenizer, side),
+            processor=self.tokenizer, extras={"labelled": {"test": False}, **extras},
+        )  # fmt: skip
 
     def _get_model_settings(self) -> dict[str, Any]:
         """Settings of the model that follow from the tokenizer."""
@@ -199,15 +193,10 @@ def check_is_fast(tokenizer: Any, task: str) -> None:
         )
 
 
-# --- blocks of plain text -------------------------------------------------------------------------
-
-
 def encode_blocks(
     rows: Any, split: str, column: str, parts: TextParts, *, add_special: bool
 ) -> Any:
-    """Token rows. ``add_special`` frames each row as the tokenizer does ([CLS] ... [SEP]);
-    otherwise the end-of-text token, if there is one, follows each text.
-    """
+    """Token rows, framed as the tokenizer does (``add_special``), or texts with an end token."""
     tokenizer, groups = parts.tokenizer, parts.args.group_texts
     before, after = get_frame(tokenizer) if add_special else ([], [])
     room = parts.length - len(before) - len(after)

@@ -1,8 +1,4 @@
-"""Cut questions and contexts into windows that fit the model, and locate the answer in each.
-
-One question becomes several rows. The columns `example`, `starts` and `ends` record where a window
-comes from; they are not fed to the model.
-"""
+"""Cut questions and contexts into windows that fit the model, and locate the answer in each."""
 
 from __future__ import annotations
 
@@ -17,13 +13,11 @@ from rapidformer.tasks.text.text import TextParts
 # An answer's text and the position of its first character in the context.
 Answer = tuple[str, int]
 _WINDOW_COLUMNS = ("example", "starts", "ends")
+"""Where a window comes from; they are not fed to the model."""
 _PART = 1000
 """Rows that are read at once."""
 _STRIDE = 128
 """Default overlap of windows in tokens; never more than half a window."""
-
-
-# --- answers in the data -------------------------------------------------------------------------
 
 
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
@@ -77,16 +71,10 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
     )
 
 
-# --- windows -------------------------------------------------------------------------------------
-
-
 def encode_windows(
     rows: Any, split: str, names: Sequence[str], parts: TextParts
 ) -> tuple[Any, Any | None]:
-    """The windows of a split and, unless it is for training, where each of them comes from.
-
-    ``names`` are the columns of the question, the context and, if there are any, the answers.
-    """
+    """The windows of questions, contexts and answers and, except in training, their places."""
     tokenizer, stride = parts.tokenizer, parts.args.doc_stride
     room = parts.length - tokenizer.num_special_tokens_to_add(pair=True)
     stride = min(_STRIDE, room // 2) if stride is None else stride
