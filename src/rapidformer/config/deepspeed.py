@@ -43,6 +43,7 @@ _FP16_PAIRS: _Pairs = (
     ("fp16.loss_scale_window", "loss_scale_window", int),
     ("fp16.hysteresis", "hysteresis", int),
     ("fp16.min_loss_scale", "min_loss_scale", float),
+    ("fp16.loss_scale", "loss_scale", lambda scale: float(scale) or None),
 )
 # Schedule settings that the file's scheduler has no key for.
 _SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_samples")
@@ -92,7 +93,6 @@ class _Merge:
         for key, name, convert in pairs:
             self._take(key, name, convert)
         self._take_rates()
-        self._take_loss_scale()
         self._take_precision()
         self._compare_stages()
         self._compare_batches()
@@ -148,11 +148,6 @@ class _Merge:
         if isinstance(betas, list) and len(betas) == 2:
             for place, beta in enumerate(betas):
                 self._put(f"optimizer.params.betas[{place}]", f"adam_beta{place + 1}", beta, beta)
-
-    def _take_loss_scale(self) -> None:
-        scale = find_value(self.content, "fp16.loss_scale")
-        if find_value(self.content, "fp16.enabled") and scale is not None:
-            self._put("fp16.loss_scale", "loss_scale", float(scale) or None, scale)
 
     def _take_precision(self) -> None:
         kinds = [k for k in ("fp16", "bf16") if find_value(modernize(self.content), f"{k}.enabled")]

@@ -12,12 +12,7 @@ from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
-from rapidformer.config.validate import (
-    SAMPLING,
-    find_problems,
-    has_sound_batches,
-    loads_from_hub,
-)
+from rapidformer.config.validate import SAMPLING, find_problems, has_sound_batches, loads_from_hub
 from rapidformer.errors import ConfigurationError, count
 
 _MICRO_BATCH, _LEARNING_RATE, _EPOCHS = 8, 5e-5, 3

@@ -98,7 +98,11 @@ class Setting:
         return self._to_text(value)
 
     def _to_text(self, value: Any) -> str:
-        text = _expand_home(str(value))
+        text = str(value)
+        if text.startswith("~") and "/" in text:
+            # As a shell would, which does not see YAML files and `--save=~/runs`. Not with
+            # Path.expanduser: it fails for an unknown user, and drops a trailing slash.
+            text = os.path.expanduser(text)  # noqa: PTH111
         if "\0" in text:
             raise ValueError("contains a zero byte")
         longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
@@ -118,12 +122,6 @@ class Setting:
             if text.lower().replace("_", "-") == choice.lower().replace("_", "-"):
                 return choice
         raise ValueError(f"must be one of {', '.join(self.choices)}, got {text!r}")
-
-
-def _expand_home(text: str) -> str:
-    """``~/runs`` as a shell would; a shell does not see YAML files and ``--save=~/runs``."""
-    # Not Path.expanduser: it fails for an unknown user, and drops a trailing slash.
-    return os.path.expanduser(text) if text.startswith("~") and "/" in text else text  # noqa: PTH111
 
 
 def _to_bool(value: Any) -> bool:

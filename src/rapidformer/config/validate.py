@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import count
 from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
+from rapidformer.strict_json import parse_json
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -163,9 +163,8 @@ def _check_generation(args: Settings) -> Iterator[str]:
     yield from _check_each(args, counts, lambda v: v >= 1, "be at least 1")
     if args.temperature == 0:
         yield "--temperature 0 would draw nothing: leave it out to get the most likely tokens."
-    else:
-        yield from _check_each(args, ("temperature",), lambda v: v > 0, "be positive")
-    yield from _check_each(args, ("repetition_penalty",), lambda v: v > 0, "be positive")
+    scales = ("repetition_penalty", *(("temperature",) if args.temperature else ()))
+    yield from _check_each(args, scales, lambda v: v > 0, "be positive")
     yield from _check_each(args, shares, lambda v: 0 < v <= 1, "be above 0 and at most 1")
     yield from _check_answers(args)
 
@@ -262,7 +261,7 @@ def _check_run_folder(args: Settings) -> Iterator[str]:
 def _check_chat(args: Settings) -> Iterator[str]:
     given = args.chat_template_kwargs
     try:
-        variables = {} if given is None else json.loads(given)
+        variables = {} if given is None else parse_json(given)
     except ValueError:
         variables = None
     if not isinstance(variables, dict):
@@ -284,8 +283,8 @@ def _check_peft_config(given: str) -> Iterator[str]:
         yield f"--peft-config {given} is not a file."
         return
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as reason:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as reason:
         yield f"--peft-config {given} is not JSON: {reason}."
         return
     if not isinstance(content, dict) or "peft_type" not in content:

@@ -294,7 +294,7 @@ def _pass_on(batch: Any) -> Any:
 def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
     """Rows of a batch, if torch's own batch sampler makes the batches."""
     batches = loader.batch_sampler
-    return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
+    return batches.batch_size if type(batches) is BatchSampler else None
 
 
 def adopt_loader(
@@ -314,15 +314,13 @@ def adopt_loader(
     own decides the order (it must give the same one on every process); a batch sampler of the
     user's own cannot be cut.
     """
-    streams, batches = is_stream(loader.dataset), loader.batch_sampler
-    size = get_rows_per_batch(loader)
-    if size is None or (not streams and type(batches) is not BatchSampler):
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
         raise DataError(
             "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
             "spread over processes: give it batch_size= (and sampler=, if you have an order)."
         )
-    sampler = batches.sampler if isinstance(batches, BatchSampler) and not streams else None
-    given = sampler
+    sampler = given = None if is_stream(loader.dataset) else batches.sampler
     if isinstance(sampler, DistributedSampler):
         raise DataError(
             "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
@@ -336,10 +334,9 @@ def adopt_loader(
     if is_random or isinstance(sampler, SequentialSampler):
         sampler = None
     adopted = DistributedLoader(
-        loader.dataset, collate=loader.collate_fn, micro_batch_size=batch_size or size,
-        num_replicas=num_replicas, replica=replica, rounds_per_update=rounds_per_update,
-        shuffle=is_random, seed=seed, num_workers=loader.num_workers,
-        drop_last=batches.drop_last if isinstance(batches, BatchSampler) else loader.drop_last,
+        loader.dataset, collate=loader.collate_fn, num_replicas=num_replicas, replica=replica,
+        micro_batch_size=batch_size or batches.batch_size, rounds_per_update=rounds_per_update,
+        shuffle=is_random, seed=seed, num_workers=loader.num_workers, drop_last=batches.drop_last,
         device=device, gather_digests=gather_digests,
         order=None if sampler is None else lambda: list(sampler),
         num_samples=len(sampler) if isinstance(sampler, Sized) else None,

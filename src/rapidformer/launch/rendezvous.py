@@ -78,13 +78,23 @@ class Rounds(RendezvousHandler):
             self.round = self._ask_for_round() if self.round >= 0 else self._enter()
             while missing := self._join():
                 if time.monotonic() > deadline:
-                    raise self._build_absence_error(missing)
+                    names = ", ".join(self.describe_node(node) for node in missing)
+                    raise WorkerError(
+                        f"{names} did not come within {self._timeout / 60:g} minutes "
+                        "(--distributed-timeout-minutes): is the command running there, with the "
+                        f"same NNODES, and can it reach {self.plan.endpoint}?"
+                    )
                 time.sleep(_POLL_SECONDS)
-            port = self._share_worker_store()
+            key = f"port/{self.round}"
+            if self.plan.node_rank == 0:
+                address = self.plan.master_addr
+                self._worker_store = TCPStore(address, 0, None, True, wait_for_workers=False)
+                self.store.set(key, str(self._worker_store.port))
+            port = int(self._wait_for(key))
         self._seen.clear()
         store, plan = PrefixStore(f"round/{self.round}", self.store), self.plan
-        address = RendezvousStoreInfo(plan.master_addr, port)
-        return RendezvousInfo(store, plan.node_rank, plan.nodes, address)
+        workers = RendezvousStoreInfo(plan.master_addr, port)
+        return RendezvousInfo(store, plan.node_rank, plan.nodes, workers)
 
     def num_nodes_waiting(self) -> int:
         """Whether this node's workers must stop for a new round; raises if the run is over."""
@@ -243,14 +253,6 @@ class Rounds(RendezvousHandler):
             return []
         return [n for n in nodes if not self.store.check([f"joined/{self.round}/{n}"])]
 
-    def _share_worker_store(self) -> int:
-        key = f"port/{self.round}"
-        if self.plan.node_rank == 0:
-            address = self.plan.master_addr
-            self._worker_store = TCPStore(address, 0, None, True, wait_for_workers=False)
-            self.store.set(key, str(self._worker_store.port))
-        return int(self._wait_for(key))
-
     def _get_round(self) -> int:
         return int(self._read("round") or 0)
 
@@ -291,14 +293,6 @@ class Rounds(RendezvousHandler):
             elif now - self._seen[node][1] > _LOST_SECONDS and node != self.plan.node_rank:
                 lost.append(node)
         return lost
-
-    def _build_absence_error(self, missing: list[int]) -> WorkerError:
-        names = ", ".join(self.describe_node(node) for node in missing)
-        return WorkerError(
-            f"{names} did not come within {self._timeout / 60:g} minutes "
-            "(--distributed-timeout-minutes): is the command running there, with the same NNODES, "
-            f"and can it reach {self.plan.endpoint}?"
-        )
 
     @contextmanager
     def _losing_node_0(self) -> Iterator[None]:

@@ -77,7 +77,13 @@ def export(
     source = find_source(checkpoint, base)
     say = get_logger().info
     with _staging(target) as staging:
-        config = _read_config(source)
+        try:
+            config = read_config(str(source.description), local_files_only=True)
+        except OwnCodeError:
+            raise ModelError(
+                f"{source.folder} comes with its own Python code, which export does not run: use "
+                "engine.export in the script that trained it."
+            ) from None
         if source.base is not None:
             forget_quantization(config, source.base, merges=merge)
         kind = DTYPES[dtype] if dtype else find_stored_dtype(source)
@@ -108,16 +114,6 @@ def export(
         (staging / _REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
     say("exported  %s", target)
     return report
-
-
-def _read_config(source: Source) -> Any:
-    try:
-        return read_config(str(source.description), local_files_only=True)
-    except OwnCodeError:
-        raise ModelError(
-            f"{source.folder} comes with its own Python code, which export does not run: use "
-            "engine.export in the script that trained it."
-        ) from None
 
 
 def _write_model(
