@@ -48,8 +48,7 @@ _SAME = (
     ("lr_decay_iters", "lr_decay_samples"),
 )
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Each of them means ``--do-sample``."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
@@ -80,6 +79,13 @@ def _check_ranges(args: Settings) -> Iterator[str]:
     yield from _check_each(args, (*_POSITIVE, *numbers), lambda v: v > 0, "be positive")
     yield from _check_each(args, _NOT_NEGATIVE, lambda v: v >= 0, "not be negative")
     yield from _check_each(args, _FRACTIONS, lambda v: 0 <= v < 1, "be at least 0 and below 1")
+
+
+def list_sampling(args: Settings) -> list[str]:
+    """The given settings that mean ``--do-sample``; none if the command line overrides a file's."""
+    if not args.do_sample and args.sources.get("do_sample") == "command line":
+        return []
+    return [name for name in _SAMPLING if getattr(args, name) is not None]
 
 
 def _check_each(
@@ -172,15 +178,14 @@ def _check_generation(args: Settings) -> Iterator[str]:
 def _check_answers(args: Settings) -> Iterator[str]:
     """How tokens are chosen, how many answers there are and where they go."""
     beams, answers = args.num_beams, args.num_return_sequences
-    given = [name for name in SAMPLING if getattr(args, name) is not None]
     refuses = args.is_given("do_sample") and not args.do_sample
-    for name in given:
-        if refuses and args.sources["do_sample"] == args.sources.get(name):
+    for name in _SAMPLING if refuses else ():
+        if getattr(args, name) is not None and args.sources["do_sample"] == args.sources.get(name):
             yield (
                 f"{to_flag(name)} {getattr(args, name)} says how to sample, and --no-do-sample not "
                 "to: give only one of them."
             )
-    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or given)):
+    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or list_sampling(args))):
         other = "" if beams > 1 else "--do-sample or "
         reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
         yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.data.data_source import Rows
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -62,7 +63,7 @@ class PackedRows:
     """
 
     def __init__(self, examples: Any, rows: Sequence[Sequence[int]]) -> None:
-        self._examples = examples
+        self._examples = Rows(examples)
         # Flat arrays: a million lists would take more memory, and more still in every worker.
         self._members = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
         self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
@@ -77,11 +78,7 @@ class PackedRows:
         ends = [(int(self._ends[i - 1]) if i else 0, int(self._ends[i])) for i in indices]
         groups = [self._members[start:end].tolist() for start, end in ends]
         # All at once: a data set on disk answers one long query faster than many short ones.
-        numbers = list(chain.from_iterable(groups))
-        if (fetch_many := getattr(self._examples, "__getitems__", None)) is not None:
-            fetched = iter(fetch_many(numbers))
-        else:
-            fetched = iter([self._examples[number] for number in numbers])
+        fetched = iter(self._examples.get_rows(list(chain.from_iterable(groups))))
         return [_join([next(fetched) for _ in group]) for group in groups]
 
 

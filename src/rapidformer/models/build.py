@@ -126,7 +126,15 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     model = prepare_quantized(model, args)
     if base != location:
         model = load_adapter(model, location)
-        report = _drop_known(report, list_weights(location))
+        known = list_weights(location)  # the adapter brings them
+        report = {
+            kind: [
+                entry
+                for entry in entries
+                if (entry if isinstance(entry, str) else entry[0]) not in known
+            ]
+            for kind, entries in report.items()
+        }
         adapter = find_adapter(model)
         if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
             warn_once(
@@ -135,10 +143,10 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
                 "it first (rapidformer export)."
             )
     check_names(report, trunk, base, allows_partial=args.allow_partial_load)
-    if must_be_trained and (fresh := _list_fresh(report)):
+    if must_be_trained and (untrained := _list_fresh(report)):
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for "
-            f"{list_some(fresh, 4)}. Train it first and name that run, or pass --allow-untrained "
+            f"{list_some(untrained, 4)}. Train it first and name that run, or pass --allow-untrained "
             "to continue with random ones."
         )
     if args.allow_partial_load or not loads_checkpoint(args):
@@ -228,16 +236,6 @@ def _list_fresh(report: dict[str, Any]) -> list[str]:
     """The weights that the files do not have, or not in this shape."""
     mismatched = [entry[0] for entry in report.get("mismatched_keys", ())]
     return sorted({*report.get("missing_keys", ()), *mismatched})
-
-
-def _drop_known(report: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The report without the weights that an adapter brings."""
-    rest: dict[str, Any] = {
-        kind: [name for name in report.get(kind, ()) if name not in known]
-        for kind in ("missing_keys", "unexpected_keys")
-    }
-    rest["mismatched_keys"] = [e for e in report.get("mismatched_keys", ()) if e[0] not in known]
-    return rest
 
 
 def _report_fresh_weights(report: dict[str, Any], location: str) -> None:

@@ -86,16 +86,16 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
         raise ModelError(f"{location} is a file: a model is a folder with config.json and weights.")
     if needed is not None and lacks_file(location, needed):
         raise ModelError(
-            f"The model folder {location} lacks {needed}: it holds {describe_content(path)}. Choose "
-            "another folder, or give --model-type and --from-scratch for fresh weights."
+            f"The model folder {location} lacks {needed}: it holds {describe_content(path)}. "
+            "Choose another folder, or give --model-type and --from-scratch for fresh weights."
         )
     if is_checkpoint_model(path):
         return
     if needs_weights and not has_weights(path):
         raise ModelError(
             f"The model folder {location} lacks weights (model.safetensors or "
-            f"pytorch_model.bin): it holds {describe_content(path)}. Add --from-scratch to start from "
-            "fresh weights."
+            f"pytorch_model.bin): it holds {describe_content(path)}. Add --from-scratch to start "
+            "from fresh weights."
         )
 
 

@@ -25,7 +25,13 @@ from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.checkpoint.staged import replacing
-from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
+from rapidformer.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelError,
+    RapidformerError,
+    count,
+)
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import find_adapter
@@ -127,8 +133,7 @@ def _write_model(
     config.dtype = name_dtype(dtype)
     with quiet_transformers(None):
         config.save_pretrained(staging)
-    plural = "" if files == 1 else "s"
-    return f"{len(recipes.files)} tensors in {files} file{plural} ({size / 1e6:,.1f} MB)"
+    return f"{len(recipes.files)} tensors in {count(files, 'file')} ({size / 1e6:,.1f} MB)"
 
 
 def _write_adapter(
