@@ -123,11 +123,12 @@ def _read_json(path: Path) -> Dataset:
         text = file.read()
     if text.lstrip().startswith("["):
         try:
-            return _from_rows(parse_json(text), path)
+            rows = parse_json(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error}).") from None
+        return _from_rows(rows, path)
     try:
         # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
         document = parse_json(text) if text.lstrip().startswith("{") else None

@@ -126,15 +126,13 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     model = prepare_quantized(model, args)
     if base != location:
         model = load_adapter(model, location)
-        known = list_weights(location)  # the adapter brings them
+        # The adapter brings these weights.
+        known, mismatched = list_weights(location), report.get("mismatched_keys", ())
         report = {
-            kind: [
-                entry
-                for entry in entries
-                if (entry if isinstance(entry, str) else entry[0]) not in known
-            ]
-            for kind, entries in report.items()
+            kind: [name for name in report.get(kind, ()) if name not in known]
+            for kind in ("missing_keys", "unexpected_keys")
         }
+        report["mismatched_keys"] = [entry for entry in mismatched if entry[0] not in known]
         adapter = find_adapter(model)
         if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
             warn_once(
@@ -146,8 +144,8 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     if must_be_trained and (untrained := _list_fresh(report)):
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for "
-            f"{list_some(untrained, 4)}. Train it first and name that run, or pass --allow-untrained "
-            "to continue with random ones."
+            f"{list_some(untrained, 4)}. Train it first and name that run, or pass "
+            "--allow-untrained to continue with random ones."
         )
     if args.allow_partial_load or not loads_checkpoint(args):
         _report_fresh_weights(report, location)
