@@ -86,7 +86,9 @@ class Setting:
 
     def _convert_one(self, value: Any) -> Any:
         if self.kind is bool:
-            return _to_bool(value)
+            if (text := str(value).lower()) in _BOOLS:
+                return _BOOLS[text]
+            raise ValueError(f"is a switch and takes true or false, got {value!r}")
         if self.choices:
             return self._to_choice(value)
         # Whole numbers stay integers, also where a fraction may be: scripts say range(args.epochs).
@@ -122,14 +124,6 @@ class Setting:
             if text.lower().replace("_", "-") == choice.lower().replace("_", "-"):
                 return choice
         raise ValueError(f"must be one of {', '.join(self.choices)}, got {text!r}")
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if (text := str(value).lower()) in _BOOLS:
-        return _BOOLS[text]
-    raise ValueError(f"is a switch and takes true or false, got {value!r}")
 
 
 def _to_int(value: Any) -> int:

@@ -247,10 +247,23 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
 def _check_adapters(args: Settings) -> Iterator[str]:
     if args.lora_rank is not None and args.peft_config is not None:
         yield "--lora-rank and --peft-config exclude each other: give only one of them."
-    if args.quantize_base is not None:
-        yield from _check_quantized(args, f"--quantize-base {args.quantize_base}")
     if args.peft_config is not None:
         yield from _check_peft_config(args.peft_config)
+    if args.quantize_base is None:
+        return
+    given = f"--quantize-base {args.quantize_base}"
+    if not args.has_adapters:
+        yield (
+            f"{given} needs adapters, since quantized weights cannot be trained: add "
+            "--lora-rank 16."
+        )
+    if find_spec("bitsandbytes") is None:
+        yield (
+            f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
+            "without it, on whole weights: leave the flag out."
+        )
+    if args.from_scratch:
+        yield f"{given} needs a pretrained model: leave out --from-scratch."
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:
@@ -294,21 +307,6 @@ def _check_peft_config(given: str) -> Iterator[str]:
         return
     if not isinstance(content, dict) or "peft_type" not in content:
         yield f"--peft-config {given} lacks peft_type, such as LORA, IA3 or PREFIX_TUNING."
-
-
-def _check_quantized(args: Settings, given: str) -> Iterator[str]:
-    if not args.has_adapters:
-        yield (
-            f"{given} needs adapters, since quantized weights cannot be trained: add "
-            "--lora-rank 16."
-        )
-    if find_spec("bitsandbytes") is None:
-        yield (
-            f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
-            "without it, on whole weights: leave the flag out."
-        )
-    if args.from_scratch:
-        yield f"{given} needs a pretrained model: leave out --from-scratch."
 
 
 def loads_from_hub(args: Settings) -> bool:

@@ -107,9 +107,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def _find_blocks(model: nn.Module) -> ModelPlan:
     tied = find_tied(model)
+    # ALBERT's block, which runs once per layer. With several groups, none is the last to run.
+    is_shared = getattr(getattr(model, "config", None), "num_hidden_groups", 0) == 1
+    modules = [name for name, _ in model.named_modules()] if is_shared else []
+    shared = [name for name in modules if name.endswith("albert_layer_groups.0")]
     for source, names in (
         (MARKED, _find_marked_blocks(model)),
-        ("the block that all layers share", _find_shared_block(model)),
+        ("the block that all layers share", shared),
         ("found by their structure", _find_block_lists(model)),
     ):
         if names:
@@ -181,14 +185,6 @@ def _find_marked_blocks(model: nn.Module) -> list[str]:
         and all(isinstance(child, GradientCheckpointingLayer) for child in module)
         for i in range(len(module))
     ]
-
-
-def _find_shared_block(model: nn.Module) -> list[str]:
-    """ALBERT's block, which runs once per layer. With several groups, none is the last to run."""
-    config = getattr(model, "config", None)
-    if getattr(config, "num_hidden_groups", 0) != 1:
-        return []
-    return [name for name, _ in model.named_modules() if name.endswith("albert_layer_groups.0")]
 
 
 def _find_block_lists(model: nn.Module) -> list[str]:

@@ -92,7 +92,12 @@ def count_work(model: Any) -> ModelWork:
 def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each weight that is multiplied, once, with the fraction of it that a token uses."""
     seen: set[int] = set()
-    used = _get_used_fraction(getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = (getattr(config, name, None) for name in names)
+    total = next((count for count in counts if isinstance(count, int)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    used = chosen / total if total and isinstance(chosen, int) else 1.0
     for name, module in model.named_modules():
         is_expert = "experts" in name.split(".")
         for parameter in module.parameters(recurse=False):
@@ -101,15 +106,6 @@ def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
                 continue
             seen.add(id(parameter))
             yield parameter, used if is_expert else 1.0
-
-
-def _get_used_fraction(config: Any) -> float:
-    """How many of its experts a token uses."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    counts = (getattr(config, name, None) for name in names)
-    total = next((count for count in counts if isinstance(count, int)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return chosen / total if total and isinstance(chosen, int) else 1.0
 
 
 def _count_attention(config: Any) -> float:
