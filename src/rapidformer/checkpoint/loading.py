@@ -190,7 +190,14 @@ def _load_tensors(
             for key in values:
                 values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
         torch_states.set_optimizer_state_dict(state.model, state.optimizer, content)
-    for parameter in [*stateless, *_find_without_state(state.model, left_out)]:
+    # Where the optimizer's state was not loaded, it starts from scratch.
+    fresh = {
+        name.removeprefix(_OPTIMIZER).rpartition(".")[0]
+        for name in left_out
+        if name.startswith(_OPTIMIZER)
+    }
+    stateless += [parameter for name, parameter in state.model.named_parameters() if name in fresh]
+    for parameter in stateless:
         state.optimizer.state.pop(parameter, None)
 
 
@@ -206,16 +213,6 @@ def _drop_stateless(
                 del tensors[key]
             stateless.append(parameter)
     return stateless
-
-
-def _find_without_state(model: nn.Module, left_out: set[str]) -> list[nn.Parameter]:
-    """Parameters whose optimizer state was not loaded: it starts from scratch."""
-    weights = {
-        name.removeprefix(_OPTIMIZER).rpartition(".")[0]
-        for name in left_out
-        if name.startswith(_OPTIMIZER)
-    }
-    return [parameter for name, parameter in model.named_parameters() if name in weights]
 
 
 def _compare(
@@ -308,9 +305,10 @@ def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None
 def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
     first = folder / get_random_file(0)
     if not first.is_file():
-        get_logger().warning(
-            "%s was saved without random states: dropout draws other numbers.", folder
-        )
+        if get_rank() == 0:
+            get_logger().warning(
+                "%s was saved without random states: dropout draws other numbers.", folder
+            )
         return
     # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
     # layer the same ones.
