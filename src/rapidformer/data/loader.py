@@ -188,7 +188,12 @@ class DistributedLoader:
             if starts_update:
                 self._update_start = self.consumed_samples
             if not self.has_token_budget:
-                rounds_left = (rounds_left or self._count_rounds()) - 1
+                if not rounds_left and self._cut.get_batch_size is None:
+                    rounds_left = self._cut.per_update - self._rounds % self._cut.per_update
+                elif not rounds_left:
+                    size = self._cut.get_update_size(self.epoch, self.consumed_samples)
+                    rounds_left = size // self.samples_per_round
+                rounds_left -= 1
                 self.consumed_samples += self.samples_per_round
                 micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
             elif micro_batch.is_last:
@@ -237,14 +242,6 @@ class DistributedLoader:
         if not self.is_stream and self._cut.count_after(self.consumed_samples) == 0:
             self.epoch, self.consumed_samples, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
-
-    def _count_rounds(self) -> int:
-        """Rounds until the end of the current update."""
-        if self._cut.get_batch_size is None:
-            return self._cut.per_update - self._rounds % self._cut.per_update
-        return (
-            self._cut.get_update_size(self.epoch, self.consumed_samples) // self.samples_per_round
-        )
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it is in its update.

@@ -209,22 +209,18 @@ class Rounds(RendezvousHandler):
         current = int(self.store.compare_set("round", "", "0"))
         if not self.store.check([f"joined/{current}/{self.plan.node_rank}"]):
             return current
-        self._refuse_double()
+        # Two nodes with the same number would keep evicting each other.
+        key = f"alive/{self.plan.node_rank}"
+        before, deadline = self._read(key), time.monotonic() + 3.5 * ALIVE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            if self._read(key) != before:
+                raise self._build_double_error()
         self.round = current
         try:
             return self._ask_for_round()
         except WorkerError as error:
             raise RefusedError(str(error), error.exit_code) from None
-
-    def _refuse_double(self) -> None:
-        """Two nodes with the same number would keep evicting each other."""
-        key = f"alive/{self.plan.node_rank}"
-        before = self._read(key)
-        deadline = time.monotonic() + 3.5 * ALIVE_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            if self._read(key) != before:
-                raise self._build_double_error()
 
     def _build_double_error(self) -> RefusedError:
         return RefusedError(
