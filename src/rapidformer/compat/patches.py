@@ -95,9 +95,7 @@ class Patch(Change):
 
     def _install(self) -> Callable[[], None]:
         if not self._entries:
-            for owner, *rest in self._list_entries():
-                table = owner if isinstance(owner, dict) else vars(owner)
-                self._entries.append((_Members(owner) if isinstance(owner, type) else table, *rest))
+            self._entries = [(_get_table(owner), *rest) for owner, *rest in self._list_entries()]
             self._built = [(None, None)] * len(self._entries)
         # All before the first is installed: building one may fail.
         for position, (table, name, build) in enumerate(self._entries):
@@ -132,6 +130,12 @@ class _Members:
 
     def __delitem__(self, name: str) -> None:
         delattr(self._cls, name)
+
+
+def _get_table(owner: Any) -> Any:
+    if isinstance(owner, type):
+        return _Members(owner)
+    return owner if isinstance(owner, dict) else vars(owner)
 
 
 def quieten(*names: str) -> Change:

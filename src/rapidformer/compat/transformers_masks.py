@@ -163,7 +163,7 @@ def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
 
 
 def _ignore(is_here: IsHere, is_full: Ask, original: Any) -> Any:
-    names = _TAKES[original.__name__]
+    names = list(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def ignore(*args: Any, **kwargs: Any) -> bool:

@@ -72,12 +72,13 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     if is_started_node():
         text = os.environ[NODE_VARIABLE]
         try:
-            return _fill_processes(settings, LaunchPlan(**parse_json(text)))
+            plan = LaunchPlan(**parse_json(text))
         except (ValueError, TypeError):
             raise ConfigurationError(
                 f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of "
                 "its --hostfile: unset it."
             ) from None
+        return _fill_processes(settings, plan)
     step = None
     if settings.nnodes is None and not os.environ.get("NNODES", "").strip():
         step = read_slurm_step(os.environ)

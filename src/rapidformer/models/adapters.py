@@ -144,11 +144,15 @@ def call_adapted_layers(model: nn.Module) -> bool:
 
     layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
     for layer in layers:
-        layer.register_forward_pre_hook(lambda *_: None)  # being there is enough
+        layer.register_forward_pre_hook(_be_called)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
     return bool(layers)
+
+
+def _be_called(module: nn.Module, inputs: Any) -> None:
+    """A hook that does nothing but be there."""
 
 
 def get_inner(model: Any) -> nn.Module:

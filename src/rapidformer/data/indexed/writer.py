@@ -214,9 +214,8 @@ class IndexedWriter:
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(path.parent).free
             self.discard()
-            what = (
-                f"{path} cannot be written: {_FULL.get(error.errno or 0, error.strerror or error)}."
-            )
+            reason = _FULL.get(error.errno or 0, error.strerror or str(error))
+            what = f"{path} cannot be written: {reason}."
             if error.errno not in _FULL:
                 raise IndexedDataError(what) from error
             data_bytes = self.num_tokens * self.dtype.itemsize
