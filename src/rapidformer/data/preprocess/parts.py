@@ -249,7 +249,7 @@ def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
             if [entry[0] for entry in old or ()] != [entry[0] for entry in new or ()]:
                 differences.append("other input files")
                 continue
-            changed = [Path(entry[0]).name for entry in new if entry not in old]
+            changed = [Path(entry[0]).name for entry in new or () if entry not in (old or ())]
             more = ", ..." if len(changed) > 3 else ""
             differences.append(f"changed since: {', '.join(changed[:3])}{more}")
         elif isinstance(old, dict) and isinstance(new, dict):
