@@ -13,6 +13,10 @@ from pathlib import Path
 from rapidformer.nearest import find_nearest
 
 _SECONDS = 4.0
+# Every tokenizer has a file whose name contains one of these.
+_TOKENIZER_PARTS = (
+    "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
+)  # fmt: skip
 
 
 def is_hub_reachable(*switches: str) -> bool:
@@ -45,6 +49,17 @@ def is_missing_folder(text: str) -> bool:
 def list_names(folder: Path) -> list[str]:
     """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a local folder has a file of a tokenizer."""
+    return any(part in name for name in list_names(folder) for part in _TOKENIZER_PARTS)
+
+
+def describe_content(folder: Path) -> str:
+    """The first few entries of a folder."""
+    names = list_names(folder)
+    return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
 
 
 def suggest_path(missing: Path) -> str:

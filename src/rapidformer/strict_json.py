@@ -15,6 +15,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def describe_fault(error: ValueError) -> str:
+    """What is wrong with a line of JSON, and where in it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return str(error)
+
+
 def format_json(value: Any, **options: Any) -> str:
     """The value as JSON, with options of ``json.dumps``; numbers that are not finite are null."""
     return json.dumps(drop_not_finite(value), ensure_ascii=False, allow_nan=False, **options)

@@ -144,6 +144,15 @@ def test_a_suspended_run_that_lost_its_folder_stops(tmp_path: Path) -> None:
     other.check()
 
 
+def test_an_export_is_not_told_to_change_its_save_folder(tmp_path: Path) -> None:
+    lock, other = (FolderLock(tmp_path / "staging", tmp_path / "out") for _ in range(2))
+    lock.acquire()
+    other.acquire()
+    with pytest.raises(CheckpointError, match=r"out was taken over .* with another folder\.$"):
+        lock.check()
+    other.release()
+
+
 def test_a_restart_by_the_launcher_need_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,15 @@ def test_sampling_is_asked_for_by_its_settings() -> None:
         read("--no-do-sample", "--top-p", "0.9")
 
 
+def test_the_command_line_turns_a_files_sampling_off(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("task: causal_lm\ntemperature: 0.7\n")
+    words = ["--config", str(tmp_path / "file.yaml")]
+    assert resolve(read_flags(words).args).do_sample
+    assert not resolve(read_flags([*words, "--no-do-sample"]).args).do_sample
+    with pytest.raises(ConfigurationError, match="needs --do-sample or --num-beams 3"):
+        resolve(read_flags([*words, "--no-do-sample", "--num-return-sequences", "3"]).args)
+
+
 def find(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     monkeypatch.chdir(folder)
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer.checkpoint.inspection import inspect_model
 from rapidformer.checkpoint.inventory import read_metrics, take_inventory
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.publish import publish, start_staging
@@ -300,6 +301,16 @@ def test_check_reads_the_json_of_a_model(text: str, command: Command, tmp_path: 
     (tmp_path / "config.json").write_text(text)
     done = command("check", tmp_path)
     assert done.returncode == 1 and "config.json is not valid JSON (" in done.stdout
+
+
+def test_a_json_file_that_cannot_be_read(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    problems = list(inspect_model(tmp_path, lambda count: None, finite=False))
+    assert problems == ["config.json cannot be read: Permission denied"]
 
 
 def test_check_finite_finds_the_tensor(command: Command, tmp_path: Path) -> None:

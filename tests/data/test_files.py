@@ -83,7 +83,7 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
             '{"text": "a"}\n{"text": "b"\n',
             r"train.jsonl, line 2: not valid JSON .*text.*b",
         ),
-        ("train.json", '[{"text": "a"},\n {"text" "b"}]', r"train.json, line 2: not valid JSON"),
+        ("train.json", '[{"text": "a"},\n {"text" "b"}]', r"line 2: not valid JSON \([^0-9]*\)"),
         ("train.jsonl", '{"a": 1}\n3\n', r"row 2: each row must be a JSON object .* this is 3"),
         (
             "train.jsonl",

@@ -62,7 +62,11 @@ def compute_checksums(model: nn.Module, names: Iterable[str], topology: Topology
     groups: dict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, frozen in model.named_parameters(remove_duplicate=False):
         if name in wanted:
-            groups[_find_axes(frozen)].append((name, frozen))
+            # The mesh axes along which ranks hold different parts of the parameter.
+            mesh = getattr(frozen, "device_mesh", None)
+            places = enumerate(getattr(frozen, "placements", ()))
+            axes = tuple(i for i, kind in places if not kind.is_replicate())
+            groups[mesh, axes].append((name, frozen))
     checksums: Checksums = {}
     for (mesh, axes), members in groups.items():
         sums = torch.stack([_sum_bits(parameter) for _, parameter in members])
@@ -90,14 +94,6 @@ def compare_checksums(saved: Mapping[str, Any], found: Checksums, base: str | No
 def compute_checksum(weight: Tensor) -> list[Any]:
     """The checksum of one whole weight."""
     return [name_dtype(weight.dtype), int(_sum_bits(weight))]
-
-
-def _find_axes(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh axes along which ranks hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return None, ()
-    axes = [i for i, kind in enumerate(parameter.placements) if not kind.is_replicate()]
-    return parameter.device_mesh, tuple(axes)
 
 
 def _sum_bits(parameter: Tensor) -> Tensor:

@@ -66,19 +66,17 @@ def read_index(folder: Path) -> Index:
     try:
         if not isinstance(tensors, dict):
             raise TypeError("it lists no tensors")
-        return {name: _read_entry(entry) for name, entry in tensors.items()}
+        return {
+            name: Entry(
+                to_dtype(entry["dtype"]), to_sizes(entry["shape"]),
+                [build_part(*part) for part in entry["parts"]],
+            )
+            for name, entry in tensors.items()
+        }  # fmt: skip
     except (LookupError, TypeError, ValueError) as reason:
         raise CheckpointError(
             f"{folder / INDEX} is not the index of a checkpoint: it is malformed ({reason})."
         ) from None
-
-
-def _read_entry(content: Any) -> Entry:
-    parts = [
-        build_part(offsets, sizes, file, start, length)
-        for offsets, sizes, file, start, length in content["parts"]
-    ]
-    return Entry(to_dtype(content["dtype"]), to_sizes(content["shape"]), parts)
 
 
 def check_index(index: Index, folder: Path, source: Path) -> None:

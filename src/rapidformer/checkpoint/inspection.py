@@ -82,6 +82,8 @@ def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[s
         try:
             if path.is_file():  # a named pipe is not: reading it would never end
                 parse_json(path.read_bytes())
+        except OSError as reason:
+            yield f"{path.name} cannot be read: {reason.strerror}"
         except ValueError as reason:
             yield f"{path.name} is not valid JSON ({reason})"
 

@@ -8,7 +8,6 @@ line of ``metrics.jsonl`` that a crash has cut off is skipped.
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import os
 import re
@@ -31,6 +30,7 @@ from rapidformer.checkpoint.finding import (
 from rapidformer.checkpoint.lock import is_held
 from rapidformer.checkpoint.publish import MANIFEST, STAGING_PREFIX, find_damage, read_json
 from rapidformer.checkpoint.run_file import RUN
+from rapidformer.strict_json import parse_json
 
 # The second is torch's own, which older checkpoints have alone.
 _INDEXES = ("state/index.json", "state/.metadata")
@@ -327,8 +327,8 @@ def _read_evaluation(line: bytes) -> dict[str, float]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        content = parse_json(line)
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -37,7 +37,7 @@ from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
-from rapidformer.log import get_logger
+from rapidformer.log import get_logger, warn
 from rapidformer.models.weight_names import NameDifferences, compare_names
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -61,10 +61,7 @@ def load_checkpoint(
     state.saved_facts = run.get("facts", {})
     if with_optimizer and run["param_groups"] is None:
         with_optimizer = False
-        if get_rank() == 0:
-            get_logger().warning(
-                "%s was saved without optimizer state: the optimizer starts from scratch.", folder
-            )
+        warn("%s was saved without optimizer state: the optimizer starts from scratch.", folder)
     _check_base(folder, state, run.get("base"))
     _load_tensors(folder, state, with_optimizer=with_optimizer, allows_partial=allows_partial)
     with blaming(folder):
@@ -72,11 +69,9 @@ def load_checkpoint(
             state.step = run["step"]
             if state.loader is not None and run["loader"] is not None:
                 state.loader.load_state_dict(run["loader"])
-            elif state.loader is not None and get_rank() == 0:
-                get_logger().warning(
-                    "%s was saved without a place in the data, which is read from its start.",
-                    folder,
-                )
+            elif state.loader is not None:
+                text = "%s was saved without a place in the data, which is read from its start."
+                warn(text, folder)
             if state.scaler is not None and run["scaler"] is not None:
                 state.scaler.load_state_dict(run["scaler"])
             _restore_schedule(state, run["scheduler"])
@@ -190,7 +185,14 @@ def _load_tensors(
             for key in values:
                 values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
         torch_states.set_optimizer_state_dict(state.model, state.optimizer, content)
-    for parameter in [*stateless, *_find_without_state(state.model, left_out)]:
+    # Where the optimizer's state was not loaded, it starts from scratch.
+    fresh = {
+        name.removeprefix(_OPTIMIZER).rpartition(".")[0]
+        for name in left_out
+        if name.startswith(_OPTIMIZER)
+    }
+    stateless += [parameter for name, parameter in state.model.named_parameters() if name in fresh]
+    for parameter in stateless:
         state.optimizer.state.pop(parameter, None)
 
 
@@ -206,16 +208,6 @@ def _drop_stateless(
                 del tensors[key]
             stateless.append(parameter)
     return stateless
-
-
-def _find_without_state(model: nn.Module, left_out: set[str]) -> list[nn.Parameter]:
-    """Parameters whose optimizer state was not loaded: it starts from scratch."""
-    weights = {
-        name.removeprefix(_OPTIMIZER).rpartition(".")[0]
-        for name in left_out
-        if name.startswith(_OPTIMIZER)
-    }
-    return [parameter for name, parameter in model.named_parameters() if name in weights]
 
 
 def _compare(
@@ -246,11 +238,10 @@ def _compare(
             "Give the model of the first run, or pass --allow-partial-load to load only what "
             "matches."
         )
-    if get_rank() == 0:
-        get_logger().warning(
-            f"{folder} was saved from another model or optimizer, and is loaded in part "
-            f"(--allow-partial-load):{shown.describe()}"
-        )
+    warn(
+        f"{folder} was saved from another model or optimizer, and is loaded in part "
+        f"(--allow-partial-load):{shown.describe()}"
+    )
     left_out = {*differences.missing, *differences.misshapen}
     for name in left_out:
         tensors.pop(name, None)
@@ -308,9 +299,7 @@ def _check_base(folder: Path, state: TrainingState, saved: dict[str, Any] | None
 def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState) -> None:
     first = folder / get_random_file(0)
     if not first.is_file():
-        get_logger().warning(
-            "%s was saved without random states: dropout draws other numbers.", folder
-        )
+        warn("%s was saved without random states: dropout draws other numbers.", folder)
         return
     # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
     # layer the same ones.
@@ -319,8 +308,7 @@ def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState)
         set_random_states(read_json(folder / get_random_file(get_rank())), state.device)
         return
     draw_other_numbers(read_json(first), state.topology.get_rank("data"))
-    if get_rank() == 0:
-        get_logger().warning(
-            "%s was saved by another layout of ranks: dropout draws other random numbers than the "
-            "first run would have.", folder,
-        )  # fmt: skip
+    warn(
+        "%s was saved by another layout of ranks: dropout draws other random numbers than the "
+        "first run would have.", folder,
+    )  # fmt: skip

@@ -48,9 +48,10 @@ class FolderLock:
     """The lock of one folder; only rank 0 takes it."""
 
     def __init__(self, folder: Path, guarded: Path | None = None) -> None:
-        """``guarded`` is what users know the folder by, if it is another one."""
+        """``guarded`` is the folder that users have named, if it is not a run's."""
         self.folder = folder
         self._guarded = guarded or folder
+        self._other = "another folder" if guarded else "another --save folder"
         self._path = folder / LOCK_FILE
         pid = os.getpid()
         self._me = _Holder(
@@ -68,7 +69,7 @@ class FolderLock:
         except OSError as reason:
             raise CheckpointError(
                 f"the folder {self._guarded} cannot be written to: {reason.strerror}. Choose "
-                "another one with --save."
+                f"{self._other}."
             ) from None
         threading.Thread(target=self._beat, name="rapidformer-lock", daemon=True).start()
 
@@ -77,8 +78,8 @@ class FolderLock:
         holder = self._read()
         if holder is not None and holder.token != self._me.token:
             raise CheckpointError(
-                f"{self._guarded} was taken over by another run ({holder}) while this one "
-                "did not respond: nothing more is saved here. Resume with another --save."
+                f"{self._guarded} was taken over by another run ({holder}) while this one did not "
+                f"respond: nothing more is saved here. Continue with {self._other}."
             )
 
     def release(self) -> None:
@@ -118,8 +119,8 @@ class FolderLock:
             beat = self._get_beat()
             if holder.place == self._me.place or (first is not None and beat != first):
                 raise CheckpointError(
-                    f"{self._guarded} is in use by another run ({holder}): wait for it, stop "
-                    "it, or choose another --save folder."
+                    f"{self._guarded} is in use by another run ({holder}): wait for it, stop it, "
+                    f"or choose {self._other}."
                 )
             # Never by one look: the clock may have been set forward, or back, since the last beat.
             watched = time.monotonic() - began

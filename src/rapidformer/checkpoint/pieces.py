@@ -64,19 +64,14 @@ def write_pieces(
         for piece in pieces:
             check()
             start = file.tell()
-            data = _to_host(piece.data)
+            data = piece.data.detach().cpu().as_subclass(torch.Tensor)
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()  # torch saves all of the memory under a view
             torch.save(data, file)
             entry = index.setdefault(piece.name, Entry(data.dtype, piece.shape, []))
             length = file.tell() - start
             entry.parts.append(Part(piece.offsets, tuple(data.shape), path.name, start, length))
     return index, file.digest
-
-
-def _to_host(data: torch.Tensor) -> torch.Tensor:
-    """A plain tensor in host memory: torch saves all of the memory under a view."""
-    plain = data.detach().cpu().as_subclass(torch.Tensor)
-    is_view = plain.untyped_storage().nbytes() != plain.nbytes
-    return plain.clone() if is_view else plain
 
 
 def finish_tensors(indexes: Iterable[Index], folder: Path) -> None:

@@ -30,14 +30,16 @@ def read_run(folder: Path) -> dict[str, Any]:
         )
     wrong = [name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)]
     wrong += [name for name in _OPTIONAL if not isinstance(run.get(name, {}), dict)]
-    if not wrong and not _is_count(run["step"]):
-        wrong = ["step"]
-    if not wrong and not _is_count(run["scheduler"].get("last_epoch", 0)):
-        wrong = ["scheduler"]
-    if not wrong and not all(isinstance(name, str) for name in run.get("tied", {}).values()):
-        wrong = ["tied"]
-    if not wrong and run["loader"] is not None and not _is_position(run["loader"]):
-        wrong = ["loader"]
+    if not wrong:
+        checks = {
+            "step": _is_count(run["step"]),
+            "scheduler": _is_count(run["scheduler"].get("last_epoch", 0)),
+            "tied": all(isinstance(name, str) for name in run.get("tied", {}).values()),
+        }
+        wrong = [name for name, is_sound in checks.items() if not is_sound]
+    if not wrong and (place := run["loader"]) is not None:
+        numbers = [place.get("epoch"), place.get("consumed_samples"), *place.values()]
+        wrong = [] if all(map(_is_count, numbers)) else ["loader"]
     if wrong:
         raise _build_error(folder, f"{', '.join(wrong)} is missing or malformed")
     return run
@@ -50,11 +52,6 @@ def blaming(folder: Path) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
         raise _build_error(folder, f"{type(reason).__name__}: {reason}") from None
-
-
-def _is_position(loader: dict[str, Any]) -> bool:
-    numbers = [loader.get("epoch"), loader.get("consumed_samples"), *loader.values()]
-    return all(map(_is_count, numbers))
 
 
 def _is_count(number: Any) -> bool:

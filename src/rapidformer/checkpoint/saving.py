@@ -214,13 +214,10 @@ def prepare_save(
 
 def _read_counter(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """How far Adam has counted, by the name of one counter: it binds the tensors to their step."""
-    is_counter = (
-        name for name in tensors if name.startswith("optimizer.") and name.endswith(".step")
-    )
-    name = next(is_counter, None)
-    if name is None or isinstance(tensors[name], DTensor):
-        return {}
-    return {name: tensors[name].tolist()}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer.") and name.endswith(".step"):
+            return {} if isinstance(tensor, DTensor) else {name: tensor.tolist()}
+    return {}
 
 
 def plan_save(state: TrainingState, *, with_optimizer: bool) -> list[Piece]:

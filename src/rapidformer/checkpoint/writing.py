@@ -32,18 +32,15 @@ def _describe(reason: Exception, target: Path) -> str:
         # safetensors' text ends with the system's own: "... No space left on device (os error 28)".
         return str(reason).rpartition("I/O error: ")[2]
     text = reason.strerror or str(reason)
-    if reason.errno == errno.ENOSPC and _has_no_inodes(target):
-        return f"{text} (the disk has room, but no inodes for further files)"
+    if reason.errno == errno.ENOSPC:
+        folder = next((path for path in [target, *target.parents] if path.is_dir()), Path())
+        disk = os.statvfs(folder)
+        # Some file systems have no fixed number of inodes, and report 0 of 0.
+        if disk.f_files > 0 and disk.f_favail == 0:
+            return f"{text} (the disk has room, but no inodes for further files)"
     if reason.errno == errno.ENOENT:
         return f"{text} (the folder has vanished: {reason.filename})"
     return text
-
-
-def _has_no_inodes(target: Path) -> bool:
-    folder = next((path for path in [target, *target.parents] if path.is_dir()), Path())
-    disk = os.statvfs(folder)
-    # Some file systems have no fixed number of inodes, and report 0 of 0.
-    return disk.f_files > 0 and disk.f_favail == 0
 
 
 def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:

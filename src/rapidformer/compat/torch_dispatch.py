@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -97,16 +98,14 @@ def convert_function_arguments(kind: type, convert: Callable[[type, Any], Any]) 
 def _apply_converted(cls: Any, *args: Any, **kwargs: Any) -> Any:
     # Again and again: logits that are computed late may still lack padding.
     while any(type(argument) in _CONVERSIONS for argument in args):
-        before, args = (
-            args,
-            tuple(
-                _CONVERSIONS[type(argument)](cls, argument)
-                if type(argument) in _CONVERSIONS
-                else argument
-                for argument in args
-            ),
+        before = args
+        args = tuple(
+            _CONVERSIONS[type(argument)](cls, argument)
+            if type(argument) in _CONVERSIONS
+            else argument
+            for argument in args
         )
-        if all(one is other for one, other in zip(before, args, strict=True)):
+        if all(map(operator.is_, before, args)):
             break
     return super(_REPLACED, cls).apply(*args, **kwargs)
 

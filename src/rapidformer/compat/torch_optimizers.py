@@ -4,7 +4,7 @@ torch's fused ones do for ``GradScaler`` in the same pass; and their schedulers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,12 @@ def obeys_flags(optimizer: Optimizer) -> bool:
 
 def step_unless(flag: Tensor, optimizer: Any, step: Callable[[], object]) -> None:
     """Run the optimizer's ``step``, which changes nothing if ``flag`` is 1.0."""
-    fresh = list(_find_without_momentum(optimizer)) if isinstance(optimizer, SGD) else []
+    fresh = [
+        parameter
+        for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())
+        for parameter in (group["params"] if group["momentum"] else ())
+        if parameter.grad is not None and optimizer.state[parameter].get(_BUFFER) is None
+    ]
     optimizer.found_inf, optimizer.grad_scale = flag, None
     try:
         step()
@@ -72,13 +77,6 @@ def step_without_hooks(cls: Any, optimizer: Optimizer) -> None:
     step = cls.step
     # torch wraps the `step` of every class of which there is an object.
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
-
-
-def _find_without_momentum(optimizer: SGD) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            if parameter.grad is not None and optimizer.state[parameter].get(_BUFFER) is None:
-                yield parameter
 
 
 def set_position(scheduler: LRScheduler, position: int, rates: Sequence[float | Tensor]) -> None:

@@ -76,8 +76,8 @@ def patch_masks(is_full: Ask, is_packed: Ask) -> Patch:
 
         for name, build in (
             ("_preprocess_mask_arguments", _keep_answer),
-            ("_ignore_causal_mask_sdpa", _ignore_causal),
-            ("_ignore_bidirectional_mask_sdpa", _ignore_all),
+            ("_ignore_causal_mask_sdpa", _ignore),
+            ("_ignore_bidirectional_mask_sdpa", _ignore),
         ):
             yield Entry(masking_utils, name, functools.partial(build, is_here, is_full))
         find = functools.partial(_find_packed, is_here, is_packed)
@@ -162,44 +162,21 @@ def _ask(is_full: Ask, mask: Tensor | None) -> bool | None:
     return is_full(mask) if answer is None else answer
 
 
-def _ignore_causal(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+def _ignore(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+    names = list(inspect.signature(original).parameters)
+
     @functools.wraps(original)
-    def ignore(
-        padding_mask: Tensor | None,
-        q_length: int,
-        kv_length: int,
-        q_offset: Any,
-        kv_offset: int,
-        local_attention_size: int | None = None,
-    ) -> bool:
-        answer = _ask(is_full, padding_mask) if is_here() and q_length == kv_length else None
+    def ignore(*args: Any, **kwargs: Any) -> bool:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        length, window = given["kv_length"], given.get("local_attention_size")
+        is_square = given.get("q_length", length) == length
+        answer = _ask(is_full, given["padding_mask"]) if is_here() and is_square else None
         if answer is None:
-            ignored: bool = original(
-                padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size
-            )
+            ignored: bool = original(*args, **kwargs)
             return ignored
-        return answer and not _is_local(kv_length, local_attention_size)
+        return answer and (window is None or length < window)
 
     return ignore
-
-
-def _ignore_all(is_here: IsHere, is_full: Ask, original: Any) -> Any:
-    @functools.wraps(original)
-    def ignore(
-        padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None
-    ) -> bool:
-        answer = _ask(is_full, padding_mask) if is_here() else None
-        if answer is None:
-            ignored: bool = original(padding_mask, kv_length, local_attention_size)
-            return ignored
-        return answer and not _is_local(kv_length, local_attention_size)
-
-    return ignore
-
-
-def _is_local(length: int, size: int | None) -> bool:
-    """Whether a window of this size hides any of the tokens."""
-    return size is not None and length >= size
 
 
 def _find_packed(is_here: IsHere, is_packed: Ask, original: Any) -> Any:

@@ -43,6 +43,7 @@ _FP16_PAIRS: _Pairs = (
     ("fp16.loss_scale_window", "loss_scale_window", int),
     ("fp16.hysteresis", "hysteresis", int),
     ("fp16.min_loss_scale", "min_loss_scale", float),
+    ("fp16.loss_scale", "loss_scale", lambda scale: float(scale) or None),
 )
 # Schedule settings that the file's scheduler has no key for.
 _SCHEDULE = ("lr_decay_style", "min_lr", "lr_warmup_fraction", "lr_warmup_samples")
@@ -91,13 +92,25 @@ class _Merge:
         pairs = _PAIRS if not find_value(self.content, "fp16.enabled") else _PAIRS + _FP16_PAIRS
         for key, name, convert in pairs:
             self._take(key, name, convert)
-        self._take_rates()
-        self._take_loss_scale()
+        # The scheduler's rate overrides the optimizer's, as in DeepSpeed.
+        peak = "scheduler.params.warmup_max_lr"
+        key = peak if find_value(self.content, peak) is not None else "optimizer.params.lr"
+        self._take(key, "lr", float)
+        betas = find_value(self.content, "optimizer.params.betas")
+        if isinstance(betas, list) and len(betas) == 2:
+            for place, beta in enumerate(betas):
+                self._put(f"optimizer.params.betas[{place}]", f"adam_beta{place + 1}", beta, beta)
         self._take_precision()
         self._compare_stages()
         self._compare_batches()
-        if find_value(self.content, "scheduler.type"):
-            self._compare_schedules()
+        kind = find_value(self.content, "scheduler.type")
+        is_open = find_value(self.content, "scheduler.params.warmup_num_steps") is None
+        for name in _SCHEDULE if kind else ():
+            if self.args.is_given(name) and not (is_open and name == "lr_warmup_fraction"):
+                self.problems.append(
+                    f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both set "
+                    "the learning rate: give only one of them."
+                )
 
     def _take(self, key: str, name: str, convert: Callable[[Any], Any]) -> None:
         theirs = find_value(self.content, key)
@@ -138,21 +151,6 @@ class _Merge:
             if name.removeprefix("sgd_") not in parameters and not self.args.is_given(name):
                 source = f"{self.file}: DeepSpeed's default"
                 self.args = self.args.replace(source, **{name: value})
-
-    def _take_rates(self) -> None:
-        """The scheduler's rate overrides the optimizer's, as in DeepSpeed."""
-        peak = "scheduler.params.warmup_max_lr"
-        key = peak if find_value(self.content, peak) is not None else "optimizer.params.lr"
-        self._take(key, "lr", float)
-        betas = find_value(self.content, "optimizer.params.betas")
-        if isinstance(betas, list) and len(betas) == 2:
-            for place, beta in enumerate(betas):
-                self._put(f"optimizer.params.betas[{place}]", f"adam_beta{place + 1}", beta, beta)
-
-    def _take_loss_scale(self) -> None:
-        scale = find_value(self.content, "fp16.loss_scale")
-        if find_value(self.content, "fp16.enabled") and scale is not None:
-            self._put("fp16.loss_scale", "loss_scale", float(scale) or None, scale)
 
     def _take_precision(self) -> None:
         kinds = [k for k in ("fp16", "bf16") if find_value(modernize(self.content), f"{k}.enabled")]
@@ -197,16 +195,6 @@ class _Merge:
                 f"{given} disagree: {micro} x {ranks} x {steps} = {micro * replicas * steps}. "
                 "Give only two of the three."
             )
-
-    def _compare_schedules(self) -> None:
-        kind = find_value(self.content, "scheduler.type")
-        is_open = find_value(self.content, "scheduler.params.warmup_num_steps") is None
-        for name in _SCHEDULE:
-            if self.args.is_given(name) and not (is_open and name == "lr_warmup_fraction"):
-                self.problems.append(
-                    f"{_describe(self.args, name)} and scheduler {kind} in {self.file} both set "
-                    "the learning rate: give only one of them."
-                )
 
 
 def _find_refused(args: Settings, content: Section) -> Iterator[str]:

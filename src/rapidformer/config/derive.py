@@ -13,9 +13,9 @@ from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.config.validate import (
-    SAMPLING,
     find_problems,
     has_sound_batches,
+    list_sampling,
     loads_from_hub,
 )
 from rapidformer.errors import ConfigurationError, count
@@ -56,7 +56,7 @@ def _derive_names(args: Settings) -> Settings:
     if loads_from_hub(args):
         # It starts the run, it does not resume one.
         args = args.replace("derived: --load", pretrained_model_name_or_path=args.load)
-    if drawn := [name for name in SAMPLING if getattr(args, name) is not None]:
+    if drawn := list_sampling(args):
         args = args.replace(f"derived: {to_flag(drawn[0])}", do_sample=True)
     if args.train_tokens is not None and args.seq_length is not None:
         samples = -(-args.train_tokens // args.seq_length)

@@ -68,7 +68,13 @@ def _answer(
 
 def _decide(switch: Switch, args: Settings, situation: Situation) -> tuple[State, str]:
     if not switch.is_on(args):
-        return "off", _explain_off(switch, args)
+        if not switch.turned_on_by:
+            return "off", f"--without {switch.word}"
+        # A setting that is on by default was turned off.
+        for name in () if switch.on_values else switch.turned_on_by:
+            if getattr(args, name) != get_settings()[name].default:
+                return "off", f"{to_flag(name)} {getattr(args, name)}"
+        return "off", "not asked for"
     if not switch.has_what_it_needs(args):
         needed = " or ".join(rule.describe() for rule in switch.needs)
         return "not applicable", f"it needs {needed}"
@@ -82,16 +88,6 @@ def _decide(switch: Switch, args: Settings, situation: Situation) -> tuple[State
     if not switch.is_asked(args):
         return "on", f"by default where it pays: {to_flag(switch.turned_on_by[0])} {AUTO}"
     return "on", f"asked for: {switch.describe(args)}"
-
-
-def _explain_off(switch: Switch, args: Settings) -> str:
-    if not switch.turned_on_by:
-        return f"--without {switch.word}"
-    # A setting that is on by default was turned off.
-    for name in switch.turned_on_by:
-        if getattr(args, name) != get_settings()[name].default and not switch.on_values:
-            return f"{to_flag(name)} {getattr(args, name)}"
-    return "not asked for"
 
 
 def _describe_change(switch: Switch, args: Settings, state: State) -> str:

@@ -19,14 +19,7 @@ AXES_OF_A_SAMPLE = (
 
 
 def find_layout_problems(args: Settings) -> Iterator[str]:
-    """Switches that do not combine, and sizes that do not divide the ranks."""
-    yield from _check_switches(args)
-    yield from _check_without(args)
-    yield from _check_ranks(args)
-
-
-def _check_switches(args: Settings) -> Iterator[str]:
-    """Contradictions, exclusions and requirements, as the switches' rows state them."""
+    """Switches that do not combine, as their rows state, and sizes that do not divide the ranks."""
     for switch in SWITCHES:
         contradiction = switch.find_contradiction(args)
         if contradiction:
@@ -45,16 +38,13 @@ def _check_switches(args: Settings) -> Iterator[str]:
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
         if switch.package and find_spec(switch.package) is None:
             yield str(MissingPackageError(switch.package, switch.describe(args), switch.package))
-
-
-def _check_without(args: Settings) -> Iterator[str]:
-    """Names of changes that are made by themselves and can be left out."""
     known = [switch.word for switch in SWITCHES if switch.has_word]
     for word in args.without or ():
         if word not in known:
             near = find_nearest(word, known)
             hint = f"did you mean {near}?" if near else f"use some of {', '.join(known)}."
             yield f"--without {word}: there is no such change, or it cannot be left out; {hint}"
+    yield from _check_ranks(args)
 
 
 def _check_ranks(args: Settings) -> Iterator[str]:

@@ -86,7 +86,9 @@ class Setting:
 
     def _convert_one(self, value: Any) -> Any:
         if self.kind is bool:
-            return _to_bool(value)
+            if (text := str(value).lower()) in _BOOLS:
+                return _BOOLS[text]
+            raise ValueError(f"is a switch and takes true or false, got {value!r}")
         if self.choices:
             return self._to_choice(value)
         # Whole numbers stay integers, also where a fraction may be: scripts say range(args.epochs).
@@ -98,7 +100,11 @@ class Setting:
         return self._to_text(value)
 
     def _to_text(self, value: Any) -> str:
-        text = _expand_home(str(value))
+        text = str(value)
+        if text.startswith("~") and "/" in text:
+            # As a shell would, which does not see YAML files and `--save=~/runs`. Not with
+            # Path.expanduser: it fails for an unknown user, and drops a trailing slash.
+            text = os.path.expanduser(text)  # noqa: PTH111
         if "\0" in text:
             raise ValueError("contains a zero byte")
         longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
@@ -118,20 +124,6 @@ class Setting:
             if text.lower().replace("_", "-") == choice.lower().replace("_", "-"):
                 return choice
         raise ValueError(f"must be one of {', '.join(self.choices)}, got {text!r}")
-
-
-def _expand_home(text: str) -> str:
-    """``~/runs`` as a shell would; a shell does not see YAML files and ``--save=~/runs``."""
-    # Not Path.expanduser: it fails for an unknown user, and drops a trailing slash.
-    return os.path.expanduser(text) if text.startswith("~") and "/" in text else text  # noqa: PTH111
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if (text := str(value).lower()) in _BOOLS:
-        return _BOOLS[text]
-    raise ValueError(f"is a switch and takes true or false, got {value!r}")
 
 
 def _to_int(value: Any) -> int:

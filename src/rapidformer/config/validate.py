@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import count
 from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
+from rapidformer.strict_json import parse_json
 
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size",
@@ -48,8 +48,7 @@ _SAME = (
     ("lr_decay_iters", "lr_decay_samples"),
 )
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Each of them means ``--do-sample``."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Arguments of apply_chat_template that differ from row to row, or are not the template's.
 _SET_BY_CHAT = {"conversation", "messages", "tools", "add_generation_prompt", "tokenize"}
 
@@ -80,6 +79,13 @@ def _check_ranges(args: Settings) -> Iterator[str]:
     yield from _check_each(args, (*_POSITIVE, *numbers), lambda v: v > 0, "be positive")
     yield from _check_each(args, _NOT_NEGATIVE, lambda v: v >= 0, "not be negative")
     yield from _check_each(args, _FRACTIONS, lambda v: 0 <= v < 1, "be at least 0 and below 1")
+
+
+def list_sampling(args: Settings) -> list[str]:
+    """The given settings that mean ``--do-sample``; none if the command line overrides a file's."""
+    if not args.do_sample and args.sources.get("do_sample") == "command line":
+        return []
+    return [name for name in _SAMPLING if getattr(args, name) is not None]
 
 
 def _check_each(
@@ -163,9 +169,8 @@ def _check_generation(args: Settings) -> Iterator[str]:
     yield from _check_each(args, counts, lambda v: v >= 1, "be at least 1")
     if args.temperature == 0:
         yield "--temperature 0 would draw nothing: leave it out to get the most likely tokens."
-    else:
-        yield from _check_each(args, ("temperature",), lambda v: v > 0, "be positive")
-    yield from _check_each(args, ("repetition_penalty",), lambda v: v > 0, "be positive")
+    scales = ("repetition_penalty", *(("temperature",) if args.temperature else ()))
+    yield from _check_each(args, scales, lambda v: v > 0, "be positive")
     yield from _check_each(args, shares, lambda v: 0 < v <= 1, "be above 0 and at most 1")
     yield from _check_answers(args)
 
@@ -173,15 +178,14 @@ def _check_generation(args: Settings) -> Iterator[str]:
 def _check_answers(args: Settings) -> Iterator[str]:
     """How tokens are chosen, how many answers there are and where they go."""
     beams, answers = args.num_beams, args.num_return_sequences
-    given = [name for name in SAMPLING if getattr(args, name) is not None]
     refuses = args.is_given("do_sample") and not args.do_sample
-    for name in given:
-        if refuses and args.sources["do_sample"] == args.sources.get(name):
+    for name in _SAMPLING if refuses else ():
+        if getattr(args, name) is not None and args.sources["do_sample"] == args.sources.get(name):
             yield (
                 f"{to_flag(name)} {getattr(args, name)} says how to sample, and --no-do-sample not "
                 "to: give only one of them."
             )
-    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or given)):
+    if answers > max(beams, 1) and (beams > 1 or not (args.do_sample or list_sampling(args))):
         other = "" if beams > 1 else "--do-sample or "
         reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
         yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."
@@ -243,10 +247,23 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
 def _check_adapters(args: Settings) -> Iterator[str]:
     if args.lora_rank is not None and args.peft_config is not None:
         yield "--lora-rank and --peft-config exclude each other: give only one of them."
-    if args.quantize_base is not None:
-        yield from _check_quantized(args, f"--quantize-base {args.quantize_base}")
     if args.peft_config is not None:
         yield from _check_peft_config(args.peft_config)
+    if args.quantize_base is None:
+        return
+    given = f"--quantize-base {args.quantize_base}"
+    if not args.has_adapters:
+        yield (
+            f"{given} needs adapters, since quantized weights cannot be trained: add "
+            "--lora-rank 16."
+        )
+    if find_spec("bitsandbytes") is None:
+        yield (
+            f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
+            "without it, on whole weights: leave the flag out."
+        )
+    if args.from_scratch:
+        yield f"{given} needs a pretrained model: leave out --from-scratch."
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:
@@ -262,7 +279,7 @@ def _check_run_folder(args: Settings) -> Iterator[str]:
 def _check_chat(args: Settings) -> Iterator[str]:
     given = args.chat_template_kwargs
     try:
-        variables = {} if given is None else json.loads(given)
+        variables = {} if given is None else parse_json(given)
     except ValueError:
         variables = None
     if not isinstance(variables, dict):
@@ -284,27 +301,12 @@ def _check_peft_config(given: str) -> Iterator[str]:
         yield f"--peft-config {given} is not a file."
         return
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as reason:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as reason:
         yield f"--peft-config {given} is not JSON: {reason}."
         return
     if not isinstance(content, dict) or "peft_type" not in content:
         yield f"--peft-config {given} lacks peft_type, such as LORA, IA3 or PREFIX_TUNING."
-
-
-def _check_quantized(args: Settings, given: str) -> Iterator[str]:
-    if not args.has_adapters:
-        yield (
-            f"{given} needs adapters, since quantized weights cannot be trained: add "
-            "--lora-rank 16."
-        )
-    if find_spec("bitsandbytes") is None:
-        yield (
-            f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
-            "without it, on whole weights: leave the flag out."
-        )
-    if args.from_scratch:
-        yield f"{given} needs a pretrained model: leave out --from-scratch."
 
 
 def loads_from_hub(args: Settings) -> bool:

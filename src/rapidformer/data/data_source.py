@@ -56,10 +56,7 @@ class Rows:
 
     def get_rows(self, numbers: Sequence[int]) -> list[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            rows: list[Any] = fetch_many(numbers)
-            return rows
-        return [self._dataset[number] for number in numbers]
+        return list(fetch_many(numbers)) if fetch_many else [self._dataset[n] for n in numbers]
 
     def read(self, seed: int, epoch: int, position: int) -> Take:
         raise TypeError(f"{self.name} is not a stream")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
-from rapidformer.strict_json import parse_json
+from rapidformer.strict_json import describe_fault, parse_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -49,7 +49,12 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
     elif path.stat().st_size > LARGE_FILE_BYTES:
         rows = _load_large(path, kind, cache_dir)
     else:
-        rows = _read_small(path, kind)
+        readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
+        try:
+            rows = readers[kind](path)
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            reason = get_first_line(error)
+            raise DataError(f"{path} cannot be read as UTF-8 text: {reason}") from error
     return check_not_empty(rows, str(path))
 
 
@@ -74,14 +79,6 @@ def get_first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].strip()
     return text if text.endswith(".") else text + "."
-
-
-def _read_small(path: Path, kind: str) -> Dataset:
-    readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
-    try:
-        return readers[kind](path)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text: {get_first_line(error)}") from error
 
 
 def open_text(path: Path) -> Any:
@@ -127,9 +124,10 @@ def _read_json(path: Path) -> Dataset:
     if text.lstrip().startswith("["):
         try:
             rows = parse_json(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
         except ValueError as error:
-            line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise DataError(f"{path}{line}: not valid JSON ({error}).") from None
+            raise DataError(f"{path}: not valid JSON ({error}).") from None
         return _from_rows(rows, path)
     try:
         # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
@@ -177,12 +175,8 @@ def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
         try:
             yield parse_json(line)
         except ValueError as error:
-            what = str(error)
-            if isinstance(error, json.JSONDecodeError):
-                what = f"{error.msg}, column {error.colno}"
-            raise DataError(
-                f"{path}, line {number}: not valid JSON ({what}): {line.strip()[:60]}"
-            ) from None
+            what = f"({describe_fault(error)}): {line.strip()[:60]}"
+            raise DataError(f"{path}, line {number}: not valid JSON {what}") from None
 
 
 def _from_rows(rows: list[Any], path: Path) -> Dataset:

@@ -18,7 +18,7 @@ from rapidformer.data.files import (
     load_file,
 )
 from rapidformer.errors import DataError
-from rapidformer.hub import list_names
+from rapidformer.hub import describe_content
 from rapidformer.log import get_logger, warn
 
 if TYPE_CHECKING:
@@ -80,11 +80,10 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
         return {split: _load_split_folder(path, cache_dir) for split, path in by_split.items()}
     if _is_image_folder(folder):
         return {"train": _load_image_folder(folder, None)}
-    names = ", ".join(list_names(folder)[:8]) or "nothing"
     raise DataError(
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
         "files named train..., valid... or test..., image folders, or a folder written by "
-        f"save_to_disk; it holds {names}."
+        f"save_to_disk; it holds {describe_content(folder)}."
     )
 
 
@@ -117,18 +116,15 @@ def load_split(paths: Sequence[Path], cache_dir: str | None) -> Dataset:
     try:
         return import_datasets().concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
-        columns = "; ".join(
-            f"{path.name}: {_describe_columns(part)}"
-            for path, part in zip(paths, parts, strict=True)
-        )
-        raise DataError(f"These files do not hold the same columns: {columns}.") from error
-
-
-def _describe_columns(rows: Dataset) -> str:
-    return ", ".join(
-        f"{name} ({kind})"
-        for name, kind in zip(rows.column_names, rows.data.schema.types, strict=True)
-    )
+        tables = []
+        for path, part in zip(paths, parts, strict=True):
+            columns = zip(part.column_names, part.data.schema.types, strict=True)
+            tables.append(
+                f"{path.name}: " + ", ".join(f"{name} ({kind})" for name, kind in columns)
+            )
+        raise DataError(
+            f"These files do not hold the same columns: {'; '.join(tables)}."
+        ) from error
 
 
 def list_data_files(folder: Path) -> list[Path]:

@@ -43,17 +43,14 @@ def read_heads(args: Settings, problems: list[str]) -> dict[Path, Rows]:
 
 def keep_rows(data: Any) -> Any:
     """The same data with lists instead of DataFrames, and of iterators, which are read once."""
-    if isinstance(data, Mapping) and any(map(_is_table_of_rows, data.values())):
-        return {split: keep_rows(rows) for split, rows in data.items()}
+    if isinstance(data, Mapping):
+        kept = {split: keep_rows(rows) for split, rows in data.items()}
+        return data if all(kept[split] is rows for split, rows in data.items()) else kept
     if hasattr(data, "to_dicts"):  # polars
         return data.to_dicts()
     if hasattr(data, "iterrows"):  # pandas; its missing values are NaN
         return data.astype(object).where(data.notna(), None).to_dict("records")
     return list(data) if isinstance(data, Iterator) else data
-
-
-def _is_table_of_rows(data: Any) -> bool:
-    return isinstance(data, Iterator) or hasattr(data, "to_dicts") or hasattr(data, "iterrows")
 
 
 def take_head(data: Any, split: str) -> list[Any]:

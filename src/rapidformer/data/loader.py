@@ -188,7 +188,12 @@ class DistributedLoader:
             if starts_update:
                 self._update_start = self.consumed_samples
             if not self.has_token_budget:
-                rounds_left = (rounds_left or self._count_rounds()) - 1
+                if not rounds_left and self._cut.get_batch_size is None:
+                    rounds_left = self._cut.per_update - self._rounds % self._cut.per_update
+                elif not rounds_left:
+                    size = self._cut.get_update_size(self.epoch, self.consumed_samples)
+                    rounds_left = size // self.samples_per_round
+                rounds_left -= 1
                 self.consumed_samples += self.samples_per_round
                 micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
             elif micro_batch.is_last:
@@ -238,14 +243,6 @@ class DistributedLoader:
             self.epoch, self.consumed_samples, self._rounds = self.epoch + 1, 0, 0
         self._is_resuming = True
 
-    def _count_rounds(self) -> int:
-        """Rounds until the end of the current update."""
-        if self._cut.get_batch_size is None:
-            return self._cut.per_update - self._rounds % self._cut.per_update
-        return (
-            self._cut.get_update_size(self.epoch, self.consumed_samples) // self.samples_per_round
-        )
-
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last of them is marked, wherever it is in its update.
 
@@ -294,7 +291,7 @@ def _pass_on(batch: Any) -> Any:
 def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
     """Rows of a batch, if torch's own batch sampler makes the batches."""
     batches = loader.batch_sampler
-    return batches.batch_size if type(batches) is BatchSampler else loader.batch_size
+    return batches.batch_size if type(batches) is BatchSampler else None
 
 
 def adopt_loader(
@@ -314,15 +311,13 @@ def adopt_loader(
     own decides the order (it must give the same one on every process); a batch sampler of the
     user's own cannot be cut.
     """
-    streams, batches = is_stream(loader.dataset), loader.batch_sampler
-    size = get_rows_per_batch(loader)
-    if size is None or (not streams and type(batches) is not BatchSampler):
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
         raise DataError(
             "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
             "spread over processes: give it batch_size= (and sampler=, if you have an order)."
         )
-    sampler = batches.sampler if isinstance(batches, BatchSampler) and not streams else None
-    given = sampler
+    sampler = given = None if is_stream(loader.dataset) else batches.sampler
     if isinstance(sampler, DistributedSampler):
         raise DataError(
             "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
@@ -336,10 +331,9 @@ def adopt_loader(
     if is_random or isinstance(sampler, SequentialSampler):
         sampler = None
     adopted = DistributedLoader(
-        loader.dataset, collate=loader.collate_fn, micro_batch_size=batch_size or size,
-        num_replicas=num_replicas, replica=replica, rounds_per_update=rounds_per_update,
-        shuffle=is_random, seed=seed, num_workers=loader.num_workers,
-        drop_last=batches.drop_last if isinstance(batches, BatchSampler) else loader.drop_last,
+        loader.dataset, collate=loader.collate_fn, num_replicas=num_replicas, replica=replica,
+        micro_batch_size=batch_size or batches.batch_size, rounds_per_update=rounds_per_update,
+        shuffle=is_random, seed=seed, num_workers=loader.num_workers, drop_last=batches.drop_last,
         device=device, gather_digests=gather_digests,
         order=None if sampler is None else lambda: list(sampler),
         num_samples=len(sampler) if isinstance(sampler, Sized) else None,

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-IGNORED_LABEL = -100
+from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.data.data_source import Rows
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -62,7 +63,7 @@ class PackedRows:
     """
 
     def __init__(self, examples: Any, rows: Sequence[Sequence[int]]) -> None:
-        self._examples = examples
+        self._examples = Rows(examples)
         # Flat arrays: a million lists would take more memory, and more still in every worker.
         self._members = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
         self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
@@ -70,25 +71,15 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def get_members(self, index: int) -> list[int]:
-        """The indices of the examples in a row."""
-        start = int(self._ends[index - 1]) if index else 0
-        members: list[int] = self._members[start : int(self._ends[index])].tolist()
-        return members
-
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, list[int]]]:
-        groups = [self.get_members(index) for index in indices]
+        ends = [(int(self._ends[i - 1]) if i else 0, int(self._ends[i])) for i in indices]
+        groups = [self._members[start:end].tolist() for start, end in ends]
         # All at once: a data set on disk answers one long query faster than many short ones.
-        fetched = iter(_fetch(self._examples, list(chain.from_iterable(groups))))
+        fetched = iter(self._examples.get_rows(list(chain.from_iterable(groups))))
         return [_join([next(fetched) for _ in group]) for group in groups]
-
-
-def _fetch(examples: Any, numbers: list[int]) -> list[Any]:
-    fetch_many = getattr(examples, "__getitems__", None)
-    return list(fetch_many(numbers)) if fetch_many else [examples[number] for number in numbers]
 
 
 def _join(examples: list[Any]) -> dict[str, list[int]]:

@@ -133,9 +133,14 @@ class Rounds:
         """
         if self.token_budget is not None:
             assert lengths is not None
-            for start, size in self._iterate_update_sizes(epoch, consumed):
+            start, end = consumed, self.num_samples
+            if self.drops_last:
+                end = start + self.count_after(start) * self.samples
+            while start < end:
+                size = min(self.get_update_size(epoch, start), end - start)
                 samples = [int(i) for i in order[start : start + size]]
                 yield from self._deal_by_tokens(start, samples, [lengths[i] for i in samples])
+                start += size
             return
         end = consumed + self.count_after(consumed) * self.samples
         for start in range(consumed, end, self.samples):
@@ -173,16 +178,6 @@ class Rounds:
             mine = [samples[index] for index in parts[place]]
             is_last = place + self.num_replicas >= len(parts)
             yield start + place, mine or samples[:1], not mine, is_last
-
-    def _iterate_update_sizes(self, epoch: int, consumed: int) -> Iterator[tuple[int, int]]:
-        """The first sample and the number of samples of each update still to come."""
-        start, end = consumed, self.num_samples
-        if self.drops_last:
-            end = start + self.count_after(start) * self.samples
-        while start < end:
-            size = min(self.get_update_size(epoch, start), end - start)
-            yield start, size
-            start += size
 
     def _read(self, take: Take, epoch: int, consumed: int) -> Iterator[tuple[int, list[Any]]]:
         """The rounds of a stream from this position on; whole updates only if the last is dropped.

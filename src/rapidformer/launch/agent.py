@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -72,22 +72,20 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self.failure = choose_first(self._read_failures(result))
+            plan, host = self._rounds.plan, socket.gethostname()
+            self.failure = choose_first(
+                Failure(
+                    rank=rank, node=plan.node_rank, host=host, nodes=plan.nodes,
+                    status=failure.exitcode, log=self._logs.get_path(rank),
+                    **({"time": float(failure.timestamp)} | read_report(failure.error_file)),
+                )
+                for rank, failure in result.failures.items()
+            )  # fmt: skip
             self._rounds.publish_failure(self.failure)
             is_mistake = self._rounds.find_first_failure(self.failure).is_mistake
             if is_mistake or self._preemption.caught is not None:
                 set_remaining_restarts(self, 0)
         return result
-
-    def _read_failures(self, result: RunResult) -> Iterator[Failure]:
-        plan = self._rounds.plan
-        for rank, failure in result.failures.items():
-            report: dict[str, Any] = {"time": float(failure.timestamp)}
-            yield Failure(
-                rank=rank, node=plan.node_rank, host=socket.gethostname(), nodes=plan.nodes,
-                status=failure.exitcode, log=self._logs.get_path(rank),
-                **(report | read_report(failure.error_file)),
-            )  # fmt: skip
 
     def _exit_barrier(self) -> None:
         self._rounds.finish()

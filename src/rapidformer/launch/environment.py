@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_int, read_slurm_step
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:  # a new process ties itself to its launcher before it reads the settings
     from rapidformer.config.sections import LaunchArguments
@@ -69,7 +70,15 @@ def needs_agent(plan: LaunchPlan, settings: LaunchArguments) -> bool:
 def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     """Flags first, then NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, then Slurm's variables."""
     if is_started_node():
-        return _fill_processes(settings, _read_plan(os.environ[NODE_VARIABLE]))
+        text = os.environ[NODE_VARIABLE]
+        try:
+            plan = LaunchPlan(**parse_json(text))
+        except (ValueError, TypeError):
+            raise ConfigurationError(
+                f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of "
+                "its --hostfile: unset it."
+            ) from None
+        return _fill_processes(settings, plan)
     step = None
     if settings.nnodes is None and not os.environ.get("NNODES", "").strip():
         step = read_slurm_step(os.environ)
@@ -91,16 +100,6 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
             f"{plan.nodes} nodes must meet at one port: set MASTER_PORT (and MASTER_ADDR) on each."
         )
     return _fill_processes(settings, plan)
-
-
-def _read_plan(text: str) -> LaunchPlan:
-    try:
-        return LaunchPlan(**json.loads(text))
-    except (ValueError, TypeError, RecursionError):
-        raise ConfigurationError(
-            f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of its "
-            "--hostfile: unset it."
-        ) from None
 
 
 def _build_plan(settings: LaunchArguments, step: SlurmStep | None) -> LaunchPlan:

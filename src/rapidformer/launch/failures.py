@@ -77,7 +77,13 @@ class Failure:
         if self.nodes > 1:
             who += f" (node {self.node}, {self.host})"
         if self.message is None:
-            return f"{who} {self._describe_end()}"
+            where = f"; its output is in {self.log}" if self.log else ""
+            if self.status >= 0:
+                where = where or "; see its own message above"
+                return f"{who} ended with status {self.status}{where}."
+            name = signal.Signals(-self.status).name
+            hint = f" ({_CAUSES[name]})" if name in _CAUSES else ""
+            return f"{who} was ended by signal {name}{hint}{where}."
         if self.message.startswith("Traceback"):
             return f"{who} failed:\n{self.message.rstrip()}"
         return self.message if self.rank == 0 and self.nodes == 1 else f"{who}: {self.message}"
@@ -87,15 +93,6 @@ class Failure:
         lines = (self.describe() if self.message is None else self.message).rstrip().splitlines()
         line = lines[-1] if self.message and self.message.startswith("Traceback") else lines[0]
         return line if self.message is None else f"rank {self.rank}: {line}"
-
-    def _describe_end(self) -> str:
-        where = f"; its output is in {self.log}" if self.log else ""
-        if self.status >= 0:
-            where = where or "; see its own message above"
-            return f"ended with status {self.status}{where}."
-        name = signal.Signals(-self.status).name
-        hint = f" ({_CAUSES[name]})" if name in _CAUSES else ""
-        return f"was ended by signal {name}{hint}{where}."
 
 
 def choose_first(failures: Iterable[Failure]) -> Failure:

@@ -229,7 +229,10 @@ def _wait_for_nodes(
             if status in _LOST and lost is None:
                 lost = node, time.monotonic()
             elif status != 0 and lost is None:
-                _let_others_end(nodes)
+                # It has notified the others; give them a moment to stop by themselves.
+                deadline = time.monotonic() + 2 * _GRACE_SECONDS
+                while time.monotonic() < deadline and any(n.process.poll() is None for n in nodes):
+                    time.sleep(0.05)
                 raise _build_error(node, is_told=True)
         if lost is not None and time.monotonic() - lost[1] > _GRACE_SECONDS:
             node, lost = lost[0], None
@@ -251,13 +254,6 @@ def _revive(
     node.lives += 1
     say(f"{node.name} is lost (status {node.status}): started again")
     node.process, node.status = _start(node.command), None
-
-
-def _let_others_end(nodes: list[_Node]) -> None:
-    """A node that fails has notified the others; give them a moment to stop by themselves."""
-    deadline = time.monotonic() + 2 * _GRACE_SECONDS
-    while time.monotonic() < deadline and any(node.process.poll() is None for node in nodes):
-        time.sleep(0.05)
 
 
 def _build_error(node: _Node, *, is_told: bool) -> WorkerError:

@@ -78,13 +78,23 @@ class Rounds(RendezvousHandler):
             self.round = self._ask_for_round() if self.round >= 0 else self._enter()
             while missing := self._join():
                 if time.monotonic() > deadline:
-                    raise self._build_absence_error(missing)
+                    names = ", ".join(self.describe_node(node) for node in missing)
+                    raise WorkerError(
+                        f"{names} did not come within {self._timeout / 60:g} minutes "
+                        "(--distributed-timeout-minutes): is the command running there, with the "
+                        f"same NNODES, and can it reach {self.plan.endpoint}?"
+                    )
                 time.sleep(_POLL_SECONDS)
-            port = self._share_worker_store()
+            key = f"port/{self.round}"
+            if self.plan.node_rank == 0:
+                address = self.plan.master_addr
+                self._worker_store = TCPStore(address, 0, None, True, wait_for_workers=False)
+                self.store.set(key, str(self._worker_store.port))
+            port = int(self._wait_for(key))
         self._seen.clear()
         store, plan = PrefixStore(f"round/{self.round}", self.store), self.plan
-        address = RendezvousStoreInfo(plan.master_addr, port)
-        return RendezvousInfo(store, plan.node_rank, plan.nodes, address)
+        workers = RendezvousStoreInfo(plan.master_addr, port)
+        return RendezvousInfo(store, plan.node_rank, plan.nodes, workers)
 
     def num_nodes_waiting(self) -> int:
         """Whether this node's workers must stop for a new round; raises if the run is over."""
@@ -199,22 +209,18 @@ class Rounds(RendezvousHandler):
         current = int(self.store.compare_set("round", "", "0"))
         if not self.store.check([f"joined/{current}/{self.plan.node_rank}"]):
             return current
-        self._refuse_double()
+        # Two nodes with the same number would keep evicting each other.
+        key = f"alive/{self.plan.node_rank}"
+        before, deadline = self._read(key), time.monotonic() + 3.5 * ALIVE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            if self._read(key) != before:
+                raise self._build_double_error()
         self.round = current
         try:
             return self._ask_for_round()
         except WorkerError as error:
             raise RefusedError(str(error), error.exit_code) from None
-
-    def _refuse_double(self) -> None:
-        """Two nodes with the same number would keep evicting each other."""
-        key = f"alive/{self.plan.node_rank}"
-        before = self._read(key)
-        deadline = time.monotonic() + 3.5 * ALIVE_SECONDS
-        while time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            if self._read(key) != before:
-                raise self._build_double_error()
 
     def _build_double_error(self) -> RefusedError:
         return RefusedError(
@@ -242,14 +248,6 @@ class Rounds(RendezvousHandler):
         if self.store.check([f"joined/{self.round}/{node}" for node in nodes]):
             return []
         return [n for n in nodes if not self.store.check([f"joined/{self.round}/{n}"])]
-
-    def _share_worker_store(self) -> int:
-        key = f"port/{self.round}"
-        if self.plan.node_rank == 0:
-            address = self.plan.master_addr
-            self._worker_store = TCPStore(address, 0, None, True, wait_for_workers=False)
-            self.store.set(key, str(self._worker_store.port))
-        return int(self._wait_for(key))
 
     def _get_round(self) -> int:
         return int(self._read("round") or 0)
@@ -291,14 +289,6 @@ class Rounds(RendezvousHandler):
             elif now - self._seen[node][1] > _LOST_SECONDS and node != self.plan.node_rank:
                 lost.append(node)
         return lost
-
-    def _build_absence_error(self, missing: list[int]) -> WorkerError:
-        names = ", ".join(self.describe_node(node) for node in missing)
-        return WorkerError(
-            f"{names} did not come within {self._timeout / 60:g} minutes "
-            "(--distributed-timeout-minutes): is the command running there, with the same NNODES, "
-            f"and can it reach {self.plan.endpoint}?"
-        )
 
     @contextmanager
     def _losing_node_0(self) -> Iterator[None]:

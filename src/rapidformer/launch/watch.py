@@ -103,7 +103,10 @@ class Watch(threading.Thread):
             self._answer(pids)
         if self._rounds.plan.node_rank != 0 or not self._stall_seconds or not own:
             return
-        beats = own + self._read_others(number)
+        keys = [f"beats/{number}/{node}" for node in range(1, self._rounds.plan.nodes)]
+        store = self._store
+        texts = [store.get(key) for key in keys if store is not None and store.check([key])]
+        beats = own + [Beat(**values) for text in texts for values in json.loads(text)]
         missing = find_missing(beats)
         if not is_stalled(beats, self._stall_seconds):
             # The others may move (they give up and exit) while the rank they waited for does not.
@@ -119,12 +122,6 @@ class Watch(threading.Thread):
         node = self._rounds.plan.node_rank
         beats = (read_beat(self._folder, rank, node, pid) for rank, pid in pids.items())
         return [beat for beat in beats if beat is not None]
-
-    def _read_others(self, number: int) -> list[Beat]:
-        keys = [f"beats/{number}/{node}" for node in range(1, self._rounds.plan.nodes)]
-        store = self._store
-        texts = [store.get(key) for key in keys if store is not None and store.check([key])]
-        return [Beat(**values) for text in texts for values in json.loads(text)]
 
     def _collect_stacks(self, ranks: list[int], pids: dict[int, int]) -> dict[int, str]:
         stacks = self._dump_stacks(ranks, pids)

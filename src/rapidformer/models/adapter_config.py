@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn_once
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +75,7 @@ def _read_config(source: str) -> Any:
     if not source.lstrip().startswith("{"):
         text, place = Path(source).expanduser().read_text(encoding="utf-8"), source
     try:
-        values = json.loads(text)
+        values = parse_json(text)
         values.pop("peft_version", None)
         _check_type(values.get("peft_type"), place)
         with warnings.catch_warnings(record=True) as caught:

@@ -126,11 +126,27 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     model = prepare_quantized(model, args)
     if base != location:
         model = load_adapter(model, location)
-        report = _drop_known(report, list_weights(location))
-        _warn_of_ignored_flags(model, args, location)
+        # The adapter brings these weights.
+        known, mismatched = list_weights(location), report.get("mismatched_keys", ())
+        report = {
+            kind: [name for name in report.get(kind, ()) if name not in known]
+            for kind in ("missing_keys", "unexpected_keys")
+        }
+        report["mismatched_keys"] = [entry for entry in mismatched if entry[0] not in known]
+        adapter = find_adapter(model)
+        if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
+            warn_once(
+                f"{location} has an adapter already ({adapter.describe()}): --lora-rank and "
+                "--peft-config have no effect. For a new one, start from its base model or merge "
+                "it first (rapidformer export)."
+            )
     check_names(report, trunk, base, allows_partial=args.allow_partial_load)
-    if must_be_trained:
-        _refuse_fresh_weights(report, location)
+    if must_be_trained and (untrained := _list_fresh(report)):
+        raise ModelError(
+            f"{location} was never trained for this task: it has no weights for "
+            f"{list_some(untrained, 4)}. Train it first and name that run, or pass "
+            "--allow-untrained to continue with random ones."
+        )
     if args.allow_partial_load or not loads_checkpoint(args):
         _report_fresh_weights(report, location)
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
@@ -218,36 +234,6 @@ def _list_fresh(report: dict[str, Any]) -> list[str]:
     """The weights that the files do not have, or not in this shape."""
     mismatched = [entry[0] for entry in report.get("mismatched_keys", ())]
     return sorted({*report.get("missing_keys", ()), *mismatched})
-
-
-def _drop_known(report: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """The report without the weights that an adapter brings."""
-    rest: dict[str, Any] = {
-        kind: [name for name in report.get(kind, ()) if name not in known]
-        for kind in ("missing_keys", "unexpected_keys")
-    }
-    rest["mismatched_keys"] = [e for e in report.get("mismatched_keys", ()) if e[0] not in known]
-    return rest
-
-
-def _refuse_fresh_weights(report: dict[str, Any], location: str) -> None:
-    fresh = _list_fresh(report)
-    if fresh:
-        raise ModelError(
-            f"{location} was never trained for this task: it has no weights for "
-            f"{list_some(fresh, 4)}. Train it first and name that run, or pass --allow-untrained "
-            "to continue with random ones."
-        )
-
-
-def _warn_of_ignored_flags(model: nn.Module, args: Settings, location: str) -> None:
-    adapter = find_adapter(model)
-    if adapter is not None and (args.lora_rank is not None or args.peft_config is not None):
-        warn_once(
-            f"{location} has an adapter already ({adapter.describe()}): --lora-rank and "
-            "--peft-config have no effect. For a new one, start from its base model or merge it "
-            "first (rapidformer export)."
-        )
 
 
 def _report_fresh_weights(report: dict[str, Any], location: str) -> None:

@@ -13,7 +13,13 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ModelError, RapidformerError
-from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
+from rapidformer.hub import (
+    describe_content,
+    has_tokenizer,
+    is_hub_reachable,
+    looks_like_path,
+    suggest_path,
+)
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder
 
 _WEIGHT_FILES = (
@@ -22,10 +28,6 @@ _WEIGHT_FILES = (
 )  # fmt: skip
 DESCRIPTION = "model"
 """The folder in a checkpoint with its model's configuration and tokenizer."""
-# Every tokenizer has a file whose name contains one of these.
-_TOKENIZER_PARTS = (
-    "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
-)  # fmt: skip
 # What the class of a model says that it was trained for, by its ending.
 _HEADS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
@@ -84,16 +86,16 @@ def check_folder(location: str, *, needed: str | None = None, needs_weights: boo
         raise ModelError(f"{location} is a file: a model is a folder with config.json and weights.")
     if needed is not None and lacks_file(location, needed):
         raise ModelError(
-            f"The model folder {location} lacks {needed}: it holds {_list_folder(path)}. Choose "
-            "another folder, or give --model-type and --from-scratch for fresh weights."
+            f"The model folder {location} lacks {needed}: it holds {describe_content(path)}. "
+            "Choose another folder, or give --model-type and --from-scratch for fresh weights."
         )
     if is_checkpoint_model(path):
         return
     if needs_weights and not has_weights(path):
         raise ModelError(
             f"The model folder {location} lacks weights (model.safetensors or "
-            f"pytorch_model.bin): it holds {_list_folder(path)}. Add --from-scratch to start from "
-            "fresh weights."
+            f"pytorch_model.bin): it holds {describe_content(path)}. Add --from-scratch to start "
+            "from fresh weights."
         )
 
 
@@ -102,18 +104,13 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _WEIGHT_FILES)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a local folder has a file of a tokenizer."""
-    return any(part in name for name in list_names(folder) for part in _TOKENIZER_PARTS)
-
-
 def check_has_tokenizer(location: str) -> None:
     """transformers makes an empty tokenizer for a folder without one, which knows no words."""
     path = Path(location)
     if path.is_dir() and not has_tokenizer(path):
         raise ModelError(
             f"The folder {location} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
-            f"{_list_folder(path)}. Save the tokenizer into it, or give --tokenizer-type and "
+            f"{describe_content(path)}. Save the tokenizer into it, or give --tokenizer-type and "
             "--vocab-file."
         )
 
@@ -131,11 +128,6 @@ def check_head(auto_class_name: str, architectures: Sequence[str] | None, locati
             f"{location} was trained for another task: it is a {saved}, and this task needs a "
             f"model {wanted}. Choose the --task it was trained for, or pass --allow-untrained."
         )
-
-
-def _list_folder(path: Path) -> str:
-    names = list_names(path)
-    return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
 
 
 def get_hub_options(location: str, args: Settings) -> dict[str, Any]:
@@ -179,12 +171,10 @@ def explain_failure(location: str, wanted: str) -> Iterator[None]:
 
     try:
         yield
-    except RapidformerError:
+    except (RapidformerError, MemoryError):
         raise
     except SafetensorError as error:
         raise ModelError(f"The weights in {location} are damaged: {error}.") from error
-    except MemoryError:
-        raise
     except Exception as error:  # a damaged file can make transformers raise anything
         if "trust_remote_code" in str(error):
             raise OwnCodeError(
@@ -202,17 +192,16 @@ def _describe_failure(location: str, wanted: str, error: Exception) -> str:
             "choose a model of another architecture."
         )
     if not Path(location).exists() and isinstance(error, OSError):
+        near = suggest_path(Path(location))
         if not is_hub_reachable():
             return (
                 f"The model {location} is neither a local folder nor in the local cache, and the "
                 "Hugging Face Hub cannot be reached: check the spelling or the network, or give "
-                "a local folder with --pretrained-model-name-or-path."
-                f"{suggest_path(Path(location))}"
+                f"a local folder with --pretrained-model-name-or-path.{near}"
             )
         if "not a valid model identifier" in text or "Repository Not Found" in text:
             return (
                 f"The model {location} is neither a local folder nor on the Hugging Face Hub (or "
-                "it is private): check the spelling of --pretrained-model-name-or-path."
-                f"{suggest_path(Path(location))}"
+                f"it is private): check the spelling of --pretrained-model-name-or-path.{near}"
             )
     return f"The {wanted} of {location} cannot be loaded: {text[:300] or type(error).__name__}"

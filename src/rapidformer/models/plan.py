@@ -34,22 +34,18 @@ class ModelPlan:
     """Attributes of modules that count heads; each rank then has its part of them."""
     has_split_sequences: bool = False
     """Whether the model's blocks pass on [batch, tokens, hidden] and nothing else, so that
-    --sequence-parallel may split the tokens between attention and feed-forward layers.
-    """
+    --sequence-parallel may split the tokens between attention and feed-forward layers."""
     has_split_attention: bool = False
     """Whether a block's tokens interact only in torch's scaled_dot_product_attention, on [batch,
-    heads, tokens, size], so that --context-parallel-size may split them.
-    """
+    heads, tokens, size], so that --context-parallel-size may split them."""
     token_dims: Mapping[str, int] = field(default_factory=dict)
     """Block arguments with a value per token, and their token dimension; those of shape [batch,
-    tokens] and [batch, tokens, size] are found automatically.
-    """
+    tokens] and [batch, tokens, size] are found automatically."""
     has_split_losses: bool = False
     """Whether the model's loss accepts logits whose vocabulary is split over ranks."""
     before: Sequence[str] = ()
     """Modules used before the first block: what a pipeline's first stage holds. A trial run finds
-    them if neither this nor ``after`` is given.
-    """
+    them if neither this nor ``after`` is given."""
     after: Sequence[str] = ()
     """Modules used after the last block: what a pipeline's last stage holds."""
     pipeline_problem: str = ""
@@ -57,8 +53,7 @@ class ModelPlan:
     experts: tuple[str, ...] = ()
     """Patterns of modules whose parameters have one slice per expert, and which are called with
     rows sorted by expert and the end offset of each expert's rows: what
-    --expert-model-parallel-size splits.
-    """
+    --expert-model-parallel-size splits."""
     source: str = field(default="", compare=False)
     """Where the plan comes from: shown at start-up."""
 
@@ -112,9 +107,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def _find_blocks(model: nn.Module) -> ModelPlan:
     tied = find_tied(model)
+    # ALBERT's block, which runs once per layer. With several groups, none is the last to run.
+    is_shared = getattr(getattr(model, "config", None), "num_hidden_groups", 0) == 1
+    modules = [name for name, _ in model.named_modules()] if is_shared else []
+    shared = [name for name in modules if name.endswith("albert_layer_groups.0")]
     for source, names in (
         (MARKED, _find_marked_blocks(model)),
-        ("the block that all layers share", _find_shared_block(model)),
+        ("the block that all layers share", shared),
         ("found by their structure", _find_block_lists(model)),
     ):
         if names:
@@ -188,14 +187,6 @@ def _find_marked_blocks(model: nn.Module) -> list[str]:
     ]
 
 
-def _find_shared_block(model: nn.Module) -> list[str]:
-    """ALBERT's block, which runs once per layer. With several groups, none is the last to run."""
-    config = getattr(model, "config", None)
-    if getattr(config, "num_hidden_groups", 0) != 1:
-        return []
-    return [name for name, _ in model.named_modules() if name.endswith("albert_layer_groups.0")]
-
-
 def _find_block_lists(model: nn.Module) -> list[str]:
     """The list of similar modules with the most weights, and others like it (a decoder's blocks).
 
@@ -230,8 +221,7 @@ class _BlockList:
     """Whether the members are torch's own layers, such as embeddings or linear heads."""
     is_stack: bool
     """Whether it looks like blocks: the members consist of other modules. Of lists in a list, like
-    Funnel's, which differ in how they call their members, only the largest is taken.
-    """
+    Funnel's, which differ in how they call their members, only the largest is taken."""
 
 
 def _iterate_block_lists(model: nn.Module) -> Iterator[_BlockList]:

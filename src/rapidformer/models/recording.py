@@ -231,10 +231,6 @@ class Recording:
         args, kwargs = tree_map_only(Tensor, get, (args, kwargs))
         function(*args, **_on_cpu(kwargs))
 
-    def drop_scratch(self) -> None:
-        """Drop what only recording needs."""
-        self._scratch = None
-
     def _freeze(self, name: str, tensor: Tensor) -> Any:
         if self.holds(tensor):
             return _describe(tensor)
@@ -353,4 +349,4 @@ def record() -> Iterator[Recording]:
     recording = Recording()
     with _Recorder(recording), _Disguise(recording):
         yield recording
-    recording.drop_scratch()
+    recording._scratch = None  # only recording needs it

@@ -157,8 +157,12 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
             f"cannot be split here: {shown}. Known are {', '.join(_STYLES)}. "
             "--zero-3-memory-optimization shards any model."
         )
+    # Of layers that have adapters, the modules inside them get the style.
+    spread: dict[str, str] = {}
+    for name, style in {**vocabulary, **styles}.items():
+        spread |= dict(_spread_style(name, model.get_submodule(name), style))
     return TensorPlan(
-        styles=_spread_styles(model, {**vocabulary, **styles}),
+        styles=spread,
         parameters=_find_parameters(model, patterns),
         divided={name: tuple(names) for name, names in expand_patterns(model, divided)},
         sequence_problem=problem,
@@ -271,14 +275,6 @@ _BY_INPUTS = ("rowwise", "rowwise_split_input")
 # A strided slice of the first dimension would be sharded in the wrong order: B is small, so it
 # stays whole, and each rank reads its own rows.
 _STYLES_OF_B = {"fused_qkv": "whole_fused_qkv", "fused_kv": "whole_fused_kv"}
-
-
-def _spread_styles(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The styles, with those of layers that have adapters given to the modules inside them."""
-    spread: dict[str, str] = {}
-    for name, style in styles.items():
-        spread |= dict(_spread_style(name, model.get_submodule(name), style))
-    return spread
 
 
 def get_layer_name(name: str) -> str:

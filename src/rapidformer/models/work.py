@@ -64,9 +64,11 @@ class ModelWork:
         return f"{weights} + {_count(attention)} x tokens per row"
 
 
-def count_work(model: nn.Module) -> ModelWork:
+def count_work(model: Any) -> ModelWork:
     """The work of a model before it is split; one without a known size has no attention term."""
-    encoder = _find_encoder(model)
+    config, encoder = getattr(model, "config", None), None
+    if getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        encoder = model.get_encoder()
     inside = {id(p) for p in encoder.parameters()} if encoder is not None else set()
     per_token = per_target = 0.0
     weights = 0
@@ -78,7 +80,6 @@ def count_work(model: nn.Module) -> ModelWork:
             per_target += work
         else:
             per_token += work
-    config = getattr(model, "config", None)
     window = getattr(config, "sliding_window", None)
     return ModelWork(
         per_token=per_token, per_target=per_target, per_pair=_count_attention(config),
@@ -91,7 +92,12 @@ def count_work(model: nn.Module) -> ModelWork:
 def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each weight that is multiplied, once, with the fraction of it that a token uses."""
     seen: set[int] = set()
-    used = _get_used_fraction(getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = (getattr(config, name, None) for name in names)
+    total = next((count for count in counts if isinstance(count, int)), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    used = chosen / total if total and isinstance(chosen, int) else 1.0
     for name, module in model.named_modules():
         is_expert = "experts" in name.split(".")
         for parameter in module.parameters(recurse=False):
@@ -100,15 +106,6 @@ def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
                 continue
             seen.add(id(parameter))
             yield parameter, used if is_expert else 1.0
-
-
-def _get_used_fraction(config: Any) -> float:
-    """How many of its experts a token uses."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    counts = (getattr(config, name, None) for name in names)
-    total = next((count for count in counts if isinstance(count, int)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return chosen / total if total and isinstance(chosen, int) else 1.0
 
 
 def _count_attention(config: Any) -> float:
@@ -120,14 +117,6 @@ def _count_attention(config: Any) -> float:
         return 0.0
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
     return 12.0 * layers * heads * size
-
-
-def _find_encoder(model: nn.Module) -> nn.Module | None:
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    get_encoder: Any = getattr(model, "get_encoder", None)
-    encoder = get_encoder() if get_encoder is not None else None
-    return encoder if isinstance(encoder, nn.Module) else None
 
 
 def _count(number: float) -> str:

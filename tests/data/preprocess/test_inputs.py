@@ -165,6 +165,12 @@ def test_rows_that_are_not_text_are_counted(tmp_path: Path) -> None:
     assert summary.problems["'text' is not a string"].first[0][:2] == (0, 2)
 
 
+def test_a_list_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"in.json: not valid JSON \(it is nested too deeply\)"):
+        run(tmp_path, tmp_path / "in.json")
+
+
 def test_a_list_that_is_no_json_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text('[\n{"text": "1"},\n{"text": }]')
     with pytest.raises(DataError, match=r"in.json, line 3: the file begins like a JSON list"):

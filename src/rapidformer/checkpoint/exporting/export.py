@@ -25,7 +25,13 @@ from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.checkpoint.staged import replacing
-from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
+from rapidformer.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelError,
+    RapidformerError,
+    count,
+)
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import find_adapter
@@ -77,7 +83,13 @@ def export(
     source = find_source(checkpoint, base)
     say = get_logger().info
     with _staging(target) as staging:
-        config = _read_config(source)
+        try:
+            config = read_config(str(source.description), local_files_only=True)
+        except OwnCodeError:
+            raise ModelError(
+                f"{source.folder} comes with its own Python code, which export does not run: use "
+                "engine.export in the script that trained it."
+            ) from None
         if source.base is not None:
             forget_quantization(config, source.base, merges=merge)
         kind = DTYPES[dtype] if dtype else find_stored_dtype(source)
@@ -110,16 +122,6 @@ def export(
     return report
 
 
-def _read_config(source: Source) -> Any:
-    try:
-        return read_config(str(source.description), local_files_only=True)
-    except OwnCodeError:
-        raise ModelError(
-            f"{source.folder} comes with its own Python code, which export does not run: use "
-            "engine.export in the script that trained it."
-        ) from None
-
-
 def _write_model(
     recipes: Recipes, staging: Path, dtype: torch.dtype, max_shard_size: int | str
 ) -> str:
@@ -131,8 +133,7 @@ def _write_model(
     config.dtype = name_dtype(dtype)
     with quiet_transformers(None):
         config.save_pretrained(staging)
-    plural = "" if files == 1 else "s"
-    return f"{len(recipes.files)} tensors in {files} file{plural} ({size / 1e6:,.1f} MB)"
+    return f"{len(recipes.files)} tensors in {count(files, 'file')} ({size / 1e6:,.1f} MB)"
 
 
 def _write_adapter(

@@ -14,8 +14,9 @@ from torch import Tensor
 from rapidformer.checkpoint.description import ORIGIN
 from rapidformer.checkpoint.exporting.build import Recipes
 from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.hub import has_tokenizer
 from rapidformer.log import get_logger
-from rapidformer.models.location import has_tokenizer, quiet_transformers
+from rapidformer.models.location import quiet_transformers
 
 _INDEX = "model.safetensors.index.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}

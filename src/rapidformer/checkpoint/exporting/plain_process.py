@@ -35,15 +35,6 @@ def save_rows(rows: Rows, file: Path) -> None:
     save_file(named, file)
 
 
-def load_rows(file: Path) -> Rows:
-    """The inputs that ``save_rows`` wrote."""
-    rows: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in load_file(file).items():
-        number, _, name = key.partition(".")
-        rows.setdefault(int(number), {})[name] = tensor
-    return [rows[number] for number in sorted(rows)]
-
-
 def load_model(folder: Path) -> Any:
     """The exported model, or its base with the exported adapter."""
     import transformers
@@ -69,7 +60,11 @@ def load_model(folder: Path) -> Any:
 
 def main(folder: str, inputs: str, outputs: str) -> None:
     model = load_model(Path(folder))
-    save_file(compute_outputs(model, load_rows(Path(inputs))), outputs)
+    rows: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in load_file(inputs).items():  # as save_rows has named them
+        number, _, name = key.partition(".")
+        rows.setdefault(int(number), {})[name] = tensor
+    save_file(compute_outputs(model, [rows[number] for number in sorted(rows)]), outputs)
     if "rapidformer" in sys.modules:
         sys.exit("rapidformer was imported, so this proves nothing about plain transformers")
 

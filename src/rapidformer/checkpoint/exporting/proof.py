@@ -95,11 +95,15 @@ def _build_rows(model: Any) -> plain_process.Rows:
         raise ModelError(
             f"no inputs are known for {type(model).__name__}, which takes {kind}: {_SKIP}."
         )
-    limit = get_position_limit(config) or max(_LENGTHS)
+    limit, end = get_position_limit(config) or max(_LENGTHS), config.eos_token_id
+    end = end[0] if isinstance(end, list) else end
     rows = []
     for length in dict.fromkeys(min(length, limit) for length in _LENGTHS):
         ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-        ids = _end_once(ids, config)
+        if end is not None and 0 <= end < config.vocab_size > 1:
+            # Just one: BART's classifiers read the state of the ending token.
+            ids[ids == end] = (end + 1) % config.vocab_size
+            ids[:, -1] = end
         if type(model).__name__.endswith("ForMultipleChoice"):
             ids = torch.stack([ids, ids.flip(-1)], dim=1)
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
@@ -107,17 +111,6 @@ def _build_rows(model: Any) -> plain_process.Rows:
         if config.is_encoder_decoder and not type(model).__name__.endswith(_SHIFTING_HEADS):
             rows[-1]["decoder_input_ids"] = ids.clone()
     return rows
-
-
-def _end_once(ids: Tensor, config: Any) -> Tensor:
-    """BART's classifiers read the state of the one ending token."""
-    end = config.eos_token_id
-    end = end[0] if isinstance(end, list) else end
-    if end is None or not 0 <= end < config.vocab_size or config.vocab_size == 1:
-        return ids
-    ids[ids == end] = (end + 1) % config.vocab_size
-    ids[:, -1] = end
-    return ids
 
 
 def _compare(expected: dict[str, Tensor], actual: dict[str, Tensor], limit: float) -> Proof:

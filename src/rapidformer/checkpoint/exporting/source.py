@@ -61,22 +61,18 @@ def find_source(given: str | Path, base: str | None = None) -> Source:
         folder = Path(fetched)
     for candidate in (folder, folder / "best", folder / "last"):
         if is_model_folder(candidate):
-            return _describe_folder(candidate, base)
+            is_adapter = is_adapter_folder(candidate)
+            under = (base or read_base(candidate)) if is_adapter else None
+            return Source(
+                folder=candidate, description=candidate, adapter=candidate if is_adapter else None,
+                base=under, start=under or base or _find_start(candidate), run=None,
+            )  # fmt: skip
     if find_checkpoint(folder) is None:
         raise ModelError(
             f"{given} has no model (no config.json, best, last or iter_… folder): give the folder "
             "of a run, or one of its models or checkpoints."
         )
     return _describe_checkpoint(choose_complete(folder), base)
-
-
-def _describe_folder(folder: Path, base: str | None) -> Source:
-    is_adapter = is_adapter_folder(folder)
-    under = (base or read_base(folder)) if is_adapter else None
-    return Source(
-        folder=folder, description=folder, adapter=folder if is_adapter else None, base=under,
-        start=under or base or _find_start(folder), run=None,
-    )  # fmt: skip
 
 
 def _describe_checkpoint(folder: Path, base: str | None) -> Source:

@@ -192,13 +192,14 @@ def _check_header(
 def find_problems(index: Index, data_bytes: int, *, thorough: bool = False) -> list[str]:
     """All problems found; if a quick check finds one, everything is checked."""
     problems = _find_bad_ends(index, data_bytes)
-    if not (thorough or problems or index.sizes.size <= THOROUGH_LIMIT):
+    thorough = thorough or bool(problems) or index.sizes.size <= THOROUGH_LIMIT
+    if not thorough:
         # If the ends show a problem, the thorough check describes it.
         last = int(index.pointers[-1]) * index.pointer_bytes
         thorough = bool(
             index.sizes[-1] < 0 or index.pointers[0] != 0 or last % index.dtype.itemsize
         )
-    if thorough or problems or index.sizes.size <= THOROUGH_LIMIT:
+    if thorough:
         checks = (_find_bad_size, _find_bad_pointer, _find_bad_mark)
         problems += [problem for check in checks if (problem := check(index))]
     return problems

@@ -82,13 +82,7 @@ class IndexedDataset:
         stop = start + length
         # The middle of a long index was not checked on opening, and a slice beyond the end of the
         # file would silently be shorter.
-        if (
-            offset < 0
-            or length < 0
-            or offset + length > size
-            or start < 0
-            or stop > self.num_tokens
-        ):
+        if not (0 <= offset <= offset + length <= size and 0 <= start <= stop <= self.num_tokens):
             raise self._describe_range(index, offset, length)
         self._notice_shrinking()
         return self._tokens[start:stop]

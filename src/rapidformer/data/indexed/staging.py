@@ -30,7 +30,13 @@ def get_staging(target: Path) -> Path:
 def open_staging(target: Path) -> BinaryIO:
     """An empty file that nobody else is writing."""
     path = get_staging(target)
-    _check_not_open_here(path, target)
+    # Before opening the file: closing a second descriptor would release the first one's lock.
+    other = _open_here.get(_get_key(path)) if path.exists() else None
+    if other is not None and not other.closed:
+        raise IndexedDataError(
+            f"{target} is being written by this process already: finalize() or discard() the other "
+            "writer first."
+        )
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         file = os.fdopen(descriptor, "wb", buffering=_BUFFER)
@@ -55,16 +61,6 @@ def force_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _check_not_open_here(path: Path, target: Path) -> None:
-    # Before opening the file: closing a second descriptor would release the first one's lock.
-    file = _open_here.get(_get_key(path)) if path.exists() else None
-    if file is not None and not file.closed:
-        raise IndexedDataError(
-            f"{target} is being written by this process already: finalize() or discard() the other "
-            "writer first."
-        )
 
 
 def _get_key(path: Path) -> tuple[int, int, int]:

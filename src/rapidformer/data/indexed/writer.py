@@ -49,7 +49,13 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: Any = np.int32, *, fsync: bool = True) -> None:
         self.prefix = name_target(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = _get_dtype_code(self.dtype)
+        codes = {known: code for code, known in DTYPES.items()}
+        if self.dtype not in codes:
+            names = ", ".join(known.name for known in codes)
+            raise IndexedDataError(
+                f"tokens cannot be stored as {self.dtype.name}: use one of {names}."
+            )
+        self._code = codes[self.dtype]
         self._fsync = fsync
         # Arrays of machine integers: a list of ten million Python integers would take 400 MB.
         self._sizes = array("i")
@@ -117,10 +123,8 @@ class IndexedWriter:
 
     def _write(self, flat: np.ndarray) -> None:
         file = self._get_file()
-        try:
+        with self._watch_disk(self._data_path):
             file.write(flat.data)
-        except OSError as error:
-            raise self._fail(self._data_path, error) from error
         self.num_tokens += flat.size
 
     def append_file(
@@ -206,23 +210,22 @@ class IndexedWriter:
         try:
             yield
         except OSError as error:
-            raise self._fail(path, error) from error
-
-    def _fail(self, path: Path, error: OSError) -> IndexedDataError:
-        free = 0
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage(path.parent).free
-        self.discard()
-        if error.errno not in _FULL:
-            return IndexedDataError(f"{path} cannot be written: {error.strerror or error}.")
-        data_bytes = self.num_tokens * self.dtype.itemsize
-        index_bytes = HEADER.size + 12 * len(self._sizes) + 8 * len(self._marks)
-        return IndexedDataError(
-            f"{path} cannot be written: {_FULL[error.errno]}. The {self.num_sequences:,} sequences "
-            f"before this point need {data_bytes + index_bytes:,} bytes (.bin {data_bytes:,}, .idx "
-            f"{index_bytes:,}), and {free:,} more were free there; what was written is removed. "
-            "Make room or choose another place."
-        )
+            free = 0
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(path.parent).free
+            self.discard()
+            reason = _FULL.get(error.errno or 0, error.strerror or str(error))
+            what = f"{path} cannot be written: {reason}."
+            if error.errno not in _FULL:
+                raise IndexedDataError(what) from error
+            data_bytes = self.num_tokens * self.dtype.itemsize
+            index_bytes = HEADER.size + 12 * len(self._sizes) + 8 * len(self._marks)
+            raise IndexedDataError(
+                f"{what} The {self.num_sequences:,} sequences before this point need "
+                f"{data_bytes + index_bytes:,} bytes (.bin {data_bytes:,}, .idx {index_bytes:,}), "
+                f"and {free:,} more were free there; what was written is removed. Make room or "
+                "choose another place."
+            ) from error
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -241,15 +244,6 @@ class IndexedWriter:
 def choose_dtype(vocab_size: int | None) -> np.dtype[Any]:
     """The smallest type for a vocabulary's ids, by Megatron's rule."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
-
-
-def _get_dtype_code(dtype: np.dtype[Any]) -> int:
-    """The code for a type in an index."""
-    for code, known in DTYPES.items():
-        if known == dtype:
-            return code
-    names = ", ".join(known.name for known in DTYPES.values())
-    raise IndexedDataError(f"tokens cannot be stored as {dtype.name}: use one of {names}.")
 
 
 def _convert_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:

@@ -67,7 +67,12 @@ def find_sources(inputs: tuple[str, ...]) -> list[Source]:
 def _expand(text: str, problems: list[str]) -> Iterator[Path]:
     path = Path(text).expanduser()
     if path.is_dir():
-        files = sorted(child for child in path.rglob("*") if _has_known_name(child, path))
+        files = sorted(
+            child
+            for child in path.rglob("*")
+            if not any(part.startswith(".") for part in child.relative_to(path).parts)
+            if _get_kind_by_name(child) is not None and child.is_file()
+        )
         if not files:
             problems.append(
                 f"--input {text}: the folder holds no file with a name such as *.jsonl, *.txt or "
@@ -87,11 +92,6 @@ def _expand(text: str, problems: list[str]) -> Iterator[Path]:
         problems.append(f"--input {text}: no such file or folder.{suggest_path(path)}")
 
 
-def _has_known_name(path: Path, folder: Path) -> bool:
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not is_hidden and _get_kind_by_name(path) is not None and path.is_file()
-
-
 def _get_kind_by_name(path: Path) -> str | None:
     name = path.name.lower()
     for ending in _COMPRESSED:
@@ -101,8 +101,10 @@ def _get_kind_by_name(path: Path) -> str | None:
 
 def _describe_source(path: Path) -> Source:
     status = path.stat()
-    compression = _get_compression(path)
     with path.open("rb") as raw, explain_damage(path):
+        magic = raw.read(4)
+        raw.seek(0)
+        compression = next((name for key, name in _MAGIC.items() if magic.startswith(key)), None)
         start = open_decompressed(raw, compression).read(_SNIFFED_BYTES)
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     kind = "parquet" if start.startswith(b"PAR1") else _get_kind_by_name(path)
@@ -130,13 +132,6 @@ def _check_is_text(path: Path, start: bytes) -> str:
 
 
 # --- compressed files ----------------------------------------------------------------------------
-
-
-def _get_compression(path: Path) -> str | None:
-    """gzip, zstd or None, from the file's first bytes."""
-    with path.open("rb") as file:
-        start = file.read(4)
-    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
 def open_decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:

@@ -78,10 +78,8 @@ class KeyCounts:
     empty: int = 0
 
     def add(self, other: KeyCounts) -> None:
-        self.documents += other.documents
-        self.sequences += other.sequences
-        self.tokens += other.tokens
-        self.empty += other.empty
+        for name, number in vars(other).items():
+            setattr(self, name, getattr(self, name) + number)
 
 
 @dataclass
@@ -248,7 +246,12 @@ def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
         if old == new:
             continue
         if key == "inputs":
-            differences.append(_describe_inputs(old or [], new or []))
+            if [entry[0] for entry in old or ()] != [entry[0] for entry in new or ()]:
+                differences.append("other input files")
+                continue
+            changed = [Path(entry[0]).name for entry in new or () if entry not in (old or ())]
+            more = ", ..." if len(changed) > 3 else ""
+            differences.append(f"changed since: {', '.join(changed[:3])}{more}")
         elif isinstance(old, dict) and isinstance(new, dict):
             differences += [
                 f"{name} was {old.get(name)}, is {value}"
@@ -260,10 +263,3 @@ def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
         else:
             differences.append(f"{key} was {old}, is {new}")
     return "; ".join(differences)
-
-
-def _describe_inputs(old: list[list[Any]], new: list[list[Any]]) -> str:
-    if [entry[0] for entry in old] != [entry[0] for entry in new]:
-        return "other input files"
-    changed = [Path(entry[0]).name for entry in new if entry not in old]
-    return f"changed since: {', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}"

@@ -13,13 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rapidformer.data.preprocess.inputs import Source
-from rapidformer.data.preprocess.parts import (
-    FIRST_SHOWN,
-    KeyCounts,
-    PartReport,
-    Problem,
-    ProblemLog,
-)
+from rapidformer.data.preprocess.parts import FIRST_SHOWN, KeyCounts, PartReport, ProblemLog
+from rapidformer.errors import count
 from rapidformer.log import get_logger
 
 if TYPE_CHECKING:
@@ -62,7 +57,9 @@ class Progress:
             self._bar.update(task, completed=self._position, note=self._format())
         elif self._documents >= self._next_line:
             self._next_line = (self._documents // self._log_interval + 1) * self._log_interval
-            get_logger().info("%s | left %s", self._format(), self._format_time_left())
+            done = max(self._position - self._begun_at, 1)
+            left = (time.monotonic() - self._start) / done * max(self._total - self._position, 0)
+            get_logger().info("%s | left %s", self._format(), timedelta(seconds=round(left)))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -74,11 +71,6 @@ class Progress:
             f"{self._documents:,} documents | {shorten(self._tokens)} tokens | "
             f"{self._text_bytes / seconds / 1e6:.1f} MB/s"
         )
-
-    def _format_time_left(self) -> str:
-        done = max(self._position - self._begun_at, 1)
-        left = (time.monotonic() - self._start) / done * max(self._total - self._position, 0)
-        return str(timedelta(seconds=round(left)))
 
 
 def _start_bar(total: int, done: int) -> rich.progress.Progress:
@@ -166,27 +158,19 @@ def format_problems(problems: ProblemLog, sources: list[Source]) -> list[str]:
         return ["no line was skipped"]
     lines = [f"skipped {count(problems.count, 'line')}:"]
     for reason, problem in sorted(problems.items(), key=lambda item: -item[1].count):
-        lines.append(f"  {reason}: {problem.count:,} ({_format_places(problem, sources)})")
+        by_file: dict[int, list[str]] = {}
+        for source, line, _ in problem.first:
+            by_file.setdefault(source, []).append(str(line))
+        places = "; ".join(
+            f"{sources[source].path} {name_place(sources[source])} {', '.join(numbers)}"
+            for source, numbers in by_file.items()
+        )
+        more = ", ..." if problem.count > FIRST_SHOWN else ""
+        lines.append(f"  {reason}: {problem.count:,} ({places}{more})")
         detail = problem.first[0][2]
         if detail:
             lines.append(f"    the first: {detail}")
     return lines
-
-
-def _format_places(problem: Problem, sources: list[Source]) -> str:
-    by_file: dict[int, list[str]] = {}
-    for source, line, _ in problem.first:
-        by_file.setdefault(source, []).append(str(line))
-    text = "; ".join(
-        f"{sources[source].path} {name_place(sources[source])} {', '.join(lines)}"
-        for source, lines in by_file.items()
-    )
-    return text + (", ..." if problem.count > FIRST_SHOWN else "")
-
-
-def count(number: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def name_place(source: Source) -> str:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from rapidformer.data.preprocess.inputs import Source, explain_damage, open_decompressed
 from rapidformer.errors import DataError, MissingPackageError
+from rapidformer.strict_json import parse_json
 
 _BLANK_LINES = re.compile(rb"\n[ \t\r]*\n\s*")
 _ROW_BYTES = 64  # added per row, so that rows without text fill a part too
@@ -256,7 +257,7 @@ def _load_array(source: Source) -> list[Any]:
     with source.path.open("rb") as raw:
         content = open_decompressed(raw, source.compression).read()
     try:
-        items: list[Any] = json.loads(content.removeprefix(b"\xef\xbb\xbf"))
+        items: list[Any] = parse_json(content.removeprefix(b"\xef\xbb\xbf"))
     except json.JSONDecodeError as error:
         raise DataError(
             f"{source.path}, line {error.lineno}: the file begins like a JSON list ([), but is "
@@ -264,6 +265,8 @@ def _load_array(source: Source) -> list[Any]:
         ) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{source.path} is not UTF-8 text (byte {error.start}).") from None
+    except ValueError as error:
+        raise DataError(f"{source.path}: not valid JSON ({error}).") from None
     return items
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rapidformer.data.preprocess.parts import ProblemLog
 from rapidformer.data.preprocess.reading import Piece, split_paragraphs
+from rapidformer.strict_json import describe_fault, parse_json
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN = 60
@@ -70,12 +71,10 @@ def _split(piece: Piece, payload: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _parse(text: str, piece: Piece, number: int, log: ProblemLog) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"{error.msg}, column {error.colno}"
-        log.add("not valid JSON", piece.source, number, f"{place}: {text[:_SHOWN]}")
-    except (ValueError, RecursionError) as error:  # too many digits, or too deeply nested
-        log.add("not valid JSON", piece.source, number, f"{error}: {text[:_SHOWN]}")
+        return parse_json(text)
+    except ValueError as error:
+        detail = f"{describe_fault(error)}: {text[:_SHOWN]}"
+        log.add("not valid JSON", piece.source, number, detail)
     return _MISSING
 
 
@@ -88,7 +87,8 @@ def _pick(
     texts: list[str | list[str]] = []
     for key in keys:
         value = item.get(key, _MISSING)
-        if type(value) is str or _is_list_of_strings(value):
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if type(value) is str or is_list:
             texts.append(value)
         elif value is _MISSING:
             has = ", ".join(map(str, item)) or "none"
@@ -99,7 +99,3 @@ def _pick(
             log.add(f"{key!r} is not a string", piece.source, number, detail)
             return None
     return texts
-
-
-def _is_list_of_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)

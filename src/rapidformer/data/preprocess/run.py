@@ -25,17 +25,11 @@ from rapidformer.data.preprocess.parts import (
     find_start,
     get_part_prefix,
 )
-from rapidformer.data.preprocess.progress import (
-    Progress,
-    Summary,
-    count,
-    format_problems,
-    name_place,
-)
+from rapidformer.data.preprocess.progress import Progress, Summary, format_problems, name_place
 from rapidformer.data.preprocess.reading import Part, read_parts
 from rapidformer.data.preprocess.settings import PreprocessSettings, check_output_is_free, check_run
 from rapidformer.data.tokenizers import Tokenizer
-from rapidformer.errors import DataError, RapidformerError
+from rapidformer.errors import DataError, RapidformerError, count
 from rapidformer.log import get_logger
 
 _VERSION = 1
@@ -131,23 +125,23 @@ class _Run:
             part_bytes=self._part_bytes, max_documents=settings.max_documents, start=start,
             number=number,
         )  # fmt: skip
-        missing = self._iterate_missing(parts, progress)
+
+        def iterate_missing() -> Iterator[Part]:
+            for part in parts:
+                progress.announce(part.number, part.end.disk_bytes)
+                if part.number in self._reports:
+                    progress.skip(part.number)
+                else:
+                    yield part
+
         setup = (self._tokenizer, settings, self.folder.path, self._dtype)
         try:
-            with closing(encode_parts(missing, self._workers, setup)) as reports:
+            with closing(encode_parts(iterate_missing(), self._workers, setup)) as reports:
                 for report in reports:
                     self._reports[report.number] = report
                     progress.add(report)
         finally:
             progress.close()
-
-    def _iterate_missing(self, parts: Iterator[Part], progress: Progress) -> Iterator[Part]:
-        for part in parts:
-            progress.announce(part.number, part.end.disk_bytes)
-            if part.number in self._reports:
-                progress.skip(part.number)
-            else:
-                yield part
 
     def check_result(self) -> None:
         """Refuse bad lines under --strict, and an input without documents."""

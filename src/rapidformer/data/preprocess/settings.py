@@ -6,7 +6,6 @@ may resume with another one.
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rapidformer.data.preprocess.inputs import Source, find_sources
 from rapidformer.data.tokenizers import Tokenizer
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.nearest import find_nearest
 
 TEXT_DOCUMENTS = ("file", "lines", "blank-line")
 # English has a list of abbreviations; other languages share the rules that need none.
@@ -153,8 +153,8 @@ def _find_setting_problems(settings: PreprocessSettings) -> list[str]:
         ("--text-documents", settings.text_documents, TEXT_DOCUMENTS),
     ):
         if choice not in choices:
-            near = difflib.get_close_matches(choice, choices, n=1, cutoff=0.6)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            near = find_nearest(choice, choices)
+            hint = f" Did you mean {near}?" if near else ""
             problems.append(f"{flag} {choice} is unknown: use one of {', '.join(choices)}.{hint}")
     for flag, value in (
         ("--workers", settings.workers),

@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,9 +170,12 @@ def _build_or_wait(
             return maps
         if time.monotonic() >= say_at:
             say_at = time.monotonic() + _SECONDS_BETWEEN_SAYING
+            holder = "another process"
+            with suppress(OSError):
+                holder = f"process {lock.read_text(encoding='utf-8')}"
             get_logger().warning(
                 "waiting for %.0f s for the index map of the %s, which %s is building: %s",
-                time.monotonic() - waited_since, what, _read_holder(lock), lock,
+                time.monotonic() - waited_since, what, holder, lock,
             )  # fmt: skip
         time.sleep(_POLL_SECONDS)
 
@@ -204,13 +207,6 @@ def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
         file.write(_name_of_process())
         file.flush()
         yield "mine"
-
-
-def _read_holder(lock: Path) -> str:
-    try:
-        return f"process {lock.read_text(encoding='utf-8')}"
-    except OSError:
-        return "another process"
 
 
 def _build(

@@ -65,7 +65,11 @@ def build_gpt_index(
     is_huge = max(epochs.repeats * sizes.size, stop) >= 2**31
     order = _order_documents(sizes.size, epochs, np.int64 if is_huge else np.int32, random)
     samples = _place_samples(sizes, order, seq_length, epochs.total)
-    shuffle = _order_samples(epochs, random)
+    is_huge = epochs.total >= np.iinfo(np.uint32).max - 1
+    shuffle = np.arange(epochs.total, dtype=np.int64 if is_huge else np.uint32)
+    random.shuffle(shuffle[: epochs.shuffled_together])
+    if epochs.is_last_apart:
+        random.shuffle(shuffle[epochs.shuffled_together :])
     order += start  # in place: only here do they become sequence numbers of the file
     return GPTIndex(order, samples, shuffle)
 
@@ -117,15 +121,6 @@ def _place_samples(sizes: np.ndarray, order: np.ndarray, seq_length: int, total:
             row = last + 1
         tokens_before = int(ends[-1])
     return samples
-
-
-def _order_samples(epochs: _Epochs, random: np.random.RandomState) -> np.ndarray:
-    is_huge = epochs.total >= np.iinfo(np.uint32).max - 1
-    order = np.arange(epochs.total, dtype=np.int64 if is_huge else np.uint32)
-    random.shuffle(order[: epochs.shuffled_together])
-    if epochs.is_last_apart:
-        random.shuffle(order[epochs.shuffled_together :])
-    return order
 
 
 @dataclass(frozen=True, eq=False, repr=False)

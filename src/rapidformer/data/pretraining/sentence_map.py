@@ -296,23 +296,22 @@ def draw_uint32(seed: int, block: int) -> Iterator[np.ndarray]:
 
 def draw_uint64(seed: int, block: int) -> Iterator[np.ndarray]:
     """Blocks of ``std::mt19937_64(seed)``, endlessly."""
-    state = _seed_state(seed)
+    words = [seed % 2**64]
+    for i in range(1, _SIZE):
+        words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) % 2**64)
+    state = np.array(words, dtype=np.uint64)
     states_per_block = -(-block // _SIZE)
     while True:
         raw = np.empty((states_per_block, _SIZE), dtype=np.uint64)
         for row in raw:
             _advance(state)
             row[:] = state
-        yield _temper(raw.reshape(-1))
-
-
-def _seed_state(seed: int) -> np.ndarray:
-    word = seed % 2**64
-    words = [word]
-    for i in range(1, _SIZE):
-        word = (6364136223846793005 * (word ^ (word >> 62)) + i) % 2**64
-        words.append(word)
-    return np.array(words, dtype=np.uint64)
+        tempered = raw.reshape(-1)
+        tempered ^= (tempered >> np.uint64(29)) & np.uint64(0x5555555555555555)
+        tempered ^= (tempered << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        tempered ^= (tempered << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        tempered ^= tempered >> np.uint64(43)
+        yield tempered
 
 
 def _advance(state: np.ndarray) -> None:
@@ -324,11 +323,3 @@ def _advance(state: np.ndarray) -> None:
 def _twist(words: np.ndarray, following: np.ndarray) -> np.ndarray:
     mixed = (words & _UPPER) | (following & _LOWER)
     return (mixed >> _ONE) ^ ((mixed & _ONE) * _MATRIX)
-
-
-def _temper(words: np.ndarray) -> np.ndarray:
-    words ^= (words >> np.uint64(29)) & np.uint64(0x5555555555555555)
-    words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
-    words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
-    words ^= words >> np.uint64(43)
-    return words

@@ -16,11 +16,14 @@ from typing import Any
 from rapidformer.data.tokenizers.base import Tokenizer, hash_parts
 from rapidformer.data.tokenizers.rust import RustTokenizer
 from rapidformer.errors import DataError
-from rapidformer.hub import is_hub_reachable, list_names, looks_like_path, suggest_path
+from rapidformer.hub import (
+    describe_content,
+    has_tokenizer,
+    is_hub_reachable,
+    looks_like_path,
+    suggest_path,
+)
 
-_PARTS_OF_FILE_NAMES = (
-    "tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tiktoken", "tekken", ".bpe",
-)  # fmt: skip
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
@@ -103,15 +106,12 @@ def _check_location(location: str, path: Path) -> None:
     flag = f"--tokenizer-name-or-path {location}"
     if path.is_file():
         raise DataError(f"{flag} is a file: give the folder that contains it.")
-    if path.is_dir():
-        names = list_names(path)
-        if not any(part in name for name in names for part in _PARTS_OF_FILE_NAMES):
-            held = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise DataError(
-                f"{flag} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
-                f"{held or 'nothing'}."
-            )
-    elif looks_like_path(location):
+    if path.is_dir() and not has_tokenizer(path):
+        raise DataError(
+            f"{flag} lacks a tokenizer (tokenizer.json or vocab.txt): it holds "
+            f"{describe_content(path)}."
+        )
+    if not path.exists() and looks_like_path(location):
         raise DataError(f"{flag}: no such folder.{suggest_path(path)}")
 
 
