@@ -67,6 +67,7 @@ def find_patches() -> list[str]:
     """What is still replaced in other libraries."""
     from rapidformer.compat.patches import Change, Patch
 
+    gc.unfreeze()  # what was there before this process forked is looked at, too
     # Not isinstance, which asks the object: some are proxies of what is gone.
     changes = [each for each in gc.get_objects() if issubclass(type(each), Change)]
     assert changes

@@ -164,8 +164,8 @@ class _Verification(ChildRuns):
         if self._comparison.causes:
             self._status, self._verdict = DIFFERS, _DIFFERENT
             return
-        other = "one process, other random numbers"
-        again = self._start("disturbed", f"{other}, same micro-batches", True)[0]
+        description = "one process, other random numbers, same micro-batches"
+        again = self._start("disturbed", description, True)[0]
         if not compare(reference, [again]).has_same_samples:
             reference, is_cut = self._start("pieces", "one process, same micro-batches")[0], True
             self._notes.append(_DRAWN)
@@ -182,7 +182,7 @@ class _Verification(ChildRuns):
                 return
         self._status, self._verdict = DIFFERS, _DIFFERENT
         if not compare(reference, [again]).is_equal:
-            if is_cut or not compare(reference, self._start("disturbed", other)[:1]).is_equal:
+            if is_cut or not self._is_deterministic(reference):
                 self._status, self._verdict = UNDECIDED, _RANDOM
                 return
             if compare(again, switched).is_equal:
@@ -191,6 +191,10 @@ class _Verification(ChildRuns):
                 if equal_weights is not None:
                     self._comparison.quantities["micro-batch weights"] = equal_weights
                     self._verdict = _DIFFERENT
+
+    def _is_deterministic(self, reference: Trace) -> bool:
+        disturbed = self._start("disturbed", "one process, other random numbers")
+        return compare(reference, disturbed[:1]).is_equal
 
     def conclude(self) -> None:
         """Print the table and the verdict; raise an error if the runs differ."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.slurm import SlurmStep, count_idle_nodes, read_int, read_slurm_step
-from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:  # a new process ties itself to its launcher before it reads the settings
     from rapidformer.config.sections import LaunchArguments
@@ -72,8 +71,8 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     if is_started_node():
         text = os.environ[NODE_VARIABLE]
         try:
-            plan = LaunchPlan(**parse_json(text))
-        except (ValueError, TypeError):
+            plan = LaunchPlan(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
             raise ConfigurationError(
                 f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of "
                 "its --hostfile: unset it."
