@@ -452,6 +452,12 @@ def test_an_error_is_in_flagais_words_and_without_a_traceback(
     sys.excepthook(caught.type, caught.value, caught.tb)
     shown = capsys.readouterr().err
     assert "Traceback" not in shown and shown.startswith(f"error: {__file__}, line ")
+    hook = sys.excepthook
+    with pytest.raises(ConfigurationError):
+        make_trainer(tmp_path, gradient_accumulation_steps=0).train(
+            make_classifier(), train_dataset=make_rows()
+        )
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from rapidformer import RapidformerEngine
 from tests.parity.harness import zero
 from tests.parity.models import build_model
 from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case
+from tests.processes import run_in_processes
 
 GPT2 = {"model_name": "small-gpt2"}
 SPLIT = [zero(1), zero(3), TENSOR]
@@ -63,6 +65,20 @@ def test_a_hook_that_is_not_linear_is_warned_about(
     settings = {"micro_batch_size": micro_batch_size, "log_level": "warning"}
     assert not run_case(clip_by_hook, settings).error
     assert ("a hook on a parameter's gradient is not linear" in caplog.text) == warns
+
+
+def halve_in_place(loop: Loop) -> None:
+    loop.model.head.weight.register_hook(lambda gradient: gradient.mul_(0.5))
+    loop.engine.backward(loop.compute_loss(0))
+
+
+def test_a_hook_that_works_in_place_is_not_tried_on_its_own_result(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was called not linear: the second gradient was already halved."""
+    settings = {"micro_batch_size": 4, "log_level": "warning"}
+    assert not run_case(halve_in_place, settings).error
+    assert "is not linear" not in caplog.text
 
 
 def draw_in_hook(loop: Loop) -> None:
@@ -192,3 +208,15 @@ def test_in_batch_losses_under_accumulation_are_warned_about(
 def test_gathered_rows_have_a_gradient() -> None:
     """``engine.gather`` in a loss cut it off without a word."""
     assert_same([(contrast, {}, {})])
+
+
+def gather_frozen_rows() -> float:
+    engine = RapidformerEngine(args={"device": "cpu", "log_level": "error"})
+    rows = torch.ones(2, 3, requires_grad=engine.is_main)
+    engine.gather(rows).sum().backward()
+    return 0.0 if rows.grad is None else float(rows.grad.sum())
+
+
+def test_ranks_may_differ_in_what_has_a_gradient() -> None:
+    """The first rank's backward pass waited for one that the other did not have."""
+    assert run_in_processes(gather_frozen_rows, 2) == [2 * 6, 0]

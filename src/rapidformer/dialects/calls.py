@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.dialects.flagai.names import FLAGAI
@@ -49,7 +50,8 @@ def in_words_of(*tables: Table) -> Callable[[Verb], Verb]:
                 return verb(*args, **named)
             except RapidformerError as error:
                 error.args = (_FLAG.sub(name_flag, str(error)),)
-                _show_plainly(error)
+                _PLAIN.add(error)
+                _install_hook()
                 raise
 
         return cast(Verb, call)
@@ -57,11 +59,18 @@ def in_words_of(*tables: Table) -> Callable[[Verb], Verb]:
     return decorate
 
 
-def _show_plainly(error: RapidformerError) -> None:
+_PLAIN: WeakSet[BaseException] = WeakSet()
+"""Errors that end a script with a sentence and its line, not with a traceback."""
+
+
+def _install_hook() -> None:
+    """Once, and only in a process that has such an error."""
     before = sys.excepthook
+    if before.__module__ == __name__:
+        return
 
     def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        if value is not error:
+        if value not in _PLAIN:
             before(kind, value, trace)
             return
         frames = traceback.extract_tb(trace)

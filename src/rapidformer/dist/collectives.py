@@ -49,7 +49,9 @@ def gather_rows(
     if group is None:
         return tensor
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    shapes = gather_objects(tuple(rows.shape), topology)
+    has_gradient = rows.requires_grad and torch.is_grad_enabled()
+    facts = gather_objects((tuple(rows.shape), has_gradient), topology)
+    shapes = [shape for shape, _ in facts]
     widest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     if pad_value is None and any(shape[1:] != widest[1:] for shape in shapes):
         raise RapidformerError(
@@ -59,7 +61,9 @@ def gather_rows(
         )
     padded = rows.new_full(widest, 0 if pad_value is None else pad_value)
     padded[tuple(slice(size) for size in rows.shape)] = rows
-    if padded.requires_grad:
+    if any(needs_gradient for _, needs_gradient in facts):
+        if not padded.requires_grad:
+            padded.requires_grad_()  # the backward pass adds up over all ranks, this one too
         joined = gather_in(padded, 0, len(padded) * len(shapes), group)
         everyone = list(joined.chunk(len(shapes)))
     else:

@@ -19,7 +19,6 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.gradients import (
     GradientKeeper,
-    add_gradients,
     get_divisor,
     get_norm,
     scale_loss,
@@ -118,12 +117,6 @@ class UpdateClock:
         gradients = take_gradients(parameters)
         self._reset()
         return gradients
-
-    def add_to_finished(
-        self, parameters: Sequence[nn.Parameter], earlier: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Add a gradient that was set aside to the one that has been finished since."""
-        add_gradients(parameters, earlier)
 
     def drop_unused(self) -> None:
         """The script has cleared a gradient before its update: there will be none."""

@@ -135,6 +135,8 @@ def _warn_if_not_linear(hook: Hook, table: dict[int, Hook], number: int) -> Hook
         if answer is None or table.get(number) is not watched:
             return answer
         table[number] = hook
+        if answer is gradient:
+            return answer  # changed in place: there is nothing left to try it on
         # The trial must not change what the hook, or dropout, draws later.
         with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
             scaled = hook(gradient * _FACTOR)

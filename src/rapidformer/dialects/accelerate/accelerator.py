@@ -48,6 +48,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
+from rapidformer.optim.gradients import add_gradients
 from rapidformer.optim.takeover import take_over_scheduler
 
 _UNSEEDED = 67280421310721
@@ -324,7 +325,7 @@ class Accelerator(SavingVerbs, TrackingVerbs):
                 "nothing divides another one's gradients by its rows: call loss.backward() for it."
             )
         if earlier:
-            clock.add_to_finished(parameters, earlier)
+            add_gradients(parameters, earlier)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
