@@ -128,11 +128,15 @@ class Task(ABC):
             self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
         )
 
-    def build_objective(self) -> Objective:
+    def build_objective(self, args: Settings) -> Objective:
         """What is learnt: the mean of ``forward`` over the labels, unless overridden."""
         from rapidformer.objectives.loss_function import LossFunction
 
         return LossFunction(self.forward)
+
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
+        """The models that the objective needs besides the one that learns, by name."""
+        return {}
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
@@ -54,7 +56,12 @@ class TaskFinetuner(Finetuner):
         return self.task.build_model(self.args, self.prepared), None, None
 
     def build_objective(self) -> Objective:
-        return self.task.build_objective()
+        return self.task.build_objective(self.args)
+
+    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
+        assert self.prepared is not None
+        built = self.task.build_frozen_models(self.args, self.prepared)
+        return {name: module.to(self.engine.device) for name, module in built.items()}
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         return self._measure(model[0], eval_dataloader, "validation")
