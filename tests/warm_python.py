@@ -18,7 +18,7 @@ import array
 import ctypes
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -200,6 +200,8 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
 def _import_what_is_slow() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed does not search, and says nothing
     for name in SLOW:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue  # an optional package
         importlib.import_module(name)
     rapidformer = sys.modules["rapidformer"]
     for name in rapidformer.__all__:
