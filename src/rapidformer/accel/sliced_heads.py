@@ -1,7 +1,6 @@
 """Falcon's keys and values, taken by slices.
 
-transformers takes them by lists (``qkv[..., [-2], :]``). torch copies each list to the GPU and
-waits for it, in every block, so that no step could be replayed as a CUDA graph.
+transformers takes them by lists, which torch copies to the GPU and waits for, in every block.
 """
 
 from __future__ import annotations

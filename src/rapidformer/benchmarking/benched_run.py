@@ -1,7 +1,6 @@
 """Time a run from inside: the user's task, template or loop, stopped after a few steps.
 
-The clock is read whenever a part of a step ends. On a GPU, an event is recorded instead. All events
-are read at the end, so nothing waits for the device in between.
+The end of each part of a step is marked, on a GPU by an event; all are read at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Export a model as a Hugging Face folder that ``from_pretrained`` loads, whatever its layout.
-
-Split weights are joined on rank 0; the folder replaces an older one in one step.
-"""
+"""Export a model as a folder that ``from_pretrained`` loads, joined on rank 0, in one step."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rapidformer.checkpoint import frozen
-from rapidformer.checkpoint.staged import replacing
+from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.errors import ModelError
+from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import Adapter
-from rapidformer.models.location import quiet_transformers
 from rapidformer.models.merging import build_merged
 from rapidformer.models.plan import find_plan, find_tied
 from rapidformer.models.weight_names import list_some

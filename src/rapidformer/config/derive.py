@@ -1,7 +1,4 @@
-"""Fill in what follows from the user's settings, as a new ``Settings``.
-
-``resolve`` is the only entry point: it checks, derives and raises all problems together.
-"""
+"""What follows from the user's settings: ``resolve`` checks, derives and raises all problems."""
 
 from __future__ import annotations
 

@@ -16,10 +16,7 @@ _CPU_SIZE = 512
 def measure_rank_rate(
     device: torch.device, dtype: torch.dtype | None, world_size: int
 ) -> float | None:
-    """The rate of one rank's device in its precision (None: fp32).
-
-    None if ranks share a CPU's cores: how many each of them gets is not known.
-    """
+    """The rate of a rank's device in its precision; None if ranks share a CPU's cores."""
     if device.type == "cpu" and world_size > 1:
         return None
     return measure_matrix_rate(device, dtype or torch.float32)

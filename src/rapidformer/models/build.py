@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.host_memory import measure_free_memory
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.adapter_folder import (
     find_files,
@@ -35,7 +36,6 @@ from rapidformer.models.location import (
     is_from_scratch,
     lacks_file,
     loads_checkpoint,
-    quiet_transformers,
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
 from rapidformer.models.weight_names import check_names, find_trunk, list_some

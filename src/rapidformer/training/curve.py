@@ -32,10 +32,7 @@ INK, FAINT = "#333333", "#d9d9d9"
 
 
 def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
-    """Draw the losses and the main metric; the suffix selects the image format.
-
-    Of several runs, each has a colour; the metric is the first run's.
-    """
+    """Draw the losses and the first run's main metric; the suffix selects the image format."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -24,21 +24,19 @@ from typing import Any
 from rapidformer.checkpoint.finding import (
     ABANDONED,
     METRICS_FILE,
+    OWNER_FILE,
     PREVIOUS,
     REPLACED,
     RUN_FILE,
     TRACKER,
     abandon,
-    find_checkpoint,
-    find_checkpoints,
-)
-from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
-from rapidformer.checkpoint.restart import (
-    OWNER_FILE,
     claim_folder,
     continue_after_restart,
+    find_checkpoint,
+    find_checkpoints,
     find_claimed_folder,
 )
+from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError

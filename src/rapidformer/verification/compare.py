@@ -304,10 +304,7 @@ def format_table(comparison: Comparison) -> list[str]:
 
 
 def describe_cause(comparison: Comparison) -> list[str]:
-    """What is wrong, in sentences; then the parameter that differs first, unless that explains it.
-
-    A wrong rate or decay makes every later gradient differ, so only a first one says more.
-    """
+    """What is wrong, in sentences; then the parameter that differs first, if that says more."""
     first = comparison.first
     if comparison.causes and (first is None or first.update != 0):
         return comparison.causes

@@ -1,8 +1,4 @@
-"""Gated MLPs, ``down(silu(gate(x)) * up(x))``, as one function with fp8 products.
-
-Between its products, a gated MLP reads and writes its largest tensors. Written as one function, it
-reads them twice in the forward pass and twice in the backward pass.
-"""
+"""Gated MLPs, ``down(silu(gate(x)) * up(x))``, as one function: two reads in each pass."""
 
 from __future__ import annotations
 

@@ -59,10 +59,7 @@ def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> No
 def round_gradients(
     gate: Tensor, up: Tensor, gradient: Tensor, scales: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Fill the outputs: gradients of gate and up, both also transposed, and the product transposed.
-
-    ``scales`` are those of the product and of the two gradients.
-    """
+    """Fill the outputs: gradients of gate and up, both also transposed, the product transposed."""
     to_gate, to_gate_transposed, to_up, to_up_transposed, product = outputs
     with on_device(gate.device):
         _round_gradients[_get_grid(gate)](

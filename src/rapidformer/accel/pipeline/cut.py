@@ -84,7 +84,7 @@ def apply_cut(
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
     """Give every rank the first one's buffers, since masks are needed where no weight is.
 
-    What a layer counts in them (running means) is right only where its weights are: saved there.
+    What a layer counts in them (running means) is right only where its weights are.
     """
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():

@@ -1,6 +1,6 @@
 """The arithmetic of a run: fp32, or 16 bits through autocast over fp32 weights (``autocast.py``).
 
-fp16 also needs loss scaling (``optim/loss_scaler.py``).
+fp16 also needs loss scaling (``optim/guard.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Operations that treat each token alone: they run on the real tokens, and padding stays away.
+"""Operations that treat each token alone run on the real tokens: norm, head and loss, too.
 
-So a norm, a head and a loss after the last block cost nothing for padding either, and never meet
-its NaN. Each function returns NotImplemented if padding matters after all.
+Each function returns NotImplemented if padding matters after all.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.checkpoint.description import read_adapter_name
 from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.checkpoint.saving import read_adapter_name
 from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.compat.torch_tensors import get_storage_key
 from rapidformer.errors import CheckpointError, ModelError, RapidformerError

@@ -1,8 +1,4 @@
-"""Read a ``.bin/.idx`` pair without loading it.
-
-Results are read-only views of the mapped file, valid as long as you hold them. Copy
-(``.astype(np.int64)``) before modifying.
-"""
+"""Read a ``.bin/.idx`` pair as read-only views of the mapped file: copy before modifying."""
 
 from __future__ import annotations
 

@@ -35,10 +35,7 @@ Setup = tuple[Tokenizer, PreprocessSettings, Path, str]
 def encode_parts(
     parts: Iterator[Part], num_workers: int, setup: Setup
 ) -> Generator[PartReport, None, None]:
-    """Reports in order of completion; after a stop, only those already started.
-
-    Several worker processes make them, or just this process if one is enough.
-    """
+    """Reports in order of completion, by workers or this process; after a stop, those begun."""
     if num_workers > 1:
         crew = _Crew()
         try:

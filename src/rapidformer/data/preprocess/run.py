@@ -1,8 +1,4 @@
-"""The whole run: check, cut the input, tokenize in workers, join the parts, report.
-
-Parts finish in any order but are joined in input order. Until the last part is there, nothing has
-the output's name.
-"""
+"""The whole run: check, cut, tokenize in workers, join in input order, then name, and report."""
 
 from __future__ import annotations
 
