@@ -103,7 +103,8 @@ class Training:
 
     def get_settings(self, settings: Settings) -> Settings:
         own = {"global_batch_size": self.global_batch_size, "clip_grad": self.clip_grad}
-        if os.environ.get("WORLD_SIZE", "1") == str(settings.get(TENSOR)):
+        is_shared = int(os.environ.get("WORLD_SIZE", 1)) == settings.get(TENSOR)
+        if is_shared and not self.is_by_row:
             own["micro_batch_size"] = self.global_batch_size // 2  # all processes see all rows
         return {**SETTINGS, **own, **settings}
 
