@@ -11,8 +11,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.benchmarking.benched_run import measure_run, split_steps
-from rapidformer.benchmarking.hugging_face import measure_trainer
+from rapidformer.benchmarking.benched_run import measure_run, measure_trainer, split_steps
 from rapidformer.benchmarking.job import (
     Job,
     Result,

@@ -1,7 +1,4 @@
-"""Falcon's keys and values, taken by slices.
-
-transformers takes them by lists, which torch copies to the GPU and waits for, in every block.
-"""
+"""Falcon's keys and values by slices: lists are copied to the GPU and waited for, per block."""
 
 from __future__ import annotations
 

@@ -112,11 +112,7 @@ def _list_weights(model: nn.Module, names: Set[str] | None) -> dict[str, Any]:
 def _gather_stages(
     model: nn.Module, topology: Topology, names: Set[str] | None
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
-    """The same for a pipelined model, and which names share a parameter.
-
-    Stage by stage and tensor by tensor: no rank but the first ever holds more than one whole tensor
-    of another stage, and rank 0 keeps them in host memory.
-    """
+    """The same for a pipelined model, tensor by tensor, and which names share a parameter."""
     stage_weights = _list_weights(model, names)
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None

@@ -1,8 +1,4 @@
-"""Verify checkpoints, exported models and adapters: for ``rapidformer check``.
-
-Every problem is one sentence without a full stop. A checkpoint is judged by what loading it relies
-on: its manifest, ``run.json``, and the index of its tensors.
-"""
+"""Verify checkpoints, exported models and adapters: for ``rapidformer check``, in sentences."""
 
 from __future__ import annotations
 

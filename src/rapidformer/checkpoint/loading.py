@@ -109,11 +109,7 @@ def choose_complete(source: Path) -> Path:
 
 
 def _restore_schedule(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Move the schedule to the saved position.
-
-    A schedule that is a function of the position follows the current settings: a run may be resumed
-    for longer, or with another rate. Any other kind continues from its saved state.
-    """
+    """Move the schedule to the saved position; a function of it follows the current settings."""
     scheduler = state.scheduler
     if isinstance(scheduler, LambdaLR):
         move_schedule(scheduler, state.optimizer, saved["last_epoch"])

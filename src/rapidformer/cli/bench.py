@@ -172,8 +172,7 @@ def _work(job: Job, words: list[str]) -> None:
     """In a process of a run: train as ``rapidformer train`` would, and save what was measured."""
     rank = int(os.environ["RANK"])
     write_output_to(Path(job.folder) / f"{job.name}_{rank}.log")
-    from rapidformer.benchmarking.benched_run import measure_run
-    from rapidformer.benchmarking.hugging_face import measure_trainer
+    from rapidformer.benchmarking.benched_run import measure_run, measure_trainer
     from rapidformer.cli.train import run as train
     from rapidformer.dist.processes import stop_processes
 

@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli import COMMANDS, DISTRIBUTED, OWN_FLAGS
 from rapidformer.cli.own_flags import HelpShownError
+from rapidformer.config.derive import is_launched
 from rapidformer.errors import RapidformerError
-from rapidformer.launch.environment import (
-    LaunchPlan,
-    is_launched,
-    is_started_node,
-    needs_agent,
-    plan_launch,
-)
+from rapidformer.launch.environment import LaunchPlan, is_started_node, needs_agent, plan_launch
 from rapidformer.launch.failures import report_failure
 from rapidformer.launch.worker import attach_to_launcher
 from rapidformer.nearest import suggest

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rapidformer.config import Settings
+from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
 from rapidformer.errors import RapidformerError
-from rapidformer.launch.environment import LaunchPlan, is_launched
+from rapidformer.launch.environment import LaunchPlan
 
 Job = TypeVar("Job")
 

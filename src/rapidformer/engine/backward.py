@@ -258,10 +258,7 @@ class BackwardPasses:
             add_gradients(self.parameters, earlier)
 
     def finish(self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None) -> None:
-        """Make the sums in ``.grad`` the gradient of the update, and check it on the first one.
-
-        ``measure`` is for a gradient of which other pipeline stages hold parts.
-        """
+        """Make the sums in ``.grad`` the update's gradient; ``measure`` asks other stages."""
         self.clock.finish_gradients(self.parameters, self.scaler, measure)
         has_changed = self.notice_unfrozen()
         group = self.topology.get_group("tensor")

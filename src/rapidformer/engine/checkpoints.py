@@ -159,10 +159,7 @@ class Checkpoints:
             )
 
     def prepare_saves(self) -> None:
-        """Reserve host memory for saves in the background, so that the first one is fast, too.
-
-        Allocating it takes longer than the copy. Call this after the first update.
-        """
+        """Reserve host memory for saves in the background, which takes long: after an update."""
         parallelized = self._model.parallelized
         if self._runtime.device.type != "cuda" or parallelized.deepspeed is not None:
             return

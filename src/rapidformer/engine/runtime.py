@@ -1,8 +1,4 @@
-"""What an engine starts with: the settings of the run, its processes, device and precision.
-
-``Runtime`` is the small value that every part of an engine is built from. Starting one joins the
-process group, so all ranks must start theirs together.
-"""
+"""What an engine starts with; starting joins the process group, so all ranks start together."""
 
 from __future__ import annotations
 

@@ -53,11 +53,6 @@ class LaunchPlan:
         return json.dumps(dataclasses.asdict(self))
 
 
-def is_launched() -> bool:
-    """Whether a launcher (ours or torchrun) started this process."""
-    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-
 def is_started_node() -> bool:
     """Whether a hostfile launcher started this node; the file is not read again."""
     return NODE_VARIABLE in os.environ

@@ -70,11 +70,7 @@ def build_pretrained(
 
 
 def check_fits(config: Any, build: Callable[[], nn.Module]) -> None:
-    """Refuse a model whose weights do not fit into host memory, before it is built.
-
-    Linux grants more memory than there is, and kills the process that uses it: a run would spend
-    minutes on initial weights and then end without a message.
-    """
+    """Refuse a model larger than host memory: Linux would kill the run without a message."""
     layers, width = get_size(config, "num_layers"), get_size(config, "hidden_size")
     if not isinstance(layers, int) or not isinstance(width, int):
         return

@@ -128,11 +128,7 @@ def _get_model_name(args: Settings) -> str | None:
 
 
 def begin_run(folder: Path, *, source: Path | None, continues: bool, overwrite: bool) -> None:
-    """Make the folder this run's own, or refuse it; only for rank 0, which holds the lock.
-
-    ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
-    ``--overwrite`` moves an earlier run aside.
-    """
+    """Make the folder this run's own, or refuse it; only for rank 0, which holds the lock."""
     check_run_folder(folder, source=source, continues=continues, overwrite=overwrite)
     is_resumed = continues and _is_within(source, folder)
     if not is_resumed and _has_results(folder):
@@ -217,11 +213,7 @@ def keeps_best(folder: Path, step: int | None) -> bool:
 
 
 def set_aside(folder: Path, *, is_main: bool) -> None:
-    """Move the folder's earlier run into its ``previous`` folder, which holds only one run.
-
-    For front ends that train into the same folder again without asking. Every rank must call it:
-    rank 0 moves, and what it finds wrong stops all ranks.
-    """
+    """Move the folder's earlier run into its ``previous`` folder; every rank must call it."""
 
     def move() -> None:
         foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]

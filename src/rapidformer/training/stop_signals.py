@@ -55,11 +55,7 @@ class StopSignals:
         return _NAMES[self.caught] if self.caught is not None else ""
 
     def look(self, step: int, *, asks_others: bool) -> None:
-        """Find out whether to stop after this step; every rank must call it after each step.
-
-        If it ``asks_others``, a signal that only another rank has caught counts as well. That takes
-        a message, so not every step should.
-        """
+        """Whether to stop after this step; every rank asks. ``asks_others`` takes a message."""
         if self.caught is None and asks_others and (number := self._vote.find_signal()):
             self._catch(number, None)
         if self.caught is not None and not self.is_agreed:

@@ -312,11 +312,7 @@ class _FirstCheckpoint(Callback):
 
 
 def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
-    """The tokenizer or image processor of a script's model; None if there is none.
-
-    A model saved without it cannot be used for prediction. Scripts have no hook for it, so we look
-    in the template, in the collate function, and where the model was loaded from.
-    """
+    """The tokenizer or image processor of a script's model, wherever it may be; or None."""
     for owner in (template, collate, getattr(collate, "__self__", None)):
         for name in ("processor", "processing_class", "tokenizer", "image_processor"):
             processor = getattr(owner, name, None)

@@ -89,11 +89,7 @@ def compare(
     noise: Trace | None = None,
     alike: Trace | None = None,
 ) -> Comparison:
-    """Compare the traces of a run's ranks with that of one process.
-
-    ``noise`` and ``alike`` are further runs of one process that help to judge a difference: one
-    from weights changed by round-off, and one with the run's own micro-batches.
-    """
+    """Compare a run's traces with one process's; ``noise`` and ``alike`` help to judge them."""
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
         counts = ", ".join(str(n) for n in sorted(updates))

@@ -291,11 +291,7 @@ class SplitBlock:
 
 
 class _OwnDraws:
-    """Switches to this rank's own random numbers inside the blocks, and back.
-
-    Outside the blocks every rank computes the whole sequence, so different dropout masks there
-    would make gradients wrong; inside, equal masks would drop the same units in every slice.
-    """
+    """Inside the blocks, this rank's own random numbers: equal masks would drop alike."""
 
     def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
         self._region, self._is_needed = region, is_needed

@@ -1,7 +1,4 @@
-"""Operations that treat each token alone run on the real tokens: norm, head and loss, too.
-
-Each function returns NotImplemented if padding matters after all.
-"""
+"""Operations on each token alone, for real tokens only; NotImplemented if padding matters."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.calls import Call, Help, Removal, record_padded
 from rapidformer.accel.unpad.columns import choose_sides, widen
+from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, release, settle, start
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
@@ -35,7 +36,6 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
-from rapidformer.accel.unpad.token_attention import NAME, inside, register, use_rows
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -85,11 +85,7 @@ def apply_unpadding(
     applied: Applied | None = None,
     help_of_others: Help = Help.NONE,
 ) -> str | None:
-    """Unpad the batches of a model; returns why not, in which case the model is unchanged.
-
-    ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few. ``help_of_others`` is for ``Removal``.
-    """
+    """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
