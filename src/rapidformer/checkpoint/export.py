@@ -43,11 +43,7 @@ def export_model(
     adapter: Adapter | None = None,
     merges: bool = False,
 ) -> Path:
-    """Save weights, configuration and tokenizer; every rank must call this.
-
-    ``weights`` is given if only the strategy that split them can join them. Of a model with an
-    ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
-    """
+    """Save weights (or the ``adapter``, unless it ``merges``), configuration and tokenizer."""
     ties: list[tuple[str, ...]] = []
     in_memory: frozen.Checksums = {}
     if adapter is not None and merges and adapter.base is not None and weights is None:

@@ -144,11 +144,7 @@ def _variables(**values: str) -> Iterator[None]:
 
 
 def _hold_lifeline() -> None:
-    """Stop this node when standard input closes: the launcher, or the connection to it, is gone.
-
-    The first line holds variables that are too secret for a command line. Any other line is the
-    name of a signal that the launcher received.
-    """
+    """Stop this node when standard input closes; its first line has secrets, others are signals."""
     stream = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the workers must not read from it
     os.environ.update(json.loads(stream.readline() or "{}"))

@@ -54,11 +54,7 @@ _CERTAINLY = 1000
 def build_pretrained(
     auto_class_name: str, args: Settings, *, must_be_trained: bool = False, **config_overrides: Any
 ) -> nn.Module:
-    """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
-
-    One that ``must_be_trained`` is refused if its head is new or was trained for another task. If
-    the run splits weights, they are created later: each rank reads its shard.
-    """
+    """A model by its Auto class, fp32, in evaluation mode; split weights are created later."""
     from rapidformer.models.deferred import build_for_split, splits_weights
 
     config = load_config(args, **config_overrides)

@@ -296,11 +296,7 @@ class HostNumbers:
             torch.set_rng_state(self._torch)
 
     def count_unused(self, expected: int) -> int:
-        """How many numbers were drawn since, all of them without effect.
-
-        0 or ``expected``, which is what ``count_unused_numbers`` says. Raises
-        ``NotRepeatableError`` if others were drawn: a replay would repeat what they have caused.
-        """
+        """How many numbers were drawn without effect: 0 or ``expected``; others are refused."""
         now = [random.getstate(), np.random.get_state()]
         if str(now) == str(self._others):
             if self._torch is None or torch.equal(self._torch, torch.get_rng_state()):

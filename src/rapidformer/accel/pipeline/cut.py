@@ -79,10 +79,7 @@ def apply_cut(
 
 
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
-    """Give every rank the first one's buffers, since masks are needed where no weight is.
-
-    What a layer counts in them (running means) is right only where its weights are.
-    """
+    """Give every rank the first one's buffers, since masks are needed where no weight is."""
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

@@ -1,8 +1,4 @@
-"""Applies ``--dynamic-shape``: blocks compute on real tokens only.
-
-The model itself shows whether that is exact: a small batch must give the same logits and gradients
-with and without padding (``proof.py``). ``batches.py`` then decides for each batch.
-"""
+"""Applies ``--dynamic-shape``: blocks compute on real tokens only, if ``proof.py`` agrees."""
 
 from __future__ import annotations
 

@@ -299,11 +299,7 @@ def get_staging(target: Path) -> Path:
 
 
 def open_staging(target: Path) -> BinaryIO:
-    """An empty file that nobody else is writing, next to its target.
-
-    Its name is always the same, so leftovers of a killed process are overwritten. A lock keeps two
-    live processes apart, and a table two writers within one.
-    """
+    """An empty file next to its target that nobody else writes; a leftover is overwritten."""
     path = get_staging(target)
     # Before opening the file: closing a second descriptor would release the first one's lock.
     other = _open_here.get(_get_key(path)) if path.exists() else None

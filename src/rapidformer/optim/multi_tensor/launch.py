@@ -148,11 +148,7 @@ class Launch:
 
     @torch.no_grad()
     def prepare(self) -> bool:
-        """The host's part of a step: call it before every ``run`` or replay.
-
-        It also counts the weights' next version, as torch does for every change in place.
-        False if the optimizer has other groups or other state now; nothing has happened then.
-        """
+        """The host's part of a step, before each ``run`` or replay; False if it no longer fits."""
         if not self._has_same_state() or _count_parameters(self._source) != self._layout:
             return False
         weights, held = self._get_local(self.parameters), self._get_local(self._held)
