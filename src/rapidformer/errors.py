@@ -1,7 +1,4 @@
-"""Errors that users can cause: what was given, what is needed, what to do.
-
-The command prints them without a traceback; anything else that escapes is a bug of ours.
-"""
+"""Errors that users can cause: what was given, what is needed, what to do; without a traceback."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 
 from rapidformer.nearest import find_nearest
@@ -86,3 +87,20 @@ def _opens_connection() -> bool:
     thread.start()
     thread.join(_SECONDS)
     return bool(opened)
+
+
+@contextlib.contextmanager
+def quiet_transformers(location: str | None) -> Iterator[None]:
+    """Silence transformers' report and bar, except for downloads: our own lines say it."""
+    from transformers.utils import logging
+
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if location is None or Path(location).exists():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()

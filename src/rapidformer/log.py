@@ -1,7 +1,4 @@
-"""The library's logger: ordinary ``logging``, shown by rank 0 only. The library never prints.
-
-Warnings of other ranks are shown too, marked with their rank: the problem may be theirs alone.
-"""
+"""The library's logger, shown by rank 0; warnings of other ranks are marked with their rank."""
 
 from __future__ import annotations
 

@@ -171,27 +171,29 @@ def train(flags: list[str]) -> dict[str, np.ndarray]:
     return weights
 
 
-@pytest.mark.parametrize(
-    "flags", [["--zero-3-memory-optimization"], ["--tensor-model-parallel-size", "2"]]
-)
-def test_sharded_and_split_weights_train_alike(flags: list[str]) -> None:
-    expected = run_in_processes(train, 2, flags)
-    found = run_in_processes(train, 2, [*flags, "--activation-offload"])
-    for name, value in expected[0].items():
-        np.testing.assert_array_equal(found[0][name], value, err_msg=name)
+def train_each(layouts: list[list[str]]) -> list[dict[str, np.ndarray]]:
+    return [train([*flags, *more]) for flags in layouts for more in ([], ["--activation-offload"])]
 
 
-def train_in_stages(settings: dict[str, Any]) -> list[Trace]:
+def test_sharded_and_split_weights_train_alike() -> None:
+    layouts = [["--zero-3-memory-optimization"], ["--tensor-model-parallel-size", "2"]]
+    sharded, offloaded, split, split_and_offloaded = run_in_processes(train_each, 2, layouts)[0]
+    for expected, found in ((sharded, offloaded), (split, split_and_offloaded)):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def train_in_stages(*layouts: dict[str, Any]) -> list[Trace]:
     with on_any_device():
-        return run_cases([(Training("gpt2", layers=4, rows=20), settings)])
+        training = Training("gpt2", layers=4, rows=12)
+        return run_cases([(training, settings) for settings in layouts])
 
 
 def test_stages_of_a_pipeline_train_alike() -> None:
     """Zero-bubble needs what was saved twice: for gradients of inputs, then of weights."""
     settings = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
-    expected = run_in_processes(train_in_stages, 2, settings)
-    found = run_in_processes(train_in_stages, 2, {**settings, "activation_offload": True})
-    for (one,), (other,) in zip(expected, found, strict=True):
+    layouts = settings, {**settings, "activation_offload": True}
+    for one, other in run_in_processes(train_in_stages, 2, *layouts):
         assert one.losses == other.losses
         for mine, others in zip(one.gradients, other.gradients, strict=True):
             assert mine.keys() == others.keys()

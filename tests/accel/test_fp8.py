@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.fp8 import layers, product
-from rapidformer.accel.fp8.gated import find_names
-from rapidformer.accel.fp8.layers import apply_fp8
+from rapidformer.accel.fp8.layers import apply_fp8, find_names
 from rapidformer.accel.precision.autocast import apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.precision.processor import EMULATE_VARIABLE

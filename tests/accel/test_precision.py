@@ -16,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rapidformer.accel.precision.autocast import apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.errors import TrainingError
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 
 from .models import get_loss, make, make_batch
 

@@ -26,8 +26,8 @@ from transformers import (
 
 from rapidformer import Trainer
 from rapidformer.accel.cuda_graph.examination import Examination
+from rapidformer.accel.cuda_graph.graphs import ReplayedCode
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.dialects.flagai.trainer import FlagAITrainer
 
 SEEN: list[float] = []

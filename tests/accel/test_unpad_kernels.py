@@ -9,9 +9,9 @@ import torch
 from transformers import masking_utils as masks
 
 from rapidformer.accel.unpad import kernels, row_attention
+from rapidformer.accel.unpad.kernels import make_row_mask
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows, round_up
-from rapidformer.accel.unpad.token_attention import make_row_mask
 from rapidformer.data.batch import get_host_copy, move_to_device
 
 MASKS = {

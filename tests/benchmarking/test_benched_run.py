@@ -11,10 +11,15 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.benchmarking.benched_run import measure_run, split_steps
-from rapidformer.benchmarking.hugging_face import measure_trainer
-from rapidformer.benchmarking.job import Job, Result, merge
-from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
+from rapidformer.benchmarking.benched_run import measure_run, measure_trainer, split_steps
+from rapidformer.benchmarking.job import (
+    Job,
+    Result,
+    describe_gain,
+    describe_ratio,
+    describe_result,
+    merge,
+)
 from rapidformer.errors import RapidformerError
 
 ROWS = [{"input_ids": [1 + i % 7] * (3 + i % 4), "labels": i % 2} for i in range(16)]

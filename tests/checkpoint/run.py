@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.topology import Topology
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.optimizers import build_optimizer
 from tests.optim.rig import describe_optimizer
 

@@ -208,7 +208,7 @@ def test_an_export_that_was_replaced_under_its_name_is_no_success(
         staging.rename(tmp_path / "elsewhere")
         target.mkdir()
 
-    monkeypatch.setattr("rapidformer.checkpoint.staged.publish", publish)
+    monkeypatch.setattr("rapidformer.checkpoint.lock.publish", publish)
     with pytest.raises(CheckpointError, match="out is not what was written: another program"):
         rapidformer.export(base, tmp_path / "out", verify=False)
 

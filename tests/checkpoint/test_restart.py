@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer.checkpoint.restart import claim_folder, continue_after_restart
+from rapidformer.checkpoint.finding import claim_folder, continue_after_restart
 from rapidformer.config import parse_arguments
 
 

@@ -16,7 +16,7 @@ from rapidformer.cli.output import format_lines, write_predictions
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import arguments_from_mapping
 from rapidformer.errors import DataError, ModelError
-from rapidformer.tasks.evaluation.report import EvaluationReport
+from rapidformer.tasks.evaluation.evaluating import EvaluationReport
 from rapidformer.tasks.metrics.tally import ScoreTable
 from tests.small import make_model_folder
 

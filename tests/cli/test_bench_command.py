@@ -45,8 +45,8 @@ def test_both_sides_of_a_comparison_run_twice_in_turn(
 ) -> None:
     jobs: list[Job] = []
 
-    def start_run(words: list[str], args: Any, *, job: str, **_: Any) -> None:
-        jobs.append(Job.from_text(job))
+    def start_run(words: list[str], args: Any, *, job: Job, **_: Any) -> None:
+        jobs.append(job)
         Result(
             model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
             first_step=1.0, step_times=[1.0 + bool(jobs[-1].peer)] * 30, rows=8, tokens=60,

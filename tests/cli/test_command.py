@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rapidformer.cli.failures import shorten
 from rapidformer.cli.help import TOPICS
 from rapidformer.cli.main import main as run_command
+from rapidformer.cli.main import shorten
 from rapidformer.config import get_settings
 
 

@@ -13,11 +13,11 @@ import pandas
 import pytest
 
 import rapidformer
+from rapidformer.cli.chat import Conversation
 from rapidformer.cli.checks import check_command
 from rapidformer.config import resolve
 from rapidformer.config.parse import read_flags
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.tasks.chat.conversation import Conversation
 from tests.tasks.test_predicting import chat_folder as chat_folder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

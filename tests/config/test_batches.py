@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rapidformer.config import parse_arguments, resolve
-from rapidformer.config.batches import BatchSchedule, get_batch_schedule
+from rapidformer.config.derive import BatchSchedule, get_batch_schedule
 from rapidformer.errors import ConfigurationError
 
 

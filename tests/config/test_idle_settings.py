@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rapidformer.config import parse_arguments, resolve
-from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.schema import get_settings, render_arguments
+from rapidformer.engine.unused_settings import find_idle_settings
 from rapidformer.tasks.registry import PRETRAINING, describe_unused_flags, get_task, list_tasks
 
 

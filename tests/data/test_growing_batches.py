@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rapidformer.config.batches import BatchSchedule
+from rapidformer.config.derive import BatchSchedule
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
 

@@ -111,7 +111,7 @@ def test_other_rules_than_those_of_gpt2_and_bert_are_left_to_the_library() -> No
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, normalizers, pre_tokenizers
 
-    from rapidformer.data.tokenizers.words import build_word_memory
+    from rapidformer.data.tokenizers.rust import build_word_memory
 
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -33,7 +33,7 @@ ALLOWED = {
     "cli/preprocess.py": "the same file format",
     "models/gpt/": "a model that is called the way Megatron's is",
     "tasks/pretraining/": "the objectives for that file format and that model",
-    "benchmarking/hugging_face.py": "times transformers' own Trainer, to compare with",
+    "benchmarking/benched_run.py": "times transformers' own Trainer, to compare with",
     "cli/bench.py": "says what it compares with",
     "cli/config.py": "hands its first question to the dialogue of Accelerate's users",
     "cli/train.py": "a user's script may import Megatron's names",

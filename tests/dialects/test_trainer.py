@@ -104,14 +104,20 @@ def test_accumulation_is_exact(tmp_path: Path) -> None:
     assert parts == pytest.approx(whole, abs=1e-6)
 
 
-@pytest.mark.parametrize("sharding", ["", "full_shard auto_wrap", "shard_grad_op"])
-def test_two_processes_train_and_predict_as_one(tmp_path: Path, sharding: str) -> None:
-    [alone] = run_in_processes(_train_and_predict, 1, str(tmp_path / "one"), 4, "")
-    for result in run_in_processes(_train_and_predict, 2, str(tmp_path / "two"), 2, sharding):
-        assert result["shapes"] == alone["shapes"] == [(13, 2), (13,)]
-        np.testing.assert_allclose(result["predictions"], alone["predictions"], atol=1e-5)
-        assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
-    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=1e-6)
+def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
+    kinds = ["", "full_shard auto_wrap", "shard_grad_op"]
+    [[alone]] = run_in_processes(_train_each, 1, str(tmp_path / "one"), 4, [""])
+    everyone = run_in_processes(_train_each, 2, str(tmp_path / "two"), 2, kinds)
+    for kind, *results in zip(kinds, *everyone, strict=True):
+        for result in results:
+            assert result["shapes"] == alone["shapes"] == [(13, 2), (13,)], kind
+            np.testing.assert_allclose(result["predictions"], alone["predictions"], atol=1e-5)
+            assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6), kind
+            assert result["losses"] == pytest.approx(alone["losses"], abs=1e-6), kind
+
+
+def _train_each(folder: str, batch: int, kinds: list[str]) -> list[dict[str, Any]]:
+    return [_train_and_predict(f"{folder}-{n}", batch, kind) for n, kind in enumerate(kinds)]
 
 
 def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]:
@@ -127,6 +133,7 @@ def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]
         "shapes": [output.predictions.shape, output.label_ids.shape],  # type: ignore[union-attr]
         "predictions": output.predictions,
         "metrics": [before["eval_loss"], *after],
+        "losses": read_losses(Path(folder)),
     }
 
 

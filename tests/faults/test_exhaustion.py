@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from rapidformer.checkpoint import saving, writing
 from rapidformer.checkpoint.finding import find_checkpoints
-from rapidformer.cli.failures import describe_exhaustion
+from rapidformer.cli.main import describe_exhaustion
 from rapidformer.errors import CheckpointError, ModelError
 from rapidformer.log import configure_logging
 from rapidformer.training.trackers import MetricsFile, TrackedRun

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer.accel.cuda_graph import graphs
-from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.recorder import CudaCapture
 from rapidformer.log import warn_once
 from rapidformer.optim import optimizers
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW

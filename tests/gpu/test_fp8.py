@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from rapidformer.accel.fp8 import plain, product
-from rapidformer.accel.fp8.gated import multiply_gated
+from rapidformer.accel.fp8.layers import multiply_gated
 from rapidformer.accel.fp8.operator import can_run
 from rapidformer.optim.bf16_adamw import Bf16AdamW
 

@@ -17,8 +17,8 @@ from transformers.masking_utils import bidirectional_mask_function
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import make_masks_from_host
 from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad.kernels import make_row_mask
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.token_attention import make_row_mask
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.data.batch import move_to_device
 from rapidformer.models.plan import find_plan

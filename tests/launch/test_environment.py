@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rapidformer.config import parse_arguments
+from rapidformer.config.derive import is_launched
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch import environment
-from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
+from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 
 NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "CUDA_VISIBLE_DEVICES",

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch import environment
-from rapidformer.launch.environment import LaunchPlan, plan_launch
-from rapidformer.launch.slurm import expand_nodelist, read_slurm_step
+from rapidformer.launch.environment import LaunchPlan, expand_nodelist, plan_launch, read_slurm_step
 from tests.launch.commands import FOREIGN
 
 STEP = {

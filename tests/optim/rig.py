@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.config.sections import OptimizerArguments
 from rapidformer.dist.topology import Topology
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.takeover import take_over_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.gradients import get_divisor, get_norm
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.takeover import repoint_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 

@@ -10,6 +10,7 @@ recorded, and how it is compared, is what ``rapidformer verify`` records and com
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,9 @@ class Training:
 
     def get_settings(self, settings: Settings) -> Settings:
         own = {"global_batch_size": self.global_batch_size, "clip_grad": self.clip_grad}
+        is_shared = int(os.environ.get("WORLD_SIZE", 1)) == settings.get(TENSOR)
+        if is_shared and not self.is_by_row:
+            own["micro_batch_size"] = self.global_batch_size // 2  # all processes see all rows
         return {**SETTINGS, **own, **settings}
 
     def build_model(self) -> nn.Module:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from rapidformer.accel.expert.parallel import plan_route
 from rapidformer.dist import mpu
-from rapidformer.dist.row_exchange import plan_route
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.gpt import GPTForCausalLM

@@ -25,7 +25,7 @@ CAN_JOIN_FUSED = torch.__version__ >= (2, 13)
 
 
 def look_before_the_step(loop: Loop) -> None:
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         with torch.no_grad():
             loop.note_mean(loop.compute_loss(VALIDATION))
@@ -36,7 +36,7 @@ def look_before_the_step(loop: Loop) -> None:
 
 def look_with_gradients(loop: Loop) -> None:
     """Without ``no_grad``, and in training mode: nothing tells the pass from one of training."""
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         loop.note_mean(loop.compute_loss(VALIDATION))
         loop.engine.step()
@@ -44,7 +44,7 @@ def look_with_gradients(loop: Loop) -> None:
 
 
 def clamp_after_a_look(loop: Loop) -> None:
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         loop.engine.step()
         loop.model.eval()
@@ -185,7 +185,7 @@ def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
 
 
 def penalise_weights(loop: Loop) -> None:
-    for number in range(3):
+    for number in range(2):
         before = sum(
             loop.engine.model.gather_weight(p).abs().sum() for p in loop.model.parameters()
         )
@@ -234,7 +234,7 @@ def call_the_parts(loop: Loop) -> None:
 
 def keep_a_moving_average(loop: Loop) -> None:
     average = [p.detach().clone() for p in loop.model.parameters()]
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         loop.engine.step()
         with torch.no_grad():
@@ -249,7 +249,7 @@ def keep_a_moving_average(loop: Loop) -> None:
 
 def copy_the_model(loop: Loop) -> None:
     copied = copy.deepcopy(loop.model)
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         loop.engine.step()
         for mean, parameter in zip(copied.parameters(), loop.model.parameters(), strict=True):
@@ -261,7 +261,7 @@ def copy_the_model(loop: Loop) -> None:
 def average_whole_weights(loop: Loop) -> None:
     """torch's own average, which cannot copy a sharded model."""
     average = torch.optim.swa_utils.AveragedModel(build_model("small-gpt2"))
-    for number in range(3):
+    for number in range(2):
         loop.engine.backward(loop.compute_loss(number))
         loop.engine.step()
         whole = [loop.engine.model.gather_weight(p).detach() for p in loop.model.parameters()]
@@ -326,7 +326,7 @@ def penalise_the_gradient_of_a_mean(loop: Loop) -> None:
 
 
 def penalise_gradients_by_row(loop: Loop) -> None:
-    for number in range(3):
+    for number in range(2):
         with loop.engine.model.gradients_by_row():
             loss, gradient = _differentiate(loop, number, "sum")
         loop.engine.backward(loss + gradient.pow(2).sum(-1).mean())

@@ -136,7 +136,7 @@ def _train_in(
     found = []
     for precision, scale in kinds:
         given = {"mixed_precision": precision, "initial_loss_scale": scale}
-        training = Training("bert-mlm", layers=4, rows=16)
+        training = Training("bert-mlm", layers=2, rows=8, global_batch_size=4)
         engine, model, loader = compose(training, {**settings, **given})
         trace = train(engine, model, loader)
         found.append((get_losses(trace), trace.norms, engine.updates.clock.skipped))

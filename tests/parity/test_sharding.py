@@ -118,7 +118,8 @@ def _train_in_16_bits() -> list[Result]:
     fp16 = {"mixed_precision": "fp16", "initial_loss_scale": 2.0**18, "hysteresis": 1}
     bf16 = {"mixed_precision": "bf16"}
     layouts = [zero(2, cpu_offload=o, **more) for more in (fp16, bf16) for o in (0, 1)]
-    return run_cases([(Training("gpt2"), settings) for settings in layouts])
+    training = Training("gpt2", layers=1, rows=8, global_batch_size=4)
+    return run_cases([(training, settings) for settings in layouts])
 
 
 def test_offload_changes_nothing_in_16_bits() -> None:

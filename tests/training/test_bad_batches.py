@@ -15,8 +15,8 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.compat.torch_optimizers import obeys_flags, step_unless
 from rapidformer.config import parse_arguments
-from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.config.validate import find_problems
+from rapidformer.engine.unused_settings import find_idle_settings
 from rapidformer.errors import TrainingError
 from rapidformer.optim.guard import LEAST, RecentValues
 from rapidformer.training.bad_batches import find_first_bad

@@ -33,14 +33,14 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Outcome
-from rapidformer.accel.cuda_graph.recorder import Recorder
-from rapidformer.accel.cuda_graph.snapshot import (
+from rapidformer.accel.cuda_graph.passes import (
     HostNumbers,
+    Outcome,
     Snapshot,
     count_unused_numbers,
     draw_unused,
 )
+from rapidformer.accel.cuda_graph.recorder import Recorder
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision

@@ -23,7 +23,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.data_parallel import get_local
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
-from rapidformer.errors import ConfigurationError, TrainingError
+from rapidformer.errors import TrainingError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
@@ -36,13 +36,8 @@ def apply(assembly: Assembly) -> str:
 
 def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
     """Keep what each block saves for its backward pass in host memory."""
-    if not plan.blocks:
-        raise ConfigurationError(
-            f"--activation-offload: no repeated blocks were found in {type(model).__name__}. "
-            "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
-        )
     build = functools.partial(_build_offload, lane=Lane(device))
-    for block in plan.get_blocks(model):
+    for block in plan.require_blocks(model, "--activation-offload"):
         extend(block, "offload", build, is_shared=True)
 
 

@@ -54,10 +54,7 @@ def apply_grouped_experts(
 
 
 def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-    """For each token, the weighted sum of the outputs of its experts, as in transformers.
-
-    ``hidden`` is [tokens, size]; ``chosen`` and ``factors`` are [tokens, experts per token].
-    """
+    """For each of [tokens, size], the weighted sum of the outputs of its experts."""
     count = chosen.shape[-1]
     # Sorted by expert, the rows of each one are next to each other.
     ids, order = chosen.flatten().sort()

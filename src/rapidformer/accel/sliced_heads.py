@@ -1,8 +1,4 @@
-"""Falcon's keys and values, taken by slices.
-
-transformers takes them by lists (``qkv[..., [-2], :]``). torch copies each list to the GPU and
-waits for it, in every block, so that no step could be replayed as a CUDA graph.
-"""
+"""Falcon's keys and values by slices: lists are copied to the GPU and waited for, per block."""
 
 from __future__ import annotations
 

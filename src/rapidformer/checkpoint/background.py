@@ -56,10 +56,7 @@ class BackgroundSave:
         self._copies.reserve(pieces)
 
     def has_room(self, pieces: list[Piece]) -> bool:
-        """Whether host memory holds a copy of the state with room to spare, on every rank.
-
-        Found out once, since copies of GPU tensors stay. Every rank must call this.
-        """
+        """Whether host memory has room for copies of the state; found out once, by every rank."""
         if self._has_room is None:
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             needed = sum(piece.data.nbytes for piece in pieces) * ranks_here
@@ -109,11 +106,7 @@ class BackgroundSave:
 
 
 class _HostCopies:
-    """Copies in host memory, which training does not change.
-
-    Those of GPU tensors are page-locked, for the full speed of the bus, and kept for the next save:
-    allocating such memory takes longer than the copy.
-    """
+    """Copies in host memory; those of GPU tensors are page-locked, and kept for the next save."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Sizes], torch.Tensor] = {}
@@ -163,10 +156,7 @@ class _HostCopies:
 
 
 def _allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Page-locked memory of exactly this size.
-
-    torch's own allocator rounds up to powers of two, and takes three times as long.
-    """
+    """Page-locked memory of exactly this size; torch's allocator rounds up, and is slower."""
     kept = torch.empty(shape, dtype=dtype)
     if kept.nbytes < _LEAST_LOCKED:  # may share its pages with other tensors
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -1,7 +1,4 @@
-"""Export a model as a Hugging Face folder that ``from_pretrained`` loads, whatever its layout.
-
-Split weights are joined on rank 0; the folder replaces an older one in one step.
-"""
+"""Export a model as a folder that ``from_pretrained`` loads, joined on rank 0, in one step."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rapidformer.checkpoint import frozen
-from rapidformer.checkpoint.staged import replacing
+from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_whole
 from rapidformer.errors import ModelError
+from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import Adapter
-from rapidformer.models.location import quiet_transformers
 from rapidformer.models.merging import build_merged
 from rapidformer.models.plan import find_plan, find_tied
 from rapidformer.models.weight_names import list_some
@@ -46,11 +43,7 @@ def export_model(
     adapter: Adapter | None = None,
     merges: bool = False,
 ) -> Path:
-    """Save weights, configuration and tokenizer; every rank must call this.
-
-    ``weights`` is given if only the strategy that split them can join them. Of a model with an
-    ``adapter``, only the adapter is saved, unless it ``merges`` into the weights under it.
-    """
+    """Save weights (or the ``adapter``, unless it ``merges``), configuration and tokenizer."""
     ties: list[tuple[str, ...]] = []
     in_memory: frozen.Checksums = {}
     if adapter is not None and merges and adapter.base is not None and weights is None:
@@ -115,11 +108,7 @@ def _list_weights(model: nn.Module, names: Set[str] | None) -> dict[str, Any]:
 def _gather_stages(
     model: nn.Module, topology: Topology, names: Set[str] | None
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
-    """The same for a pipelined model, and which names share a parameter.
-
-    Stage by stage and tensor by tensor: no rank but the first ever holds more than one whole tensor
-    of another stage, and rank 0 keeps them in host memory.
-    """
+    """The same for a pipelined model, tensor by tensor, and which names share a parameter."""
     stage_weights = _list_weights(model, names)
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None

@@ -9,13 +9,17 @@ them, and deleted once the new branch has its first checkpoint.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from rapidformer.checkpoint.publish import replace_text
-from rapidformer.checkpoint.run_file import RUN
+from rapidformer.checkpoint.publish import read_json, replace_text
+from rapidformer.config import Settings
+from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -107,3 +111,112 @@ def set_checkpoints_aside(folder: Path) -> None:
 def drop_abandoned(folder: Path) -> None:
     """Delete what the run has left behind."""
     shutil.rmtree(folder / ABANDONED, ignore_errors=True)
+
+
+OWNER_FILE = ".launch"
+
+
+def claim_folder(folder: Path) -> None:
+    """Leave the name of this launch in the folder; without a launcher there is none.
+
+    A restart by the launcher continues without asking, but only in a folder with its name: another
+    may hold a run that the first attempt was about to refuse.
+    """
+    name = get_launch_name()
+    if name is not None and _read_owner(folder) != name:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / OWNER_FILE, name)
+
+
+def continue_after_restart(args: Settings) -> Settings:
+    """The settings for another attempt: load what was saved, or start over if there is nothing."""
+    if args.save is None:
+        return args
+    folder, source = Path(args.save), "derived: --resume auto"
+    if args.resume != "auto":
+        name, source = get_launch_name(), "restart"
+        if not is_restart() or name is None or _read_owner(folder) != name:
+            return args
+    if find_checkpoint(folder):
+        return args.replace(source, load=args.save, finetune=False, overwrite=False)
+    return args.replace(source, overwrite=True)
+
+
+def find_claimed_folder(root: Path) -> Path | None:
+    """The folder under ``root`` that an earlier attempt of this launch claimed."""
+    name = get_launch_name()
+    if name is None or not is_restart() or not root.is_dir():
+        return None
+    return next((folder for folder in root.iterdir() if _read_owner(folder) == name), None)
+
+
+def is_restart() -> bool:
+    """Whether the launcher has started this run before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def get_launch_name() -> str | None:
+    """The launcher's name for this run and its restarts; None if it has none of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return name if name not in ("", "none") else None  # "none" is torchrun's for any run
+
+
+def _read_owner(folder: Path) -> str | None:
+    path = folder / OWNER_FILE
+    try:
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+RUN = "run.json"
+FORMAT = 1
+_KINDS: dict[str, Any] = {
+    "step": int, "scheduler": dict, "scaler": dict | None, "loader": dict | None,
+    "param_groups": list | None, "extra": dict,
+}  # fmt: skip
+_OPTIONAL = ("tied", "facts", "base", "counter")
+_LARGEST = 2**53
+"""More steps or samples than any run has; JSON's numbers are exact up to here."""
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's ``run.json``, with entries of the right kinds."""
+    run = read_json(folder / RUN)
+    if run.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {run.get('format')}, this version reads format {FORMAT}."
+        )
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(run.get(name, ...), kind)]
+    wrong += [name for name in _OPTIONAL if not isinstance(run.get(name, {}), dict)]
+    if not wrong:
+        checks = {
+            "step": _is_count(run["step"]),
+            "scheduler": _is_count(run["scheduler"].get("last_epoch", 0)),
+            "tied": all(isinstance(name, str) for name in run.get("tied", {}).values()),
+        }
+        wrong = [name for name, is_sound in checks.items() if not is_sound]
+    if not wrong and (place := run["loader"]) is not None:
+        numbers = [place.get("epoch"), place.get("consumed_samples"), *place.values()]
+        wrong = [] if all(map(_is_count, numbers)) else ["loader"]
+    if wrong:
+        raise _build_error(folder, f"{', '.join(wrong)} is missing or malformed")
+    return run
+
+
+@contextmanager
+def blaming(folder: Path) -> Iterator[None]:
+    """Report what cannot be restored from a ``run.json`` as the file's fault."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as reason:
+        raise _build_error(folder, f"{type(reason).__name__}: {reason}") from None
+
+
+def _is_count(number: Any) -> bool:
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    return is_whole and 0 <= number <= _LARGEST
+
+
+def _build_error(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder / RUN} is not what a run writes: {reason}.")

@@ -1,8 +1,4 @@
-"""Verify checkpoints, exported models and adapters: for ``rapidformer check``.
-
-Every problem is one sentence without a full stop. A checkpoint is judged by what loading it relies
-on: its manifest, ``run.json``, and the index of its tensors.
-"""
+"""Verify checkpoints, exported models and adapters: for ``rapidformer check``, in sentences."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rapidformer.checkpoint.finding import read_run
 from rapidformer.checkpoint.index import Index, find_index_problems
 from rapidformer.checkpoint.inventory import list_required
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
-from rapidformer.checkpoint.run_file import read_run
 from rapidformer.checkpoint.tensors import (
     StoredTensors,
     check_counter,
@@ -57,10 +53,7 @@ def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Itera
 
 
 def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
-    """Everything that is wrong with an exported model or adapter; hashes only if it has a manifest.
-
-    Without one, the sizes in the headers of its weight files are compared with the files.
-    """
+    """What is wrong with an exported model or adapter: by its manifest, or the files' headers."""
     if has_hashes(folder):
         yield from find_damage(folder, advance=advance)
     names: dict[str, list[str]] = {}

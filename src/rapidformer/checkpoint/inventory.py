@@ -22,6 +22,7 @@ from rapidformer.checkpoint.finding import (
     METRICS_FILE,
     PREVIOUS,
     REPLACED,
+    RUN,
     RUN_FILE,
     find_checkpoints,
     get_step,
@@ -29,7 +30,6 @@ from rapidformer.checkpoint.finding import (
 )
 from rapidformer.checkpoint.lock import is_held
 from rapidformer.checkpoint.publish import MANIFEST, STAGING_PREFIX, find_damage, read_json
-from rapidformer.checkpoint.run_file import RUN
 from rapidformer.strict_json import parse_json
 
 # The second is torch's own, which older checkpoints have alone.

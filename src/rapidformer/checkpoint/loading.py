@@ -1,7 +1,4 @@
-"""Restore a run's state from a checkpoint, whatever layout of ranks saved it.
-
-It is checked before anything is loaded from it.
-"""
+"""Restore a run's state from a checkpoint, whatever layout saved it; it is checked first."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint import frozen
-from rapidformer.checkpoint.finding import find_checkpoint, find_checkpoints
+from rapidformer.checkpoint.finding import RUN, blaming, find_checkpoint, find_checkpoints, read_run
 from rapidformer.checkpoint.publish import check_manifest, read_json
-from rapidformer.checkpoint.run_file import RUN, blaming, read_run
 from rapidformer.checkpoint.state import (
     TrainingState,
     collect_tensors,
@@ -52,10 +48,7 @@ def load_checkpoint(
     with_position: bool = True,
     allows_partial: bool = False,
 ) -> dict[str, Any]:
-    """Restore the state in place from a checkpoint, or the newest complete one of a run.
-
-    If it ``allows_partial`` loading, weights that do not match keep their values and are listed.
-    """
+    """Restore the state from a checkpoint or a run's newest; partly, if it ``allows_partial``."""
     folder = state.loaded_from = choose_complete(source)
     run = read_run(folder)
     state.saved_facts = run.get("facts", {})
@@ -89,10 +82,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def choose_complete(source: Path) -> Path:
-    """The checkpoint to load: checked by rank 0, used by all.
-
-    A damaged checkpoint that was named is refused; of a run, the newest complete one is used.
-    """
+    """The checkpoint to load, checked by rank 0: the one that was named, or a run's newest."""
     chosen: Path | None = None
     problem = f"{source} holds no checkpoint (no iter_… folder)."
     if get_rank() == 0:
@@ -119,11 +109,7 @@ def choose_complete(source: Path) -> Path:
 
 
 def _restore_schedule(state: TrainingState, saved: dict[str, Any]) -> None:
-    """Move the schedule to the saved position.
-
-    A schedule that is a function of the position follows the current settings: a run may be resumed
-    for longer, or with another rate. Any other kind continues from its saved state.
-    """
+    """Move the schedule to the saved position; a function of it follows the current settings."""
     scheduler = state.scheduler
     if isinstance(scheduler, LambdaLR):
         move_schedule(scheduler, state.optimizer, saved["last_epoch"])
@@ -213,10 +199,7 @@ def _drop_stateless(
 def _compare(
     folder: Path, tensors: dict[str, torch.Tensor], topology: Topology, *, allows_partial: bool
 ) -> set[str]:
-    """Refuse a checkpoint of another model or optimizer, or list what is left out of it.
-
-    Returns the names that cannot be loaded; they are taken out of ``tensors``.
-    """
+    """Refuse another model or optimizer, or take what differs out of ``tensors``; their names."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # Under a pipeline, each rank has only some of the names.
     wanted = {k: v for stage in gather_from_stages(shapes, topology) for k, v in stage.items()}
@@ -265,10 +248,7 @@ def _check_moments(folder: Path, wanted: Iterable[str], saved: Iterable[str]) ->
 
 
 def _name_as_in_model(differences: NameDifferences) -> NameDifferences:
-    """The differences by the model's own names.
-
-    The optimizer's state is listed only for weights that match: for the others, it goes with them.
-    """
+    """The differences by the model's names; the optimizer's only for weights that match."""
     kinds = (differences.missing, differences.unexpected, differences.misshapen)
     changed = {name for kind in kinds for name in kind}
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rapidformer.checkpoint.publish import read_json
-from rapidformer.checkpoint.restart import get_launch_name, is_restart
+from rapidformer.checkpoint.finding import get_launch_name, is_restart
+from rapidformer.checkpoint.publish import get_staging, publish, read_json
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 
@@ -168,10 +171,7 @@ class FolderLock:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a live run holds a folder, as far as one look can tell; None if it has no lock.
-
-    Only reads. For a holder on another machine, the clocks of the two machines are compared.
-    """
+    """Whether a live run holds a folder, by one look at its file and the clocks; None: no lock."""
     lock = FolderLock(folder)
     holder = lock._read()
     if holder is None:
@@ -196,3 +196,34 @@ def _find_start(pid: int) -> str | None:
     except OSError:
         return None
     return None if words[0] in "ZX" else words[19]
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A new folder to write to; it becomes ``target`` if the block ends without an error.
+
+    A second export is refused while the first is alive, and each has a folder of its own: one whose
+    lock was taken from it (it was suspended, say) publishes nothing of the other's.
+    """
+    home = get_staging(target)
+    lock = FolderLock(home, target)
+    lock.acquire()
+    staging = home / uuid.uuid4().hex
+    try:
+        for left in home.iterdir():
+            if not left.name.startswith(LOCK_FILE):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+        staging.mkdir()
+        yield staging
+        lock.check()
+        written = staging.stat().st_ino
+        publish(target, staging=staging, with_manifest=False)
+        if target.stat().st_ino != written:
+            raise CheckpointError(
+                f"{target} is not what was written: another program has replaced it. Export again."
+            )
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        lock.release()
+        with suppress(OSError):  # another process may be about to use it
+            home.rmdir()

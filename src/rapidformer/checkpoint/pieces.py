@@ -1,8 +1,4 @@
-"""What each rank writes of the tensors: planned together, written and hashed by each on its own.
-
-``torch.distributed.checkpoint`` plans who writes what, so that of several replicas each writes a
-part; the files are such as it would write.
-"""
+"""What each rank writes of the tensors, as ``torch.distributed.checkpoint`` plans it."""
 
 from __future__ import annotations
 

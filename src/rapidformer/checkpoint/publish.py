@@ -36,10 +36,7 @@ class Digest:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file, hashed while it is written: nobody has to read it again for its manifest.
-
-    Once closed, it is on disk and ``digest`` says what was written.
-    """
+    """A new file, hashed while it is written; once closed, it is on disk and has its ``digest``."""
 
     digest: Digest
 
@@ -91,10 +88,7 @@ def publish(
     with_manifest: bool = True,
     digests: Mapping[str, Digest] | None = None,
 ) -> None:
-    """Rename the staged folder; an older one of that name is moved away at the last moment.
-
-    ``digests`` are those of files that were hashed while they were written; others are hashed here.
-    """
+    """Rename the staged folder; what is not in ``digests`` is hashed here, for the manifest."""
     staging = staging or get_staging(target)
     if with_manifest:
         _write_manifest(staging, digests or {})
@@ -161,10 +155,7 @@ def find_damage(
     hashes: bool = True,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[str]:
-    """What differs from the folder's manifest, in the order of its files.
-
-    Without ``hashes``, only sizes are compared; ``advance`` is called with bytes hashed.
-    """
+    """What differs from the manifest: sizes, and ``hashes``; ``advance`` gets bytes hashed."""
     try:
         expected = read_manifest(folder)
     except CheckpointError as reason:

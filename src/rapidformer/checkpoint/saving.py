@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer.checkpoint.description import describe_model
-from rapidformer.checkpoint.finding import TRACKER, find_checkpoints
+from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints
 from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.index import Index
 from rapidformer.checkpoint.pieces import Piece, finish_tensors, plan_pieces, write_pieces
@@ -31,11 +30,11 @@ from rapidformer.checkpoint.publish import (
     HashedFile,
     get_staging,
     publish,
+    read_json,
     replace_text,
     start_staging,
     withdraw,
 )
-from rapidformer.checkpoint.run_file import FORMAT, RUN
 from rapidformer.checkpoint.state import (
     TrainingState,
     collect_tensors,
@@ -47,6 +46,9 @@ from rapidformer.checkpoint.state import (
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_on_first
 from rapidformer.errors import CheckpointError, TrainingError, WriteError
+from rapidformer.hub import quiet_transformers
+from rapidformer.models.adapter_folder import name_config, to_absolute
+from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import DESCRIPTION
 from rapidformer.models.plan import find_tied
 from rapidformer.models.weight_names import list_some
@@ -247,10 +249,7 @@ def _drop_tied(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, 
 
 
 def check_finite(model: nn.Module, tensors: Mapping[str, torch.Tensor], step: int) -> None:
-    """Stop all ranks if a trained weight is not finite on any of them; each passes its own.
-
-    Weights that are not trained are what the user loaded; some hold an infinity on purpose.
-    """
+    """Stop all ranks if a trained weight is not finite; others may hold an infinity on purpose."""
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     weights = {name: tensor for name, tensor in tensors.items() if name in trained}
     bad = [name for names in gather_from_all(_find_not_finite(weights)) for name in names]
@@ -277,3 +276,40 @@ def _find_not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     device = next(iter(verdicts.values())).device
     is_finite = torch.stack([verdict.to(device) for verdict in verdicts.values()]).tolist()
     return [name for name, is_fine in zip(verdicts, is_finite, strict=True) if not is_fine]
+
+
+ADAPTER = "adapter"
+"""The folder with the configuration of the model's adapter."""
+ORIGIN = "origin.json"
+"""Which model training started from, and what peft calls the adapter."""
+
+
+def describe_model(model: Any, processor: Any, folder: Path) -> None:
+    """Write the configuration and the tokenizer of a Hugging Face model, but no weights."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    folder.mkdir()
+    adapter = find_adapter(model)
+    with quiet_transformers(None):
+        name_config(model).save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        if hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(folder)
+        if adapter is not None:
+            adapter.config.save_pretrained(str(folder / ADAPTER))
+    base = adapter.base if adapter else getattr(model, "name_or_path", None)
+    origin = {"model": to_absolute(base), "adapter": adapter.name if adapter else None}
+    (folder / ORIGIN).write_text(json.dumps(origin, indent=1), encoding="utf-8")
+
+
+def read_origin(folder: Path) -> str | None:
+    """The folder or Hub name of the model that training started from; None if unknown."""
+    model = read_json(folder / ORIGIN, or_nothing=True).get("model")
+    return model if isinstance(model, str) and model else None
+
+
+def read_adapter_name(folder: Path) -> str:
+    """What peft calls the adapter, which is part of the names of its weights."""
+    return str(read_json(folder / ORIGIN, or_nothing=True).get("adapter") or "default")

@@ -1,7 +1,4 @@
-"""What a checkpoint consists of: its tensors by name, and each rank's random states as JSON.
-
-Nothing is ever unpickled.
-"""
+"""What a checkpoint consists of: tensors by name, random states as JSON; never a pickle."""
 
 from __future__ import annotations
 
@@ -165,11 +162,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def draw_other_numbers(states: dict[str, Any], replica: int) -> None:
-    """Numbers for another layout, from the states that rank 0 saved.
-
-    Replicas must draw different masks, ranks that share a layer the same ones, as at the start of a
-    run. The states of the old layout's ranks would mix that up.
-    """
+    """Numbers for another layout, from rank 0's: masks must differ where replicas do."""
     _set_host_states(states)
     digest = hashlib.sha256(states["torch"].encode("ascii")).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big") + replica)

@@ -1,7 +1,4 @@
-"""Read tensors from disk through ``torch.distributed.checkpoint``, whatever layout wrote them.
-
-A weight with several names is stored once; ``run.json`` says which names it answers to.
-"""
+"""Read tensors through ``torch.distributed.checkpoint``; a weight of several names once."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
 from rapidformer.checkpoint import index as our_index
+from rapidformer.checkpoint.finding import RUN, blaming, read_run
 from rapidformer.checkpoint.index import INDEX, Index, check_index
 from rapidformer.checkpoint.pieces import split_strided
-from rapidformer.checkpoint.run_file import RUN, blaming, read_run
 from rapidformer.checkpoint.torch_index import TORCH_INDEX, read_torch_index, to_metadata
 from rapidformer.compat.torch_distributed import open_part
 from rapidformer.dist.topology import Topology

@@ -44,10 +44,7 @@ def _describe(reason: Exception, target: Path) -> str:
 
 
 def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:
-    """Run the action on rank 0; every rank must call this, and raises what rank 0 meets.
-
-    Otherwise the other ranks would wait for one that is gone.
-    """
+    """Run the action on rank 0; every rank must call this, and raises what rank 0 meets."""
     problem: RapidformerError | None = None
     if is_main:
         try:

@@ -12,14 +12,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rapidformer.benchmarking.job import Job, Result, merge
-from rapidformer.benchmarking.report import describe_gain, describe_ratio, describe_result
+from rapidformer.benchmarking.job import (
+    Job,
+    Result,
+    describe_gain,
+    describe_ratio,
+    describe_result,
+    merge,
+)
 from rapidformer.cli.own_flags import CommandParser, with_dashes
-from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
+from rapidformer.cli.run_output import (
+    ChildRuns,
+    find_flag_problems,
+    find_job,
+    start_run,
+    write_output_to,
+)
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import RapidformerError, raise_problems
-from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
+from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 
 # Tells the processes that this command starts which run they belong to.
 JOB_VARIABLE = "RAPIDFORMER_BENCHMARK"
@@ -34,8 +46,8 @@ _SECONDS = 5.0
 
 def run(argv: list[str]) -> None:
     """Measure and print; in a process of one of the runs, run it."""
-    if JOB_VARIABLE in os.environ and is_launched():
-        _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
+    if (job := find_job(JOB_VARIABLE, Job)) is not None:
+        _work(job, argv)
         return
     parser = _build_parser()
     options, words = parser.parse_known_args(with_dashes(argv))
@@ -59,23 +71,17 @@ def _build_parser() -> CommandParser:
         epilog="All other flags are those of the run: rapidformer --help.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--bench-steps",
-        type=int,
-        metavar="N",
-        help=f"steps to time (default: as many as take {_SECONDS:.0f} seconds, but at least 50, on "
-        "a CPU 8, and at most 500)",
-    )
-    parser.add_argument(
-        "--bench-warmup", type=int, metavar="N", help="steps before them (default: 15, on a CPU 3)"
-    )
-    parser.add_argument(
-        "--against", action="append", default=[], choices=PEERS,
-        help="also time Hugging Face's Trainer on the same model and data, in turn with the run; "
-        "may be repeated",
+    parser.add(
+        "--bench-steps", "N", f"steps to time (default: as many as take {_SECONDS:.0f} seconds, "
+        "but at least 50, on a CPU 8, and at most 500)",
     )  # fmt: skip
-    parser.add_argument("--no-tries", action="store_true", help="do not try further switches")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add("--bench-warmup", "N", "steps before them (default: 15, on a CPU 3)")
+    parser.add(
+        "--against", "|".join(PEERS), "also time Hugging Face's Trainer on the same model and "
+        "data, in turn with the run; may be repeated", action="append", default=[], choices=PEERS,
+    )  # fmt: skip
+    parser.add("--no-tries", "", "do not try further switches")
+    parser.add("--json", "", "print the results as JSON")
     return parser
 
 
@@ -153,7 +159,7 @@ class _Benchmark(ChildRuns):
         sys.stderr.write(f"running  {description}\n")
         start_run(
             ["bench", *self.words, *more], self.args,
-            processes=self.processes, variable=JOB_VARIABLE, job=job.to_text(),
+            processes=self.processes, variable=JOB_VARIABLE, job=job,
             note=f"This was {description}; its output is in {self.folder}.",
         )  # fmt: skip
         result = merge([Result.load(job.get_path(rank)) for rank in range(self.processes)])
@@ -166,8 +172,7 @@ def _work(job: Job, words: list[str]) -> None:
     """In a process of a run: train as ``rapidformer train`` would, and save what was measured."""
     rank = int(os.environ["RANK"])
     write_output_to(Path(job.folder) / f"{job.name}_{rank}.log")
-    from rapidformer.benchmarking.benched_run import measure_run
-    from rapidformer.benchmarking.hugging_face import measure_trainer
+    from rapidformer.benchmarking.benched_run import measure_run, measure_trainer
     from rapidformer.cli.train import run as train
     from rapidformer.dist.processes import stop_processes
 

@@ -45,12 +45,8 @@ def build_parser() -> CommandParser:
         "every tensor. Of a run, all checkpoints and models are checked. Exits with 1 if anything "
         "is wrong.",
     )
-    parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a checkpoint, a run, or a model or adapter folder"
-    )
-    parser.add_argument(
-        "--finite", action="store_true", help="also read all tensors, and look for NaN and infinity"
-    )
+    parser.add("paths", "PATH", "a checkpoint, a run, or a model or adapter folder", nargs="+")
+    parser.add("--finite", "", "also read all tensors, and look for NaN and infinity")
     return parser
 
 

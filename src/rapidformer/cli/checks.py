@@ -10,11 +10,12 @@ from rapidformer.cli import DISTRIBUTED
 from rapidformer.cli.inputs import name_input_files
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings, arguments_from_mapping, resolve
+from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
 from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
-from rapidformer.launch.environment import LaunchPlan, count_gpus, is_launched, plan_launch
+from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 from rapidformer.tasks.rows.preflight import find_task_problems
 
 

@@ -155,11 +155,9 @@ def _build_parser() -> CommandParser:
         "questions that a flag answers are skipped.",
         allow_abbrev=False,
     )
-    parser.add_argument("--output", default=_DEFAULT_FILE, metavar="FILE", help="the file to write")
-    parser.add_argument("--overwrite", action="store_true", help="overwrite an existing file")
-    parser.add_argument(
-        "--yes", action="store_true", help="ask nothing: use the defaults for the rest"
-    )
+    parser.add("--output", "FILE", "the file to write", default=_DEFAULT_FILE)
+    parser.add("--overwrite", "", "overwrite an existing file")
+    parser.add("--yes", "", "ask nothing: use the defaults for the rest")
     for name, text in (
         ("device", "cpu or cuda"),
         ("nnodes", "number of machines"),
@@ -170,5 +168,5 @@ def _build_parser() -> CommandParser:
         ("nproc-per-node", "processes per machine"),
         *((question.flag, f"no, {', '.join(question.answers)}") for question in _QUESTIONS),
     ):
-        parser.add_argument(to_flag(name), metavar="ANSWER", help=text)
+        parser.add(to_flag(name), "ANSWER", text)
     return parser

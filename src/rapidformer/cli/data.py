@@ -52,17 +52,12 @@ def _build_parser() -> CommandParser:
     commands.add_parser("show", help="the first rows of a run's data, and what is trained on")
     info = commands.add_parser("info", help="counts, types, lengths, and any damage")
     info.add_argument("prefixes", nargs="+", metavar="PREFIX")
-    info.add_argument("--json", action="store_true", help="one JSON object per line and PREFIX")
+    info.add("--json", "", "one JSON object per line and PREFIX")
     info.set_defaults(function=_info)
     head = commands.add_parser("head", help="the first documents, as text or as ids")
     head.add_argument("prefix", metavar="PREFIX")
-    head.add_argument(
-        "-n", "--documents", type=int, default=3, help="number of documents (default: 3)"
-    )
-    head.add_argument(
-        "--tokens", type=int, default=256, metavar="N",
-        help="at most N tokens of each document (default: 256; 0: all)",
-    )  # fmt: skip
+    head.add("-n --documents", "N", "number of documents (default: 3)", default=3)
+    head.add("--tokens", "N", "at most N tokens of each (default: 256; 0: all)", default=256)
     names = head.add_argument_group("tokenizer", "without one, ids are shown")
     names.add_argument("--tokenizer-type", metavar="TYPE")
     names.add_argument("--vocab-file", "--vocab", metavar="FILE")
@@ -73,12 +68,10 @@ def _build_parser() -> CommandParser:
     names.add_argument("--vocab-extra-ids", type=int, metavar="N", default=0)
     head.set_defaults(function=_head)
     merge = commands.add_parser("merge", help="merge several pairs into one")
-    merge.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX|FOLDER",
-        help="pairs in the order given; for a folder, all its pairs, sorted by name",
-    )  # fmt: skip
+    text = "pairs in the order given; for a folder, all its pairs, sorted by name"
+    merge.add("--input", "PREFIX|FOLDER", text, nargs="+", required=True)
     merge.add_argument("--output-prefix", required=True, metavar="PREFIX")
-    merge.add_argument("--overwrite", action="store_true", help="replace a pair of that name")
+    merge.add("--overwrite", "", "replace a pair of that name")
     merge.set_defaults(function=_merge)
     return parser
 

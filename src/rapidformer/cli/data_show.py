@@ -40,17 +40,10 @@ def build_parser() -> CommandParser:
         description="Show the first rows of a run's data, and which tokens are trained on.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("-n", "--rows", type=int, default=3, help="number of rows (default: 3)")
-    parser.add_argument(
-        "--split", default="train", metavar="NAME", help="train (the default), validation or test"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=512, metavar="N",
-        help="at most N tokens of each row (default: 512; 0: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--table", action="store_true", help="one token per line, with its id and label"
-    )
+    parser.add("-n --rows", "N", "number of rows (default: 3)", default=3)
+    parser.add("--split", "NAME", "train (the default), validation or test", default="train")
+    parser.add("--tokens", "N", "at most N tokens of each (default: 512; 0: all)", default=512)
+    parser.add("--table", "", "one token per line, with its id and label")
     return parser
 
 

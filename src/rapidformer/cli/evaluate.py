@@ -17,7 +17,7 @@ from rapidformer.strict_json import format_json
 from rapidformer.tasks.registry import is_pretraining
 
 if TYPE_CHECKING:
-    from rapidformer.tasks.evaluation.report import EvaluationReport
+    from rapidformer.tasks.evaluation.evaluating import EvaluationReport
 
 
 def run(command: CommandLine) -> None:

@@ -36,34 +36,25 @@ def run(argv: list[str]) -> None:
 
 def _build_parser() -> CommandParser:
     parser = CommandParser(prog="rapidformer export", description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument(
-        "checkpoint", nargs="?", metavar="CHECKPOINT",
-        help="a run (its best model, or the last, or the newest checkpoint), a checkpoint, a model "
-        "or an adapter; --load is the same",
+    parser.add(
+        "checkpoint", "CHECKPOINT", "a run (its best model, or the last, or the newest "
+        "checkpoint), a checkpoint, a model or an adapter; --load is the same", nargs="?",
     )  # fmt: skip
-    parser.add_argument(
-        "out", nargs="?", metavar="OUT", help="the folder to write; --save is the same"
-    )
+    parser.add("out", "OUT", "the folder to write; --save is the same", nargs="?")
     parser.add_argument("--load", help="CHECKPOINT")
     parser.add_argument("--save", help="OUT")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as the weights were saved"
     )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
-    )
+    parser.add("--max-shard-size", "SIZE", "of one file (default: 5GB)", default="5GB")
     for name, text in (
         ("merge", "merge an adapter into the weights (--no-merge: the adapter alone)"),
         ("verify", "prove the export in a new process (--no-verify: do not)"),
     ):
         parser.add_argument(f"--{name}", action=BooleanOptionalAction, default=True, help=text)
-    parser.add_argument(
-        "--allow-unchanged", action="store_true",
-        help="export a model although all of its weights are those of the base model",
-    )  # fmt: skip
-    parser.add_argument(
-        "--base", metavar="MODEL", help="the model that training started from, if it has moved"
-    )
+    text = "export a model although all of its weights are those of the base model"
+    parser.add("--allow-unchanged", "", text)
+    parser.add("--base", "MODEL", "the model that training started from, if it has moved")
     parser.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error")
     )

@@ -1,8 +1,4 @@
-"""``rapidformer launch [flags] SCRIPT [the script's flags]``: run any script in every process.
-
-Flags after the script are the script's. Those of the launcher among them are obeyed too, since a
-script of ours would silently accept them.
-"""
+"""``rapidformer launch [flags] SCRIPT [its flags]``, of which the launcher's are obeyed, too."""
 
 from __future__ import annotations
 

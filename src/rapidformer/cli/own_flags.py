@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rapidformer.errors import ConfigurationError
 
@@ -14,6 +14,13 @@ class HelpShownError(Exception):
 
 class CommandParser(argparse.ArgumentParser):
     """Raises errors, with the usage, and never exits the process."""
+
+    def add(self, names: str, value: str, text: str, **options: Any) -> None:
+        """Add a flag: its names, its value (N is a number; none: a switch) and its meaning."""
+        kinds: dict[str, Any] = {"metavar": value} if value else {"action": "store_true"}
+        if value == "N":
+            kinds["type"] = int
+        self.add_argument(*names.split(), help=text, **kinds | options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")

@@ -26,11 +26,10 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="rapidformer plot", description="Draw the loss curves of one run or of several."
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run")
-    parser.add_argument(
-        "--output", metavar="FILE",
-        help="the image, .png, .svg or .pdf (default: curve.png in the folder of a single run, "
-        "curves.png here for several)",
+    parser.add("runs", "RUN", "the folder of a run", nargs="+")
+    parser.add(
+        "--output", "FILE", "the image, .png, .svg or .pdf (default: curve.png in the folder of a "
+        "single run, curves.png here for several)",
     )  # fmt: skip
     return parser
 

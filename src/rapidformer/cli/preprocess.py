@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import with_dashes
+from rapidformer.config.parse import Parser
 from rapidformer.config.switches import to_flag
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.nearest import find_nearest
 
 if TYPE_CHECKING:
     from rapidformer.data.preprocess import PreprocessSettings
@@ -83,11 +84,6 @@ _FLAGS: dict[str, list[tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message)
-
-
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Show a value as `FILE`: argparse sees it as optional, so that we can report it ourselves."""
 
@@ -119,7 +115,7 @@ def run(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="rapidformer preprocess",
         usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX [flags]",
         description="Turn a corpus into the .bin/.idx files that pre-training reads.",
@@ -156,10 +152,8 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, 
 
 def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     name = word.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = (
-        f"did you mean {near[0]}?" if near else "`rapidformer preprocess --help` lists all flags."
-    )
+    near = find_nearest(name, known)
+    hint = f"did you mean {near}?" if near else "`rapidformer preprocess --help` lists all flags."
     return f"unknown flag {name}: {hint}"
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rapidformer.config import Settings
+from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
 from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan
+
+Job = TypeVar("Job")
 
 
 @dataclass
@@ -40,16 +44,22 @@ def find_flag_problems(command: CommandLine, verb: str) -> list[str]:
     return problems
 
 
+def find_job(variable: str, kind: type[Job]) -> Job | None:
+    """What ``start_run`` has started this process for, if it has."""
+    is_child = variable in os.environ and is_launched()
+    return kind(**json.loads(os.environ[variable])) if is_child else None
+
+
 def start_run(
-    words: list[str], args: Settings, *, processes: int, variable: str, job: str, note: str
+    words: list[str], args: Settings, *, processes: int, variable: str, job: Any, note: str
 ) -> None:
-    """Run a command in new processes, which find ``job`` in a variable; errors get the note."""
+    """Run a command in new processes, which find the job in a variable; errors get the note."""
     from rapidformer.launch.local import launch
 
     plan = LaunchPlan(
         processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
-    os.environ[variable] = job
+    os.environ[variable] = json.dumps(asdict(job))
     try:
         launch(plan, words, args)
     except RapidformerError as error:

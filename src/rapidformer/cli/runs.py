@@ -63,12 +63,11 @@ def build_parser() -> CommandParser:
         "checkpoint is), killed or without a checkpoint; a checkpoint is complete, damaged, in "
         "progress or abandoned. Contents are not verified: `rapidformer check` does that.",
     )
-    parser.add_argument(
-        "folder", nargs="?", metavar="DIR", default=os.environ.get("RAPIDFORMER_RUNS") or "runs",
-        help="a folder of runs, a run or a checkpoint (default: runs)",
-    )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="show all checkpoints of every run")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    default = os.environ.get("RAPIDFORMER_RUNS") or "runs"
+    text = "a folder of runs, a run or a checkpoint (default: runs)"
+    parser.add("folder", "DIR", text, nargs="?", default=default)
+    parser.add("--all", "", "show all checkpoints of every run")
+    parser.add("--json", "", "print everything as JSON")
     return parser
 
 

@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
-from rapidformer.cli.run_output import ChildRuns, find_flag_problems, start_run, write_output_to
+from rapidformer.cli.run_output import (
+    ChildRuns,
+    find_flag_problems,
+    find_job,
+    start_run,
+    write_output_to,
+)
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import RapidformerError, raise_problems
-from rapidformer.launch.environment import is_launched
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
 from rapidformer.verification.settings import (
@@ -66,8 +71,8 @@ class VerificationError(RapidformerError):
 
 def run(argv: list[str]) -> None:
     """Compare, and raise an error if the runs differ; in a process of one of the runs, run it."""
-    if JOB_VARIABLE in os.environ and is_launched():
-        _work(Job.from_text(os.environ[JOB_VARIABLE]), argv)
+    if (job := find_job(JOB_VARIABLE, Job)) is not None:
+        _work(job, argv)
         return
     parser = _build_parser()
     options, words = parser.parse_known_args(with_dashes(argv))
@@ -95,16 +100,12 @@ def _build_parser() -> CommandParser:
         "failed.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--verify-steps", type=int, default=3, metavar="N", help="steps to compare (default: 3)"
-    )
-    parser.add_argument(
-        "--full-size", action="store_true", help="keep the sizes of model, rows and batches"
-    )
-    parser.add_argument(
-        "--same-micro-batches", action="store_true",
-        help="give the single process the same micro-batches, not each global batch at once: for "
-        "a loss that is more than a mean over labels (an expert-balancing loss)",
+    parser.add("--verify-steps", "N", "steps to compare (default: 3)", default=3)
+    parser.add("--full-size", "", "keep the sizes of model, rows and batches")
+    parser.add(
+        "--same-micro-batches", "", "give the single process the same micro-batches, not each "
+        "global batch at once: for a loss that is more than a mean over labels (an "
+        "expert-balancing loss)",
     )  # fmt: skip
     return parser
 
@@ -218,7 +219,7 @@ class _Verification(ChildRuns):
         hint = "" if self.options.full_size else " --full-size keeps the sizes of the run."
         start_run(
             ["verify", *self.words], self.args,
-            processes=processes, variable=JOB_VARIABLE, job=job.to_text(),
+            processes=processes, variable=JOB_VARIABLE, job=job,
             note=f"This was the run with {description}; its output is in {self.folder}.{hint}",
         )  # fmt: skip
         return [Trace.load(job.get_path(rank)) for rank in range(processes)]
@@ -230,7 +231,7 @@ def _work(job: Job, words: list[str]) -> None:
     write_output_to(Path(job.folder) / f"{job.kind}_{rank}.log")
     from rapidformer.cli.train import run as train
     from rapidformer.dist.processes import stop_processes
-    from rapidformer.verification.verified_run import record_run
+    from rapidformer.verification.recorder import record_run
 
     record_run(job, lambda: train(read_flags(words))).save(job.get_path(rank))
     stop_processes()

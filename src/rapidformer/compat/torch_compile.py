@@ -1,7 +1,4 @@
-"""``torch.compile``: how much was compiled, why something was compiled again, and dynamic sizes.
-
-``torch._dynamo`` takes a second to import, so it is imported only when something is compiled.
-"""
+"""``torch.compile``: what was compiled, and why again; dynamo is imported only when needed."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ WEIGHT_TABLES = ("_parameters", "_buffers")
 
 
 def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own parameters as stored: assigning here replaces a parameter.
-
-    Not ``getattr``: a split layer reads its weights through properties.
-    """
+    """The module's own parameters as stored; ``getattr`` would ask a split layer's properties."""
     return module._parameters
 
 

@@ -1,6 +1,4 @@
-"""Optimizers that divide gradients or leave out an update as tensors on the device say, which
-torch's fused ones do for ``GradScaler`` in the same pass; and their schedulers.
-"""
+"""Optimizers that divide gradients or leave out an update as tensors say, as for GradScaler."""
 
 from __future__ import annotations
 

@@ -126,10 +126,7 @@ def count_changes(tensor: Tensor) -> int:
 
 
 def stop_allocating(device: torch.device, pool: tuple[int, int]) -> None:
-    """Close a recording's memory pool if torch has left it open.
-
-    Until then, torch frees no cached memory when it runs out.
-    """
+    """Close a recording's memory pool if torch left it open: it would free no cached memory."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # already closed
         torch._C._cuda_endAllocateToPool(index, pool)

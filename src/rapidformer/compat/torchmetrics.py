@@ -1,7 +1,4 @@
-"""torchmetrics: ROUGE-Lsum of texts whose sentences are separated by line breaks.
-
-Its public function splits sentences with nltk, which downloads a model for that.
-"""
+"""ROUGE-Lsum by lines: torchmetrics' public function downloads a model to split sentences."""
 
 from __future__ import annotations
 

@@ -105,10 +105,7 @@ def find_unknown_masks() -> str | None:
 
 
 def makes_own_mask(module: nn.Module) -> bool:
-    """Whether a model's ``forward`` makes a mask of ones if it gets none, as BART's decoder does.
-
-    Only its source says so: a subclass may have a forward of its own.
-    """
+    """Whether a model's own ``forward``, by its source, makes a mask of ones, as BART's decoder."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):

@@ -1,7 +1,4 @@
-"""Settings: sections of typed fields, read from flags, YAML and code.
-
-Nothing in this room imports torch, so ``rapidformer --help`` answers at once.
-"""
+"""Settings: sections of typed fields, read from flags, YAML and code; without torch."""
 
 from rapidformer.config.derive import resolve
 from rapidformer.config.parse import arguments_from_mapping, build_parser, parse_arguments

@@ -38,7 +38,9 @@ _NO_FOLDER: dict[str, dict[str, bool | str | None]] = {"save": {"none": None}}
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises errors, and never exits the process."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message)
 
@@ -47,7 +49,7 @@ def build_parser(
     extra_args_provider: ExtraArgumentsProvider | None = None,
 ) -> argparse.ArgumentParser:
     """A parser for every setting, other systems' names, and the user's own flags."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="rapidformer", add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )
     spellings: dict[str, list[str]] = {}

@@ -1,8 +1,4 @@
-"""The settings as data: each field's name, type and meaning.
-
-Flags, YAML keys, help texts and the docs table are all generated from here, so they cannot drift
-apart.
-"""
+"""The settings as data: flags, YAML keys, help and docs are generated from here."""
 
 from __future__ import annotations
 
@@ -64,10 +60,7 @@ class Setting:
         return self.kind is bool
 
     def convert(self, value: Any) -> Any:
-        """Convert a value from the command line or a YAML file to this setting's type.
-
-        Raises ValueError with the reason; the caller prepends the flag's name.
-        """
+        """Convert a value to this setting's type; a ValueError has the reason, without the flag."""
         if value is None:
             return None
         if self.is_one_or_many:

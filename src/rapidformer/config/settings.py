@@ -1,8 +1,4 @@
-"""``Settings``: all sections joined, flat and frozen.
-
-A function that needs one section takes that section's type; the joined object is an instance of
-each. Instances never change: deriving creates a new one with ``replace``.
-"""
+"""``Settings``: all sections joined, flat and frozen; an instance of each section's type."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The rules between settings. Every broken one is reported, each with its numbers and a way out.
-
-``layout_rules`` has those between switches, and between switches and ranks.
-"""
+"""The rules between settings, each with its numbers and a way out; see ``layout_rules``, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a batch holds: how many rows, labels and tokens, and how it moves to the device.
-
-Counted on the host while the batch is made, so that the training loop never waits for the device to
-know the weight of a loss.
-"""
+"""What a batch holds: rows, labels and tokens, counted on the host; and how it moves."""
 
 from __future__ import annotations
 

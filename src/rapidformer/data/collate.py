@@ -25,11 +25,7 @@ _DEFAULT_PADS: Mapping[str, int | float] = {"labels": IGNORED_LABEL, "special_to
 
 
 class PadCollator:
-    """Pad to the longest row of the batch; the batch is a dictionary of tensors.
-
-    ``pad_values`` says how to pad a column (``{"input_ids": tokenizer.pad_token_id}``); by default
-    labels are padded with -100 and everything else with 0.
-    """
+    """Pad to the longest row by ``pad_values``; by default labels with -100, the rest with 0."""
 
     def __init__(
         self,

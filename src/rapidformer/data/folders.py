@@ -1,7 +1,4 @@
-"""From a folder of data to named splits: files by name, sub-folders, images, `save_to_disk`.
-
-Files, folders and Hub data sets all use different names for their splits.
-"""
+"""From a folder of data to named splits: files by name, sub-folders, images, `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ _SPLIT_WORDS = {
 
 
 def get_split_name(name: str) -> str | None:
-    """Train, validation or test for the name of a split or file; None if it says nothing.
-
-    Of GLUE's two validation sets, the matched one is the validation set.
-    """
+    """Train, validation or test for a name; of GLUE's two validation sets, the matched one."""
     words = re.split(r"[^a-z]+", name.lower())
     if "mismatched" in words:
         return None

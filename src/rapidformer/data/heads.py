@@ -1,8 +1,4 @@
-"""The first rows of the data, read by the standard library alone.
-
-So a wrong path or column is found before torch, transformers and `datasets` have been imported.
-What it cannot read (parquet, the Hub, a nested document) gives no rows and is checked later.
-"""
+"""The first rows of the data, by the standard library alone: a wrong path is found at once."""
 
 from __future__ import annotations
 

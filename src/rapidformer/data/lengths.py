@@ -67,10 +67,7 @@ def _to_length(value: Any, column: str) -> int:
 
 @dataclass
 class GroupedOrder:
-    """An order by groups of similar length, as a function of torch's random numbers alone.
-
-    A resumed run keeps the batch size that the order was made for, whatever its own is.
-    """
+    """An order by groups of similar length, by torch's numbers and the first batch size alone."""
 
     lengths: Sequence[int]
     batch_size: int
@@ -95,10 +92,7 @@ def group_by_length(lengths: Sequence[int], batch_size: int) -> list[int]:
 def sort_in_groups(
     sizes: Sequence[int], lengths: Sequence[int] | None, start: int = 0
 ) -> list[int]:
-    """Samples from ``start`` on, in groups of these sizes, each from its longest to its shortest.
-
-    Without lengths, they keep their order.
-    """
+    """Samples from ``start`` on, in groups of these sizes, each longest first if known."""
     order: list[int] = []
     for size in sizes:
         group = range(start + len(order), start + len(order) + size)

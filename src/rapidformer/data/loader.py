@@ -120,10 +120,7 @@ class DistributedLoader:
 
     @property
     def _may_reuse_memory(self) -> bool:
-        """Whether a batch may still be needed when the collate function fills its memory again.
-
-        Not if the batch comes from a worker process or was pinned by torch's loader: both copy it.
-        """
+        """Whether collate may refill a batch's memory while it is needed: not of a copy."""
         if self.device.type == "cuda":
             return self.is_stream
         # A step's micro-batches are collected before it runs.
@@ -156,10 +153,7 @@ class DistributedLoader:
         return range(self._update_start, self.consumed_samples)
 
     def list_samples(self, epoch: int, positions: range) -> list[int]:
-        """The numbers that samples have in the data set, by their places in the epoch's order.
-
-        Those of a stream are counted from its start.
-        """
+        """The numbers of samples in the data set, or from a stream's start, by their places."""
         if self.is_stream:
             return list(positions)
         return self._order.list_numbers(epoch, positions)
@@ -244,10 +238,7 @@ class DistributedLoader:
         self._is_resuming = True
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
-        """An epoch's rounds; the last of them is marked, wherever it is in its update.
-
-        With a token budget, the last one of every update is.
-        """
+        """An epoch's rounds; the last one (with a token budget, of every update) is marked."""
         rounds_left = self._cut.count_after(self.consumed_samples)
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)

@@ -1,7 +1,4 @@
-"""Batches and outputs are nested: tensors in dictionaries, lists and tuples of any depth.
-
-Like ``torch.utils._pytree``, which is private, for the containers that models and data loaders use.
-"""
+"""Tensors in dictionaries, lists and tuples of any depth; torch's own pytree is private."""
 
 from __future__ import annotations
 

@@ -20,12 +20,7 @@ from rapidformer.data.data_source import Rows
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which examples share a row of at most ``capacity`` tokens, by index.
-
-    Each example, longest first, goes into the fullest row that still has room for it. The result
-    depends only on the lengths; rows are ordered by their first example, and examples within a row
-    by index.
-    """
+    """Which examples share a row of ``capacity`` tokens: longest first, into the fullest."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"an example of {int(sizes.max())} tokens in rows of {capacity}")
@@ -56,11 +51,7 @@ def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackedRows:
-    """Rows of several examples; a loader shuffles the rows, not their contents.
-
-    ``examples`` provides ``input_ids`` and optionally ``labels``; without them, every token is a
-    label.
-    """
+    """Rows of several examples; without ``labels``, every token is one. A loader shuffles rows."""
 
     def __init__(self, examples: Any, rows: Sequence[Sequence[int]]) -> None:
         self._examples = Rows(examples)

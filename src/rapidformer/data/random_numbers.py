@@ -30,10 +30,7 @@ def get_sample_seeds(count: int) -> Sequence[SampleSeed]:
 
 
 class random_numbers_from:  # noqa: N801 - reads as a statement
-    """Random numbers of torch, NumPy and Python from a seed, and the old ones back afterwards.
-
-    If it ``is_continued``, the next use continues the sequence instead of restarting it.
-    """
+    """Random numbers from a seed, then the old ones; ``is_continued`` goes on at the next use."""
 
     def __init__(self, seed: tuple[int, ...], *, is_continued: bool = False) -> None:
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])

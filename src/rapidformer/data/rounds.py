@@ -1,7 +1,4 @@
-"""How an epoch is ordered and cut into rounds and updates, and which samples a rank gets of each.
-
-Everything follows from the seed and the position in the epoch.
-"""
+"""How an epoch is ordered and cut into rounds, updates and slices: by seed and position."""
 
 from __future__ import annotations
 
@@ -127,10 +124,7 @@ class Rounds:
     def deal(
         self, order: Numbers, lengths: Sequence[int] | None, epoch: int, consumed: int
     ) -> Iterator[Dealt]:
-        """This rank's micro-batches from this position on; the last one of the epoch is marked.
-
-        With a token budget, the last one of every update is.
-        """
+        """This rank's micro-batches; the epoch's last (with a budget, each update's) is marked."""
         if self.token_budget is not None:
             assert lengths is not None
             start, end = consumed, self.num_samples
@@ -180,10 +174,7 @@ class Rounds:
             yield start + place, mine or samples[:1], not mine, is_last
 
     def _read(self, take: Take, epoch: int, consumed: int) -> Iterator[tuple[int, list[Any]]]:
-        """The rounds of a stream from this position on; whole updates only if the last is dropped.
-
-        With a token budget, whole updates instead of rounds.
-        """
+        """The rounds (with a budget, updates) of a stream; whole ones if the last is dropped."""
         waiting: list[tuple[int, list[Any]]] = []
         has_budget = self.token_budget is not None
         start = consumed

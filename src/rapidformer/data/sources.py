@@ -8,7 +8,6 @@ the keys train, validation and test. This file decides which of these was meant;
 from __future__ import annotations
 
 import contextlib
-import difflib
 import random
 import re
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from rapidformer.data.folders import (
 from rapidformer.errors import DataError
 from rapidformer.hub import is_hub_reachable, looks_like_path, suggest_path
 from rapidformer.log import warn_once
+from rapidformer.nearest import suggest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -144,8 +144,7 @@ def _describe_hub_failure(
         parts = ", ".join(configurations)
         if data_name is None:
             return f"The data set {name} has several parts: choose one with --data-name: {parts}"
-        near = difflib.get_close_matches(data_name, configurations, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = suggest(data_name, configurations)
         return f"The data set {name} has no part {data_name}: {parts}.{hint}"
     if not online:
         return (

@@ -1,8 +1,4 @@
-"""An update as a value: its micro-batches, each with the facts the loader knows about it.
-
-Nothing here changes once it is made. Whoever holds an update can run it, run it again or look at
-it, without asking the loader where it stands.
-"""
+"""An update as a value: its micro-batches with the facts the loader knows; it never changes."""
 
 from __future__ import annotations
 
@@ -91,11 +87,7 @@ def read_ahead(
     device: torch.device,
     stays_on_host: Callable[[], bool] | None = None,
 ) -> Iterator[MicroBatch]:
-    """The same rounds with their batches on the device, one copied ahead of need.
-
-    The copy runs from pinned memory on a stream of its own while the current batch is processed.
-    While ``stays_on_host()`` is true, batches stay in pinned host memory for the caller to move.
-    """
+    """The same rounds on the device, one copied ahead; if one ``stays_on_host()``, by others."""
     if device.type != "cuda":
         for micro_batch in rounds:
             if stays_on_host is not None and stays_on_host():

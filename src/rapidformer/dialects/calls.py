@@ -6,7 +6,6 @@ arguments gets an error with the import line to copy, not a list of names that d
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -24,6 +23,7 @@ from rapidformer.dialects.mindformers.names import TRAINER, TRAINING_ARGUMENTS
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.foreign_names import Table
 from rapidformer.log import warn_once
+from rapidformer.nearest import find_nearest
 
 _FLAGAI = "rapidformer.dialects.flagai"
 MINDFORMERS = "rapidformer.dialects.mindformers"
@@ -33,10 +33,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def in_words_of(*tables: Table) -> Callable[[Verb], Verb]:
-    """Makes the errors of a verb name the dialect's arguments where they named flags of ours.
-
-    If nobody catches one, it is shown with the script's line instead of a traceback.
-    """
+    """Errors of a verb name the dialect's arguments, and uncaught ones only the script's line."""
     rows = [(row.setting, name) for table in tables for name, row in table.items() if row.setting]
     words = dict(reversed(rows))  # the first name of a setting
 
@@ -97,8 +94,8 @@ def check_names(
 
 def describe_unknown(function: str, name: str, known: Iterable[str]) -> str:
     """A name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f": did you mean {near[0]!r}?" if near else "."
+    near = find_nearest(name, known)
+    hint = f": did you mean {near!r}?" if near else "."
     return f"{function} has no argument {name!r}{hint}"
 
 

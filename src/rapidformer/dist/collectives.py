@@ -1,7 +1,4 @@
-"""The few collectives the library needs, each a plain function of a tensor or an object.
-
-They also work in a single process, so callers never need to ask.
-"""
+"""The few collectives the library needs, as plain functions that work in one process, too."""
 
 from __future__ import annotations
 

@@ -117,11 +117,7 @@ def model_parallel_is_initialized() -> bool:
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Any] | None, datatype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors under these keys, on the device, the same on all tensor-parallel ranks.
-
-    The first of them must have the data; the others may pass None. One message has the shapes, one
-    all values.
-    """
+    """The first tensor-parallel rank's tensors, on all of them: one message of shapes, one more."""
     group = get_tensor_model_parallel_group()
     is_source = group is None or dist.get_rank(group) == 0
     problems = _find_problems(keys, data, datatype) if is_source else []

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rapidformer.config.derive import is_launched
 from rapidformer.dist.heartbeat import start_heartbeat
 from rapidformer.errors import ConfigurationError
 
@@ -38,12 +39,12 @@ class Processes:
 
 def get_world_size_from_environment() -> int:
     """Number of processes the launcher started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if _is_launched() else 1
+    return int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else 1
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
     """Join the other processes of the run, or continue alone if there are none."""
-    rank = int(os.environ["RANK"]) if _is_launched() else 0
+    rank = int(os.environ["RANK"]) if is_launched() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     world_size = get_world_size_from_environment()
     start_heartbeat(rank)
@@ -88,10 +89,6 @@ def _read_gloo_states() -> set[str]:
             if "gloo" in name:
                 states.add(fields.split()[0])
     return states
-
-
-def _is_launched() -> bool:
-    return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:

@@ -125,11 +125,7 @@ def build_topology(
     expert: int = 1,
     sharding: int | None = None,
 ) -> Topology:
-    """Make the groups of every axis current, on every rank; they are created once.
-
-    torch caches a mesh with the plans of its operations: one that is equal, but has other groups,
-    would meet those of the first.
-    """
+    """Make the groups of every axis current; created once, since torch caches a mesh's plans."""
     global _current
     sizes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
     key = (dist.group.WORLD, device_type, *sizes.values(), expert, sharding)

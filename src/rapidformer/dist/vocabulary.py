@@ -1,8 +1,4 @@
-"""Cross entropy over a split vocabulary: no rank holds a whole row of logits.
-
-Instead of the row, two small reductions per token pass between the ranks: the largest logit, then
-the sum of exponentials together with the label's logit.
-"""
+"""Cross entropy over a split vocabulary, or split tokens: no rank holds all logits."""
 
 from __future__ import annotations
 
@@ -13,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from rapidformer.compat.torch_tensors import check_later
-from rapidformer.dist.regions import Group, get_slice_bounds
+from rapidformer.dist.regions import (
+    Group,
+    gather_out,
+    get_local,
+    get_slice_bounds,
+    sum_out,
+    take_slice,
+)
 from rapidformer.errors import TrainingError
 
 _IGNORED = -100
@@ -34,7 +38,9 @@ def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -
     check_later(is_known.all(), f"{what} is outside of the {length} of the vocabulary")
 
 
-def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
+def compute_split_losses(
+    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
+) -> Tensor:
     """Cross entropy of each token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     group = logits.device_mesh.get_group()
@@ -111,3 +117,33 @@ class _SplitCrossEntropy(torch.autograd.Function):
         # Not multiplied by zero: the gradient of a mean over no labels is NaN.
         result *= gradient.masked_fill(~is_kept, 0.0)[:, None]
         return result, None, None, None, None
+
+
+def is_split_over_tokens(logits: Tensor) -> bool:
+    """Whether each rank holds the logits of its own tokens only."""
+    return isinstance(logits, DTensor) and logits.dim() == 3 and logits.placements == (Shard(1),)
+
+
+def compute_losses_by_tokens(
+    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
+) -> Tensor:
+    """Cross entropy of every token in fp32, shaped like the labels; 0 where a label is ignored."""
+    assert isinstance(logits, DTensor)
+    own = _compute_own(logits, labels, ignore_index, "none")
+    group = logits.device_mesh.get_group()
+    return gather_out(own.unflatten(0, (len(labels), -1)), 1, labels.shape[1], group)
+
+
+def sum_losses_by_tokens(
+    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
+) -> Tensor:
+    """The sum over all tokens."""
+    assert isinstance(logits, DTensor)
+    own = _compute_own(logits, labels, ignore_index, "sum")
+    return sum_out(own, logits.device_mesh.get_group())
+
+
+def _compute_own(logits: DTensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    mine = take_slice(labels, 1, logits.device_mesh.get_group()).flatten()
+    rows = get_local(logits).flatten(0, 1).float()
+    return functional.cross_entropy(rows, mine, ignore_index=ignore_index, reduction=reduction)

@@ -16,11 +16,7 @@ from rapidformer.compat.torch_distributed import StridedShard
 
 
 def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole weight, for use in a loss: its gradient comes back to the shards.
-
-    Ranks that see different tokens each have their own part of the gradient, which is summed; ranks
-    that share layers compute the same one.
-    """
+    """The whole weight, for use in a loss: its gradient, summed over tokens, goes to the shards."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -57,11 +53,7 @@ def _join(tensor: DTensor, gradient: list[Any] | None = None) -> torch.Tensor:
 
 
 def find_strided_axis(tensor: torch.Tensor) -> int | None:
-    """The axis along which a rank's pieces are not contiguous; None if they are.
-
-    FSDP uses the same marker when it splits a dimension that is already split; those pieces are
-    contiguous.
-    """
+    """The axis of pieces that are not contiguous, unlike FSDP's with the same marker; or None."""
     if not isinstance(tensor, DTensor):
         return None
     for axis, placement in enumerate(tensor.placements):

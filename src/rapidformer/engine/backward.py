@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rapidformer.accel.parallelize import Parallelized
-from rapidformer.accel.tensor.check import check_whole_gradients, get_own_gradient
-from rapidformer.accel.tensor.joined_loss import join_loss
+from rapidformer.accel.tensor.slices import check_whole_gradients, get_own_gradient
+from rapidformer.accel.tensor.vocabulary_loss import join_loss
 from rapidformer.accel.unpad.on_demand import settle, settle_all
 from rapidformer.data.batch import may_be_averaged_over_tokens
 from rapidformer.data.update import MicroBatch, MicroBatchResult
@@ -35,7 +35,7 @@ from rapidformer.optim.gradients import (
     scale_loss,
     take_gradients,
 )
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import MeasureNorm, UpdateClock
 
@@ -258,10 +258,7 @@ class BackwardPasses:
             add_gradients(self.parameters, earlier)
 
     def finish(self, measure: Callable[[MeasureNorm], torch.Tensor] | None = None) -> None:
-        """Make the sums in ``.grad`` the gradient of the update, and check it on the first one.
-
-        ``measure`` is for a gradient of which other pipeline stages hold parts.
-        """
+        """Make the sums in ``.grad`` the update's gradient; ``measure`` asks other stages."""
         self.clock.finish_gradients(self.parameters, self.scaler, measure)
         has_changed = self.notice_unfrozen()
         group = self.topology.get_group("tensor")

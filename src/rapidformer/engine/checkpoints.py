@@ -1,7 +1,4 @@
-"""A run's checkpoints: saved at once or in the background, loaded, rolled back to, exported.
-
-Every rank must call these methods: each writes and reads its own shards.
-"""
+"""A run's checkpoints; every rank must call these methods for its own shards."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
 from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finding import (
     abandon_later,
+    blaming,
+    claim_folder,
     drop_abandoned,
     find_checkpoints,
     set_checkpoints_aside,
@@ -23,8 +22,6 @@ from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.pieces import Piece
 from rapidformer.checkpoint.publish import remove_leftovers
-from rapidformer.checkpoint.restart import claim_folder
-from rapidformer.checkpoint.run_file import blaming
 from rapidformer.checkpoint.saving import Save, check_finite, plan_save, prepare_save
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.checkpoint.writing import run_on_first, writing
@@ -162,10 +159,7 @@ class Checkpoints:
             )
 
     def prepare_saves(self) -> None:
-        """Reserve host memory for saves in the background, so that the first one is fast, too.
-
-        Allocating it takes longer than the copy. Call this after the first update.
-        """
+        """Reserve host memory for saves in the background, which takes long: after an update."""
         parallelized = self._model.parallelized
         if self._runtime.device.type != "cuda" or parallelized.deepspeed is not None:
             return

@@ -112,10 +112,7 @@ class CurrentBatch:
         return self._in_hand is not None and self._in_hand.is_filler
 
     def ends_with_filler(self, rows: int) -> bool:
-        """Whether results of this many rows, from batches of this pass, end with a filler's.
-
-        True for a filler's own row while it is worked on, and for all rows of the pass joined.
-        """
+        """Whether this many rows end with a filler's: its own row, or those of the pass."""
         if rows == 1 and self.is_filler():
             return True
         return self._ended_with_filler and rows == self._rows

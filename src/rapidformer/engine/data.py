@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.config import Settings
-from rapidformer.config.batches import get_batch_schedule
+from rapidformer.config.derive import get_batch_schedule
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths

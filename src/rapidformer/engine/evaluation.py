@@ -75,11 +75,7 @@ def predict_in_groups(
     start: int = 0,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[list[Any]]:
-    """As ``predict_rows``, but one list per group of samples.
-
-    ``sizes`` are those of the groups, from sample ``start`` on; ``advance`` is called with the
-    number of samples that all ranks together have done.
-    """
+    """As ``predict_rows``, but one list per group of ``sizes``; ``advance`` counts samples."""
     size = data.get_prediction_batch_size(batch_size)
     groups = list(sizes or cut_into_groups(len(dataset) - start, size))
     order = sort_in_groups(groups, lengths, start)
@@ -113,11 +109,7 @@ def run_batches(
     seed: int | None = None,
     first_batch: int = 0,
 ) -> Iterator[tuple[MicroBatch, T]]:
-    """What a step makes of each of this rank's batches: the loop of every evaluation.
-
-    Fillers are among them, since all ranks must run the model equally often; their
-    ``info.rows`` is 0. Batches are numbered from ``first_batch`` on, for their random numbers.
-    """
+    """What a step makes of each of this rank's batches, among them fillers, which have no rows."""
     devices = [loader.device] if loader.device.type == "cuda" else []
     for micro_batch in loader.iterate_micro_batches():
         with nullcontext() if seed is None else torch.random.fork_rng(devices):

@@ -1,8 +1,4 @@
-"""What a checkpoint of a run holds, and what a resumed run should share with it.
-
-Current settings win, and shapes of weights are compared elsewhere. These differences fit any
-checkpoint, but change what is trained on, or how: the run says so.
-"""
+"""What a checkpoint holds, and what a resumed run should share: differences are said."""
 
 from __future__ import annotations
 

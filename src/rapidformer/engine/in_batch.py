@@ -35,10 +35,7 @@ def warn_if_rows_are_compared(loss: Tensor, updates: int) -> None:
 
 
 def compares_rows(loss: Tensor) -> bool:
-    """Whether a product of activations near the loss has as many columns as rows.
-
-    Not if they were gathered: then all ranks' rows are among them.
-    """
+    """Whether activations near the loss are compared row by row, and were not gathered."""
     waiting: deque[Node] = deque([loss.grad_fn] if loss.grad_fn is not None else [])
     seen, has_found = set(waiting), False
     while waiting and len(seen) < _MOST_OPERATIONS:

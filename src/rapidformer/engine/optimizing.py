@@ -1,7 +1,4 @@
-"""Optimizer, schedule and guard of a run: the user's own, or those that the settings describe.
-
-Both keep their identity: they are extended in place, so that an update happens when it is due.
-"""
+"""Optimizer, schedule and guard of a run, the user's or the settings', extended in place."""
 
 from __future__ import annotations
 
@@ -11,8 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import SGD, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.parallelize import Parallelized
@@ -20,13 +20,18 @@ from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.config import Settings
 from rapidformer.config.sections import AccelerationArguments
 from rapidformer.engine.runtime import Runtime
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.optim import takeover
-from rapidformer.optim.guard import BadUpdate, LossGuard, RecentValues, describe_bad_batch
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import (
+    BadUpdate,
+    LossGuard,
+    LossScaler,
+    RecentValues,
+    describe_bad_batch,
+)
 from rapidformer.optim.optimizers import build_optimizer, group_parameters, uses_kernel
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
-from rapidformer.optim.shard_probe import check_given_optimizer
 from rapidformer.optim.update import UpdateClock
 
 
@@ -159,3 +164,82 @@ def build_scaler(args: AccelerationArguments) -> LossScaler:
         fixed=args.loss_scale, initial=args.initial_loss_scale, minimum=args.min_loss_scale,
         window=args.loss_scale_window, hysteresis=args.hysteresis,
     )  # fmt: skip
+
+
+_ELEMENTWISE = (Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD)
+_STEPS = 3
+# Round-off is far below it, another update far above.
+_TOLERANCE = 1e-3
+
+Layout = tuple[DeviceMesh, tuple[Shard | Replicate, ...], int]
+"""A mesh, where each of its axes splits, and the number of dimensions."""
+
+
+def check_given_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that does not update a sharded weight as it would the whole one."""
+    # torch's fused SGD does not know sharded tensors; its fused Adam does.
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if type(optimizer) in _ELEMENTWISE and not (is_fused and type(optimizer) is SGD):
+        return
+    tried: set[Layout] = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, DTensor):
+                continue
+            if isinstance(optimizer, Muon):
+                # Its bf16 products round differently on shards: by 3% of an update, but not always
+                # in a matrix as small as the probe's.
+                raise ConfigurationError(_explain("Muon", "rounds differently on sharded weights"))
+            placements = tuple(
+                Replicate() if placement.is_replicate() else Shard(getattr(placement, "dim", 0))
+                for placement in parameter.placements
+            )
+            layout = parameter.device_mesh, placements, parameter.dim()
+            if layout not in tried:
+                tried.add(layout)
+                _try(optimizer, group, layout)
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], layout: Layout) -> None:
+    mesh, placements, dimensions = layout
+    shape = (4 * mesh.size(),) * dimensions
+    count = torch.Size(shape).numel()
+    start = torch.arange(count, dtype=torch.float32, device=mesh.device_type).sin().view(shape)
+    try:
+        whole = _update(optimizer, group, nn.Parameter(start.clone()), start)
+    except Exception:  # it cannot be rebuilt from its settings: nothing is known about it
+        return
+    name = type(optimizer).__name__
+    try:
+        # Cloned, because a replicated tensor would share its memory with the original.
+        shards = nn.Parameter(distribute_tensor(start.clone(), mesh, placements))
+        gradient = distribute_tensor(start.clone(), mesh, placements)
+        updated = _update(optimizer, group, shards, gradient).full_tensor()
+    except Exception as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigurationError(_explain(name, f"fails on sharded weights ({reason})")) from error
+    change = (whole - start).abs().max()
+    if bool((updated - whole).abs().max() > _TOLERANCE * change):
+        raise ConfigurationError(_explain(name, "updates a sharded weight unlike the whole one"))
+
+
+def _update(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor
+) -> Any:
+    """A few updates by another optimizer of the same class and settings."""
+    cls: Any = type(optimizer)
+    settings = {key: value for key, value in group.items() if key != "params"}
+    if settings.get("lr") is not None:  # a warm-up may have set it to zero
+        settings["lr"] = 0.1
+    twin = cls([{**settings, "params": [parameter]}], **optimizer.defaults)
+    for step in range(_STEPS):
+        parameter.grad = (gradient * 7.0 + step).cos()
+        twin.step()
+    return parameter.detach()
+
+
+def _explain(name: str, what: str) -> str:
+    return (
+        f"the optimizer {name} {what}, and ZeRO/FSDP, tensor and expert parallelism give each rank "
+        "only a shard of every weight. Use AdamW or SGD, or leave those switches out."
+    )

@@ -1,8 +1,4 @@
-"""What an engine starts with: the settings of the run, its processes, device and precision.
-
-``Runtime`` is the small value that every part of an engine is built from. Starting one joins the
-process group, so all ranks must start theirs together.
-"""
+"""What an engine starts with; starting joins the process group, so all ranks start together."""
 
 from __future__ import annotations
 
@@ -13,14 +9,14 @@ import torch
 
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision.precision import Precision, choose_precision
-from rapidformer.checkpoint.restart import continue_after_restart
+from rapidformer.checkpoint.finding import continue_after_restart
 from rapidformer.config import Settings, resolve
-from rapidformer.config.idle_settings import find_idle_settings
 from rapidformer.context import set_context
 from rapidformer.data.tokenizers.build import load_tokenizer
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.dist.topology import Topology, build_topology
+from rapidformer.engine.unused_settings import find_idle_settings
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.optim.observer import get_observer

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses, MayCapture
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
+from rapidformer.accel.cuda_graph.recorder import CudaCapture
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.unpad.calls import count_steps

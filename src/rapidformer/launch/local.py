@@ -1,7 +1,4 @@
-"""Start this node's processes on torch's elastic agent, in this process.
-
-When one fails, the agent stops the others, and the user sees the first failure's own message.
-"""
+"""Start this node's processes on torch's elastic agent; the first failure is shown."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ def launch(
     log_dir: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Run ``rapidformer <argv>`` in every process of this node and wait for all of them.
-
-    ``say`` shows what the user should know during the run.
-    """
+    """Run ``rapidformer <argv>`` in every process of this node; ``say`` tells the user."""
     # torch's C++ code would complain about sockets it cannot resolve. The workers may log.
     with _variables(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -150,11 +144,7 @@ def _variables(**values: str) -> Iterator[None]:
 
 
 def _hold_lifeline() -> None:
-    """Stop this node when standard input closes: the launcher, or the connection to it, is gone.
-
-    The first line holds variables that are too secret for a command line. Any other line is the
-    name of a signal that the launcher received.
-    """
+    """Stop this node when standard input closes; its first line has secrets, others are signals."""
     stream = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the workers must not read from it
     os.environ.update(json.loads(stream.readline() or "{}"))

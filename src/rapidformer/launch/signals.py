@@ -19,10 +19,7 @@ Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Inside, these signals are handled like this; only the main thread can choose.
-
-    A SIGHUP that ``nohup`` has turned off stays off.
-    """
+    """Inside, these signals are handled like this, in the main thread; ``nohup`` stays obeyed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

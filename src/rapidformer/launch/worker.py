@@ -1,8 +1,4 @@
-"""The first thing a process does when our launcher starts it. It avoids torch, so it is quick.
-
-It ties the process to the launcher (if the launcher is killed, the kernel ends this process too),
-answers the stack signal, and creates the heartbeat file.
-"""
+"""What a launched process does first, without torch: tie itself to its launcher, and beat."""
 
 from __future__ import annotations
 

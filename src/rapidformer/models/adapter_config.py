@@ -1,11 +1,7 @@
-"""peft's configuration of the adapters that the settings ask for, completed for a model.
-
-That is which of its layers get adapters, and which are trained and saved whole.
-"""
+"""peft's configuration of the adapters, and of layers trained whole, for a model."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from collections.abc import Sequence
@@ -15,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn_once
+from rapidformer.nearest import suggest
 from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -95,11 +92,9 @@ def _check_type(kind: Any, place: str) -> None:
 
     known = sorted(known.value for known in PEFT_TYPE_TO_CONFIG_MAPPING)
     if kind is not None and kind not in known:
-        near = difflib.get_close_matches(str(kind).upper(), known, n=1)
         raise ConfigurationError(
-            f"{place}: peft has no peft_type {kind!r}."
-            + (f" Did you mean {near[0]}?" if near else "")
-            + f" It has {', '.join(known)}."
+            f"{place}: peft has no peft_type {kind!r}.{suggest(str(kind), known)} It has "
+            f"{', '.join(known)}."
         )
 
 

@@ -151,10 +151,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
 def wrap(
     model: nn.Module, folder: str | Path, name: str, weights: dict[str, Tensor] | None
 ) -> nn.Module:
-    """The model inside peft's own class, with the adapter that a folder describes.
-
-    ``weights`` are those of the adapter's file; without them it is left as peft initialises it.
-    """
+    """The model in peft's class, with the adapter of a folder and its ``weights``, if given."""
     import peft
 
     missing: list[str] = []

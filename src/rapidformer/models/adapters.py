@@ -208,10 +208,7 @@ def forget_base(model: nn.Module) -> None:
 
 
 def forget_resized_base(model: Any) -> str | None:
-    """Note it, too, if the model has other words than its files; returns what to say about it.
-
-    An adapter without the rows of the new words could not be loaded again.
-    """
+    """Note it if the model has other words than its files: an adapter alone would not load."""
     adapter = find_adapter(model)
     if adapter is None or adapter.base is None or not Path(adapter.base).is_dir():
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.host_memory import measure_free_memory
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.adapter_folder import (
     find_files,
@@ -35,7 +36,6 @@ from rapidformer.models.location import (
     is_from_scratch,
     lacks_file,
     loads_checkpoint,
-    quiet_transformers,
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
 from rapidformer.models.weight_names import check_names, find_trunk, list_some
@@ -54,11 +54,7 @@ _CERTAINLY = 1000
 def build_pretrained(
     auto_class_name: str, args: Settings, *, must_be_trained: bool = False, **config_overrides: Any
 ) -> nn.Module:
-    """A model by the name of its Auto class, fp32, in evaluation mode like Hugging Face's.
-
-    One that ``must_be_trained`` is refused if its head is new or was trained for another task. If
-    the run splits weights, they are created later: each rank reads its shard.
-    """
+    """A model by its Auto class, fp32, in evaluation mode; split weights are created later."""
     from rapidformer.models.deferred import build_for_split, splits_weights
 
     config = load_config(args, **config_overrides)
@@ -70,11 +66,7 @@ def build_pretrained(
 
 
 def check_fits(config: Any, build: Callable[[], nn.Module]) -> None:
-    """Refuse a model whose weights do not fit into host memory, before it is built.
-
-    Linux grants more memory than there is, and kills the process that uses it: a run would spend
-    minutes on initial weights and then end without a message.
-    """
+    """Refuse a model larger than host memory: Linux would kill the run without a message."""
     layers, width = get_size(config, "num_layers"), get_size(config, "hidden_size")
     if not isinstance(layers, int) or not isinstance(width, int):
         return

@@ -6,11 +6,11 @@ is checked, since the weights' shapes are fixed.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import warn
 from rapidformer.models.adapter_folder import find_files
 from rapidformer.models.location import (
@@ -20,8 +20,8 @@ from rapidformer.models.location import (
     get_model_location,
     is_from_scratch,
     lacks_file,
-    quiet_transformers,
 )
+from rapidformer.nearest import suggest
 
 # The families' own names for the sizes our flags set. A configuration gets every one of them that
 # it has: encoder-decoder models count layers and heads twice.
@@ -104,10 +104,7 @@ def get_size(config: Any, flag: str) -> Any:
 
 
 def read_config(location: str, **options: Any) -> Any:
-    """The configuration in a folder or on the Hub, as it is.
-
-    ``trust_remote_code`` is off unless it is among the options: transformers would ask.
-    """
+    """The configuration in a folder or on the Hub; without ``trust_remote_code``, nobody asks."""
     from transformers import AutoConfig
 
     import rapidformer.models.gpt  # noqa: F401 - makes transformers know our own model
@@ -125,8 +122,7 @@ def _make_config(model_type: str | None) -> Any:
             "or a folder with a config.json."
         )
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
-        hint = f" Did you mean {near[0]}?" if near else " Known are bert, gpt2, t5, vit, llama, ..."
+        hint = suggest(model_type, CONFIG_MAPPING) or " Known are bert, gpt2, t5, vit, llama, ..."
         raise ModelError(f"--model-type {model_type} is not an architecture of transformers.{hint}")
     return AutoConfig.for_model(model_type)
 

@@ -43,11 +43,7 @@ class DeferredWeights:
 
 
 def splits_weights(args: Settings) -> bool:
-    """Whether the settings leave each rank only a part of the weights.
-
-    Under ZeRO-1 and ZeRO-2, every rank needs whole weights to compute. They are built at once, so
-    that switches which test the model first (``--dynamic-shape``) can do so.
-    """
+    """Whether each rank has only a part of the weights; ZeRO-1 and -2 need whole ones."""
     if args.world_size == 1 or args.deepspeed is not None:
         return False
     splits = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
@@ -60,10 +56,7 @@ def get_deferred(model: nn.Module) -> DeferredWeights | None:
 
 
 def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module:
-    """``build()`` with the settings' adapters, without allocating weights if the run splits them.
-
-    What cannot be recorded is built whole on every rank.
-    """
+    """``build()`` with adapters, without weights if the run splits them and it can be recorded."""
 
     def build_adapted() -> nn.Module:
         return add_adapters(build(), args)

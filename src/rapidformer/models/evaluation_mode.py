@@ -10,11 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, the model evaluates; afterwards, every module has the mode that it had before.
-
-    ``model.train()`` alone would not do: a script may keep some modules, such as a frozen encoder,
-    in evaluation mode.
-    """
+    """Inside, the model evaluates; then every module has its own mode again, frozen ones too."""
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

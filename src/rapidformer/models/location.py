@@ -116,10 +116,7 @@ def check_has_tokenizer(location: str) -> None:
 
 
 def check_head(auto_class_name: str, architectures: Sequence[str] | None, location: str) -> None:
-    """Refuse a model that was trained for another task.
-
-    Heads of different tasks may have weights of the same names: only the class tells them apart.
-    """
+    """Refuse a model of another task, by its class: names of weights may be the same."""
     wanted = auto_class_name.removeprefix("AutoModel")
     saved = next(iter(architectures or ()), "")
     other = next((head for head in _HEADS if saved.endswith(head)), wanted)
@@ -138,26 +135,6 @@ def get_hub_options(location: str, args: Settings) -> dict[str, Any]:
         "cache_dir": args.cache_dir,
         "local_files_only": is_local or not is_hub_reachable(),
     }
-
-
-@contextlib.contextmanager
-def quiet_transformers(location: str | None) -> Iterator[None]:
-    """Silence transformers' report and bar: our own lines say what is newly initialised.
-
-    A download keeps its bar: it can take minutes.
-    """
-    from transformers.utils import logging
-
-    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if location is None or Path(location).exists():
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bars:
-            logging.enable_progress_bar()
 
 
 class OwnCodeError(ModelError):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.errors import ModelError
+from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapters import Adapter
-from rapidformer.models.location import check_folder, explain_failure, quiet_transformers
+from rapidformer.models.location import check_folder, explain_failure
 from rapidformer.models.quantizing import forget_quantization
 from rapidformer.overlay import get_own_class
 

@@ -36,11 +36,7 @@ _UNSHIFTED = frozenset(
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model compares each position with the *next* label (causal language models).
-
-    Such a model has no prediction for a row's first label, so that label does not count in the
-    loss.
-    """
+    """Whether the model compares each position with the *next* label; a row's first has none."""
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.errors import ModelError
+from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.overlay import find_fact
 
 
@@ -59,6 +59,15 @@ class ModelPlan:
 
     def get_blocks(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.blocks]
+
+    def require_blocks(self, model: nn.Module, flag: str) -> list[nn.Module]:
+        """The blocks, or an error if there are none."""
+        if not self.blocks:
+            raise ConfigurationError(
+                f"{flag}: no repeated blocks were found in {type(model).__name__}. Give the model "
+                "a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
+            )
+        return self.get_blocks(model)
 
 
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")

@@ -49,11 +49,7 @@ def prepare_quantized(model: nn.Module, args: Settings) -> nn.Module:
 
 
 def forget_quantization(config: Any, base: str, *, merges: bool = True) -> None:
-    """Describe a run's model in full precision, as its base model's files have it.
-
-    An adapter of quantized weights (``--quantize-base``) that ``merges`` into them gives other
-    outputs than in training, which is said.
-    """
+    """Describe a run's model as its base's files have it; merged, it gives other outputs."""
     if getattr(config, "quantization_config", None) is None:
         return
     from transformers import PreTrainedConfig

@@ -41,10 +41,7 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def has_width_readers(model: nn.Module) -> bool:
-    """Whether a hook computes with the width of a batch, and says so: ``hook.reads_width = True``.
-
-    NEFTune's noise gets smaller the more columns there are.
-    """
+    """Whether a hook says that it reads a batch's width (``reads_width``), as NEFTune's does."""
     hooks = (hook for module in model.modules() for hook in list_hooks(module))
     return any(getattr(hook, "reads_width", False) for hook in hooks)
 

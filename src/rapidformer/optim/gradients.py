@@ -109,11 +109,7 @@ def _refuse_clip(held: set[int], gradients: list[torch.Tensor], *_: object) -> N
 
 
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm over gradients that may be split along some axes and whole along others.
-
-    One reduction per axis. What several ranks hold whole is counted by each of them in part, so
-    that the sum counts it once.
-    """
+    """The norm over gradients that are split along some axes, by one reduction per axis."""
     plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     sums = [_square_norm(plain)] if plain else []
     parts: dict[DeviceMesh, dict[int, list[torch.Tensor]]] = {}

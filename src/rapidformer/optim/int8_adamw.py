@@ -15,11 +15,7 @@ from torchao.optim import AdamW8bit
 
 
 class Int8AdamW(AdamW8bit):
-    """torchao's optimizer, with floats as learning rates: schedules and checkpoints expect them.
-
-    torchao wants tensors, since every new number would cause recompilation. They are tensors during
-    a step only.
-    """
+    """torchao's optimizer, with floats as learning rates; tensors, as it wants, in a step only."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         Optimizer.add_param_group(self, param_group)  # torchao's would turn the rate into a tensor

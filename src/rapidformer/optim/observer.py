@@ -33,11 +33,7 @@ class RunObserver:
     def see_loss(
         self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool
     ) -> None:
-        """A micro-batch's mean loss, what it is a mean over, and the loader's counts.
-
-        ``is_given``: the script gave the weight; otherwise the engine took it from the counts.
-        All stages of a pipeline see what the last one computed.
-        """
+        """A micro-batch's mean loss, its weight (``is_given`` by the script) and its counts."""
 
     def see_training_data(self, dataset: Any, collate: Any) -> None:
         """The training data, and what makes a batch of its rows."""

@@ -1,8 +1,4 @@
-"""The learning rate as a function of the samples seen.
-
-It counts samples, so a schedule means the same under any batch size. The rate rises from 0 during
-warm-up (the very first update then has rate 0) and decays to ``min_lr``.
-"""
+"""The learning rate as a function of the samples seen, so it means the same for any batch."""
 
 from __future__ import annotations
 

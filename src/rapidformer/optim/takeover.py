@@ -26,7 +26,7 @@ from rapidformer.compat.torch_optimizers import (
     step_divided,
 )
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
 from rapidformer.overlay import extend, list_layers, remove
 
@@ -67,10 +67,7 @@ def repoint_optimizer(optimizer: Optimizer, model: nn.Module, names: Mapping[int
 
 
 def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
-    """Put parameters on another mesh (split experts) into groups of their own.
-
-    torch updates a group's parameters together, and cannot do so across kinds of tensors.
-    """
+    """Put parameters on another mesh (experts) into own groups: torch updates one at a time."""
     for group in list(optimizer.param_groups):
         kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -172,10 +169,7 @@ def _build_update(
 
 
 class _Evaluations:
-    """A script's closure, which computes the loss and its gradient, maybe several times per update.
-
-    If a gradient waits already, the closure is for another one: SAM's second.
-    """
+    """A script's closure, maybe evaluated several times; if a gradient waits, for another (SAM)."""
 
     def __init__(self, closure: Closure, clock: UpdateClock, clip_grad: float) -> None:
         self._closure, self._clock, self._clip_grad = closure, clock, clip_grad

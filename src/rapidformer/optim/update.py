@@ -24,8 +24,7 @@ from rapidformer.optim.gradients import (
     scale_loss,
     take_gradients,
 )
-from rapidformer.optim.guard import BadUpdate, LossGuard
-from rapidformer.optim.loss_scaler import LossScaler
+from rapidformer.optim.guard import BadUpdate, LossGuard, LossScaler
 from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import get_observer
 
@@ -197,10 +196,7 @@ class UpdateClock:
         is_applied: bool,
         may_change: bool,
     ) -> None:
-        """Take a gradient that is a mean already, and its norm; one rank only.
-
-        ``is_applied``: a CUDA graph has already applied the update to the weights.
-        """
+        """Take a gradient that is a mean, and its norm; ``is_applied``: a CUDA graph did."""
         self._is_applied, self._parameters = is_applied, parameters
         self._sum_weights(norm.device)
         self._norm, self._measure = norm, self._measure_own if may_change else None
@@ -339,10 +335,7 @@ class UpdateClock:
             self.keeper.drop()
 
     def settle(self) -> BadUpdate | None:
-        """Read the verdict on the last update; returns it if it was bad and was not returned yet.
-
-        The step counter and the schedule then stand where they were before that update.
-        """
+        """The verdict on the last update if it was bad, once; step and schedule go back."""
         if self.guard is None or not self.guard.is_pending:
             bad, self._bad = self._bad, None
             return bad

@@ -69,11 +69,7 @@ class BadBatches:
         )
 
     def report(self, bad: BadUpdate, step: int) -> dict[str, Any]:
-        """Log the batch that was just found bad; stop if it is one too many.
-
-        Returns its numbers for ``metrics.jsonl``. A rollback removes the lines of later steps from
-        that file, so they are recorded only after it.
-        """
+        """Log the batch that was just found bad, or stop; returns its numbers."""
         samples = self._loader.list_samples(*self._seen.pop()) if self._seen else []
         args = self._engine.args
         what = describe_bad_batch(bad.reason, step, samples)

@@ -1,8 +1,4 @@
-"""Draw the ``metrics.jsonl`` of runs as loss curves.
-
-Uses matplotlib's figures without pyplot: pyplot would choose a backend for the whole process and
-keep every figure, which a library must not do.
-"""
+"""Draw the ``metrics.jsonl`` of runs as loss curves; without pyplot, which keeps every figure."""
 
 from __future__ import annotations
 
@@ -32,10 +28,7 @@ INK, FAINT = "#333333", "#d9d9d9"
 
 
 def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
-    """Draw the losses and the main metric; the suffix selects the image format.
-
-    Of several runs, each has a colour; the metric is the first run's.
-    """
+    """Draw the losses and the first run's main metric; the suffix selects the image format."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -173,11 +166,7 @@ def _dress(axes: Axes, name: str) -> None:
 
 
 def _smooth(points: Points) -> Points:
-    """A centred moving average; empty if there are too few points.
-
-    Centred, because a trailing mean lags behind: the model would seem to learn later than it did. A
-    line is weighted by the number of steps it covers: the last of an epoch may cover only one.
-    """
+    """A centred moving average, weighted by steps; a trailing mean would lag behind."""
     if len(points) < FEWEST_TO_SMOOTH:
         return []
     steps, values = _columns(points)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.checkpoint.run_file import blaming
+from rapidformer.checkpoint.finding import blaming
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import broadcast_object
@@ -347,10 +347,7 @@ class TrainingLoop:
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint, unless this step already has one.
-
-        Without ``wait``, it may be written behind, and training continues if that fails.
-        """
+        """Save a checkpoint, unless this step has one; without ``wait``, maybe behind."""
         self.control.should_save = False
         self._settle()
         if wait:

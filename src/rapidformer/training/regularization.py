@@ -1,8 +1,4 @@
-"""Label smoothing and NEFTune noise: hooks on the model during training.
-
-They are on the model, so that every front end has them: a loss that the model computes itself is
-smoothed, a loss that the user's code computes is not.
-"""
+"""Label smoothing and NEFTune noise as hooks on the model, so that every front end has them."""
 
 from __future__ import annotations
 

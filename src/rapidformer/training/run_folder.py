@@ -24,21 +24,19 @@ from typing import Any
 from rapidformer.checkpoint.finding import (
     ABANDONED,
     METRICS_FILE,
+    OWNER_FILE,
     PREVIOUS,
     REPLACED,
     RUN_FILE,
     TRACKER,
     abandon,
-    find_checkpoint,
-    find_checkpoints,
-)
-from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
-from rapidformer.checkpoint.restart import (
-    OWNER_FILE,
     claim_folder,
     continue_after_restart,
+    find_checkpoint,
+    find_checkpoints,
     find_claimed_folder,
 )
+from rapidformer.checkpoint.publish import MANIFEST, read_json, replace_text
 from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
@@ -130,11 +128,7 @@ def _get_model_name(args: Settings) -> str | None:
 
 
 def begin_run(folder: Path, *, source: Path | None, continues: bool, overwrite: bool) -> None:
-    """Make the folder this run's own, or refuse it; only for rank 0, which holds the lock.
-
-    ``source`` is what ``--load`` names; a run that ``continues`` may use its own folder again.
-    ``--overwrite`` moves an earlier run aside.
-    """
+    """Make the folder this run's own, or refuse it; only for rank 0, which holds the lock."""
     check_run_folder(folder, source=source, continues=continues, overwrite=overwrite)
     is_resumed = continues and _is_within(source, folder)
     if not is_resumed and _has_results(folder):
@@ -219,11 +213,7 @@ def keeps_best(folder: Path, step: int | None) -> bool:
 
 
 def set_aside(folder: Path, *, is_main: bool) -> None:
-    """Move the folder's earlier run into its ``previous`` folder, which holds only one run.
-
-    For front ends that train into the same folder again without asking. Every rank must call it:
-    rank 0 moves, and what it finds wrong stops all ranks.
-    """
+    """Move the folder's earlier run into its ``previous`` folder; every rank must call it."""
 
     def move() -> None:
         foreign = [] if _list_run(folder / PREVIOUS) else [folder / PREVIOUS]

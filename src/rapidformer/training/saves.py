@@ -1,7 +1,4 @@
-"""The checkpoints of a training loop: which state has one, and when that is reported.
-
-A save may be written in the background, so it is reported once it is complete, and only once.
-"""
+"""Which state of a loop has a checkpoint; one in the background is reported when complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What PreTrainer and Finetuner have in common: from hooks to the training loop.
-
-A template only sets the order: data, loaders, model, compose, resume, loop.
-"""
+"""What PreTrainer and Finetuner share: data, loaders, model, compose, resume, loop."""
 
 from __future__ import annotations
 
@@ -24,8 +21,9 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger
-from rapidformer.models.location import check_has_tokenizer, is_model_folder, quiet_transformers
+from rapidformer.models.location import check_has_tokenizer, is_model_folder
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.objectives.loss_function import LossFunction
 from rapidformer.training.best_model import is_greater_better
@@ -152,10 +150,7 @@ class Template(ABC):
         return None
 
     def _choose_folder(self) -> str | None:
-        """Give the run a folder, unless it has one or must not keep anything (``--save none``).
-
-        Returns the folder if it is new and this rank is the one to remove it after a failure.
-        """
+        """Give the run a folder, unless it keeps none; returned if this rank may remove it."""
         args = self.args
         if args.keeps_nothing:
             return None
@@ -317,11 +312,7 @@ class _FirstCheckpoint(Callback):
 
 
 def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
-    """The tokenizer or image processor of a script's model; None if there is none.
-
-    A model saved without it cannot be used for prediction. Scripts have no hook for it, so we look
-    in the template, in the collate function, and where the model was loaded from.
-    """
+    """The tokenizer or image processor of a script's model, wherever it may be; or None."""
     for owner in (template, collate, getattr(collate, "__self__", None)):
         for name in ("processor", "processing_class", "tokenizer", "image_processor"):
             processor = getattr(owner, name, None)

@@ -182,10 +182,7 @@ def _compare_totals(traces: list[Trace]) -> Iterator[Difference]:
 
 
 def find_equal_weights(traces: list[Trace]) -> Difference | None:
-    """Whether every weight is 1 though the loader counted other numbers of labels.
-
-    Only a wrong gradient makes that a fault: a script may give such weights, and be right.
-    """
+    """Whether every weight is 1 despite the loader's counts: a fault if gradients are wrong."""
     entries = [entry for trace in traces for step in trace.steps for entry in step.micro_batches]
     counts = {labels for _, labels, _ in entries if labels}
     if len(counts) < 2 or any(weight not in (0.0, 1.0) for weight, *_ in entries):

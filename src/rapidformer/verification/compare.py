@@ -89,11 +89,7 @@ def compare(
     noise: Trace | None = None,
     alike: Trace | None = None,
 ) -> Comparison:
-    """Compare the traces of a run's ranks with that of one process.
-
-    ``noise`` and ``alike`` are further runs of one process that help to judge a difference: one
-    from weights changed by round-off, and one with the run's own micro-batches.
-    """
+    """Compare a run's traces with one process's; ``noise`` and ``alike`` help to judge them."""
     updates = {len(trace.gradients) for trace in traces}
     if updates != {len(reference.gradients)}:
         counts = ", ".join(str(n) for n in sorted(updates))
@@ -304,10 +300,7 @@ def format_table(comparison: Comparison) -> list[str]:
 
 
 def describe_cause(comparison: Comparison) -> list[str]:
-    """What is wrong, in sentences; then the parameter that differs first, unless that explains it.
-
-    A wrong rate or decay makes every later gradient differ, so only a first one says more.
-    """
+    """What is wrong, in sentences; then the parameter that differs first, if that says more."""
     first = comparison.first
     if comparison.causes and (first is None or first.update != 0):
         return comparison.causes

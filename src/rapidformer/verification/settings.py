@@ -7,9 +7,8 @@ the two runs would have different models.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 from typing import Literal
@@ -44,13 +43,6 @@ class Job:
     """As found in the switched run."""
     micro_batch_size: int | None = None
     """Of the one-process run."""
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Job:
-        return cls(**json.loads(text))
 
     def get_path(self, rank: int) -> Path:
         return Path(self.folder) / f"{self.kind}_{rank}.npz"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rapidformer.data.pretraining.split import SplitRange, split_bounds, split_ranges
+from rapidformer.data.pretraining.blend import SplitRange, split_bounds, split_ranges
 from rapidformer.errors import ConfigurationError
 
 from .references import split_slowly

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from rapidformer.checkpoint.run_file import read_run
+from rapidformer.checkpoint.finding import read_run
 from rapidformer.checkpoint.tensors import StoredTensors, load_tensors
 from rapidformer.dist.processes import stop_processes
 from rapidformer.dist.topology import Topology

@@ -162,10 +162,7 @@ def _get_dropout(model: nn.Module) -> float:
 
 
 def _activate_flash(model: nn.Module, applied: Applied) -> str:
-    """Let torch use a newer FlashAttention if one is installed; those have no dropout.
-
-    Until the engine closes, and for the whole process: torch replaces the kernel itself.
-    """
+    """Let torch use a newer FlashAttention, for the whole process until the engine closes."""
     if not hasattr(attention, "activate_flash_attention_impl") or _get_dropout(model):
         return ""
     for name, package in _FLASH_PACKAGES.items():

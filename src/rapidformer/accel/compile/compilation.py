@@ -83,21 +83,14 @@ def apply_compile(
 
 
 def find_outer_norms(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
-    """Norms outside the blocks that are written in Python, such as Llama's last one.
-
-    Uncompiled, each of their operations is a pass over memory in fp32. torch's own norms are one
-    kernel each, and compiling them gains little.
-    """
+    """Norms in Python outside the blocks (Llama's last): uncompiled, many passes over memory."""
     inside = set(list_inner_modules(model, plan.blocks).values())
     outside = [module for module in model.modules() if module not in inside]
     return list(filter(_is_python_norm, outside)) if plan.blocks else []
 
 
 def _is_python_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm written in Python: it has vectors as parameters, and nothing else.
-
-    So does a LayerScale, which is why the class's name counts: transformers calls every norm one.
-    """
+    """Whether a module is a norm written in Python: vectors as parameters, and a norm's name."""
     parameters = list(module.parameters(recurse=False))
     author = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     return (

@@ -68,10 +68,7 @@ class Product(NamedTuple):
 
 
 def merge_linears(module: GraphModule) -> None:
-    """Rewrite the graph of a block, if it runs under autocast.
-
-    The rounded weights stay in memory until the backward pass.
-    """
+    """Rewrite the graph of a block under autocast; rounded weights stay until the backward pass."""
     graph = module.graph
     layers = list(_find_layers(graph))
     if not layers:
@@ -141,10 +138,7 @@ def _is_plain_weight(node: Any, dimensions: int) -> TypeGuard[Node]:
 
 
 def _separates_layers(node: Node) -> bool:
-    """Whether a call keeps the layers before it from being merged with those after it.
-
-    It may change their shared input, or turn gradients off for one of them.
-    """
+    """Whether a call may change the input that layers share, or turn off gradients for some."""
     if node.op not in ("call_method", "call_function"):
         return False
     if is_gradient_change(node):

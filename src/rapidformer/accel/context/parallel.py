@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.arguments import find_argument_names, is_cache
@@ -27,13 +29,13 @@ from rapidformer.accel.context.exchanged_attention import (
     apply_context_attention,
     find_configs,
 )
-from rapidformer.accel.context.loss import SplitHeadPlace, apply_split_loss
 from rapidformer.accel.context.proof import prove_context
 from rapidformer.accel.double_backward import refuse_double_gradients
 from rapidformer.accel.dropout_seeds import has_dropout
-from rapidformer.accel.split.known_loss import has_labels
+from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
 from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
+from rapidformer.accel.tensor.slices import distribute_part
 from rapidformer.accel.tensor.styles import (
     Split,
     extend_module,
@@ -44,12 +46,13 @@ from rapidformer.accel.tensor.styles import (
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.seeding import RandomState
+from rapidformer.dist.vocabulary import is_split_over_tokens, sum_losses_by_tokens
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_model
 from rapidformer.models.watched import find_reader, list_inner_modules
-from rapidformer.overlay import find_fact, get_fact
+from rapidformer.overlay import find_fact, get_fact, list_layers, put_fact
 
 _FLAG = "--context-parallel-size"
 _LENGTH = "rapidformer_length"
@@ -288,11 +291,7 @@ class SplitBlock:
 
 
 class _OwnDraws:
-    """Switches to this rank's own random numbers inside the blocks, and back.
-
-    Outside the blocks every rank computes the whole sequence, so different dropout masks there
-    would make gradients wrong; inside, equal masks would drop the same units in every slice.
-    """
+    """Inside the blocks, this rank's own random numbers: equal masks would drop alike."""
 
     def __init__(self, region: ContextRegion, *, is_needed: bool) -> None:
         self._region, self._is_needed = region, is_needed
@@ -308,3 +307,46 @@ class _OwnDraws:
         if self._before is not None:
             self._before.restore()
             self._before = None
+
+
+@dataclass(kw_only=True, eq=False)
+class SplitHeadPlace:
+    """What the output layer knows."""
+
+    region: ContextRegion
+    mesh: DeviceMesh
+    keeps_slice: bool = False
+    """True while the model computes its own loss, in training."""
+
+
+def apply_split_loss(
+    model: Any, plan: ModelPlan, region: ContextRegion, mesh: DeviceMesh
+) -> SplitHeadPlace | None:
+    """Let the head work on a slice of the tokens if the model's loss allows it."""
+    head = find_head(model)
+    if not isinstance(head, nn.Linear):
+        return None
+    if "loss" in list_layers(head):
+        put_fact(head, region)  # the fused loss splits its rows over these ranks
+        return None
+    if find_fact(head, Split) is not None:
+        return None  # tensor parallelism splits the logits already
+    if not use_split_loss(model, plan, is_split_over_tokens, sum_losses_by_tokens):
+        return None
+    place = SplitHeadPlace(region=region, mesh=mesh)
+    extend_module(head, SplitHead, place)
+    return place
+
+
+class SplitHead:
+    """The output layer: takes all tokens, and in training keeps this rank's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        place = get_fact(self, SplitHeadPlace)
+        region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
+        if not (place.keeps_slice and length and region.can_split(length)):
+            whole: Tensor = super().forward(hidden)  # type: ignore[misc]
+            return whole
+        part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
+        shape = (part.shape[0], length, part.shape[2])
+        return distribute_part(part, place.mesh, Shard(TOKENS), shape)

@@ -59,10 +59,7 @@ class SideEffectError(Exception):
 
 
 class Examination:
-    """What was found in the code of forward steps, and of the user's own modules.
-
-    The ``check_*`` methods raise the first side effect they find.
-    """
+    """What was found in the code of forward steps and modules; ``check_*`` raise what they find."""
 
     def __init__(self, steps: Iterable[Callable[..., Any]], model: nn.Module) -> None:
         self._seen: set[Any] = set()

@@ -20,17 +20,27 @@ from torch import nn
 
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, Passes, Request, RunForward
-from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
-from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
+from rapidformer.accel.cuda_graph.passes import (
+    GraphedUpdate,
+    Outcome,
+    Passes,
+    Request,
+    RunForward,
+    Snapshot,
+    count_unused_numbers,
+)
+from rapidformer.accel.cuda_graph.recorder import CudaCapture, RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.widths import Widths
+from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.compat.torch_modules import list_hook_tables
+from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import get_logger
+from rapidformer.models.watched import describe_watched, find_watched
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import find_fact, put_fact
@@ -215,10 +225,7 @@ class GraphedPasses:
         return self._try(work)
 
     def _record_larger(self, request: Request, own: Hashable, before: Snapshot) -> None:
-        """Record the next larger sizes as well: they will come, so better now than in mid-run.
-
-        Smaller ones cannot be made from this batch.
-        """
+        """Record the next larger sizes as well: they will come, so better now than in mid-run."""
         for sizes_up in range(1, _LARGER_SIZES + 1):
             inputs = read_inputs(self._model, request.update[0].batch, sizes_up=sizes_up)
             key = request.describe([inputs]) if inputs is not None else own
@@ -292,3 +299,43 @@ def _describe_error(error: Exception) -> str:
     if "synchronizing CUDA operation" in text:
         return "a step waits for the GPU, as .item() does"
     return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
+
+
+class ReplayedCode:
+    """The user's steps and the model's code: checks raise if a replay may not replace them."""
+
+    def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
+        self.steps, self._model = steps, model
+        self.examination = Examination(steps, model)
+        modules = list(self.examination.modules)
+        self._dropouts = [module for module in modules if isinstance(module, DROPOUTS)]
+        self._hooks = [table for module in modules for table in list_hook_tables(module)]
+        self._hook_count = 0
+
+    def check_effects(self) -> None:
+        """Refuse code that does something that a replay would not do."""
+        effect = self.examination.effect
+        if effect is not None:
+            raise NotRepeatableError(str(effect))
+
+    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse hooks, which may be registered at any time."""
+        count = sum(map(len, self._hooks))
+        if count != self._hook_count:
+            watched = find_watched(dict(self._model.named_modules()))
+            if watched:
+                names = describe_watched(watched)
+                raise NotRepeatableError(f"a replay would not run the hooks on {names}")
+            self._hook_count = count
+        if has_gradient_hooks(parameters):
+            raise NotRepeatableError("a replay would not run the hooks on its parameters")
+
+    def describe(self) -> tuple[Hashable, ...]:
+        """What a forward pass depends on, apart from its batch and the weights."""
+        training = tuple(module.training for module in self.examination.modules)
+        dropouts = tuple(module.p for module in self._dropouts)
+        return training, dropouts, self.examination.read_values()
+
+    def find_changing(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> str:
+        """The name of what differs between two results of ``describe``."""
+        return self.examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"

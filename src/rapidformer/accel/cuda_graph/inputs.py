@@ -152,11 +152,7 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
 
 
 class PackedTensors:
-    """Tensors next to each other in device memory, so that one copy from the host fills them all.
-
-    A small model's step has a handful of small inputs, and launching a copy for each takes longer
-    than copying.
-    """
+    """Tensors next to each other on the device: one copy from the host fills them all."""
 
     def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]

@@ -26,7 +26,7 @@ PURE = {
     "transformers.tokenization_utils_base.BatchEncoding", "transformers.utils.generic.ModelOutput",
     "peft.mixed_model", "peft.peft_model", "peft.tuners", "peft.utils.other",
     "rapidformer.accel", "rapidformer.context.get_args", "rapidformer.context.get_tokenizer",
-    "rapidformer.data.pretraining", "rapidformer.dist.mpu", "rapidformer.dist.token_losses",
+    "rapidformer.data.pretraining", "rapidformer.dist.mpu", "rapidformer.dist.vocabulary",
     "rapidformer.models", "rapidformer.objectives", "rapidformer.tasks",
 }  # fmt: skip
 PURE_BUILTINS = {

@@ -23,9 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
-from rapidformer.accel.cuda_graph.passes import Request, RunForward
+from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
-from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
@@ -78,11 +77,7 @@ class Widths:
         inputs: Sequence[Inputs | None],
         take_snapshot: Callable[[], Snapshot],
     ) -> bool:
-        """Whether these inputs may be wider than the micro-batches that they are made from.
-
-        The answer depends on the code and on the sizes of the update alone, so that a resumed run
-        continues with the same sizes.
-        """
+        """Whether these inputs may be wider: by code and sizes alone, as after a resume."""
         grown = list(itertools.compress(request.update, map(_grows, inputs)))
         if not grown:
             return True

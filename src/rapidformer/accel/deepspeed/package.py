@@ -1,8 +1,4 @@
-"""Import DeepSpeed quietly, and clean up what it leaves behind in a process.
-
-DeepSpeed compiles C++ on first use, silently and behind a lock file; we avoid compiling what is not
-needed, and announce the rest.
-"""
+"""Import DeepSpeed quietly, announce what it compiles, and clean up what it leaves behind."""
 
 from __future__ import annotations
 

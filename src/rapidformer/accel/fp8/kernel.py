@@ -59,10 +59,7 @@ def round_product(gate: Tensor, up: Tensor, scale: Tensor, output: Tensor) -> No
 def round_gradients(
     gate: Tensor, up: Tensor, gradient: Tensor, scales: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> None:
-    """Fill the outputs: gradients of gate and up, both also transposed, and the product transposed.
-
-    ``scales`` are those of the product and of the two gradients.
-    """
+    """Fill the outputs: gradients of gate and up, both also transposed, the product transposed."""
     to_gate, to_gate_transposed, to_up, to_up_transposed, product = outputs
     with on_device(gate.device):
         _round_gradients[_get_grid(gate)](
@@ -154,11 +151,7 @@ def _round_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _find_tile(rows, columns, block_r: tl.constexpr, block_c: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile's start and the offsets of every fourth row; the same in transposed words; the mask.
-
-    The bytes of four rows are written as one word of a column, since threads would need four times
-    as many instructions to exchange single bytes.
-    """
+    """A tile's start and the offsets of every fourth row; the same transposed; the mask."""
     # A fourth of the rows, in a form that shows that it is a multiple of 4: a kernel that is not
     # compiled for the number of rows, which may change with every batch, still writes 4 words.
     quarter = rows // 16 * 4

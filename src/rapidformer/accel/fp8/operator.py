@@ -1,7 +1,4 @@
-"""The kernels as torch operators, which torch.compile does not trace into.
-
-Each runs ``kernel.py`` if Triton works on the device, and ``plain.py`` otherwise.
-"""
+"""The kernels as torch operators, opaque to torch.compile; ``plain.py`` without Triton."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A linear layer whose three matrix products, one forward and two backward, are in fp8.
-
-Tensors are rounded with one scale each.
-"""
+"""A linear layer whose three matrix products are in fp8, each tensor with one scale."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lay_out(input: Tensor) -> tuple[Tensor, int]:
-    """The input as rows in autocast's dtype, and how many rows of zeros were added.
-
-    The weight's gradient is a sum over rows, of which fp8 products need a multiple of 16.
-    """
+    """The input as rows in autocast's dtype, and how many rows of zeros fill it up to 16's."""
     dtype = torch.get_autocast_dtype(input.device.type)
     rows = input.to(dtype).reshape(-1, input.shape[-1])
     missing = -rows.shape[0] % MULTIPLE

@@ -56,10 +56,7 @@ def find_holdings(model: nn.Module, plan: ModelPlan, layout: Layout, usage: Usag
 def apply_cut(
     model: nn.Module, held: Set[str], device: torch.device, explain: Callable[[str], str]
 ) -> nn.Module:
-    """Drop every parameter that is not held; move the others, equal to rank 0's, to the device.
-
-    ``explain(name)`` says why a parameter of another rank cannot be used now; empty if it can.
-    """
+    """Drop parameters that are not held (``explain`` says why); place the others, as rank 0's."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     done: dict[int, nn.Parameter] = {}
     for prefix, module in list(model.named_modules()):
@@ -82,10 +79,7 @@ def apply_cut(
 
 
 def _cut_buffers(model: nn.Module, names: Set[str], held: Set[str], device: torch.device) -> None:
-    """Give every rank the first one's buffers, since masks are needed where no weight is.
-
-    What a layer counts in them (running means) is right only where its weights are: saved there.
-    """
+    """Give every rank the first one's buffers, since masks are needed where no weight is."""
     done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first one is kept alive
     for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):

@@ -58,10 +58,7 @@ class SharedGradients:
     def serve_clipping(
         self, model: nn.Module, device: torch.device
     ) -> AbstractContextManager[None]:
-        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages, on all ranks.
-
-        A rank that holds none of the parameters in question passes no gradients, but takes part.
-        """
+        """Inside, torch's ``clip_grad_norm_`` uses the norm over all stages, on all ranks."""
         owner = weakref.ref(model)
 
         def measure(gradients: list[Tensor], order: float, compute: TotalNorm) -> Tensor | None:

@@ -1,7 +1,4 @@
-"""``--mixed-precision``: the model's calls run under autocast, on weights kept in fp32.
-
-The model's own ``__call__`` enters autocast, so a user's loop needs no context manager.
-"""
+"""``--mixed-precision``: the model's own ``__call__`` enters autocast, on weights kept in fp32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The arithmetic of a run: fp32, or 16 bits through autocast over fp32 weights (``autocast.py``).
-
-fp16 also needs loss scaling (``optim/loss_scaler.py``).
-"""
+"""The arithmetic of a run: fp32, or 16 bits through autocast; fp16 also needs loss scaling."""
 
 from __future__ import annotations
 

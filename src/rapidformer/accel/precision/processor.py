@@ -1,8 +1,4 @@
-"""Which 16-bit arithmetic this machine's CPU supports in hardware.
-
-torch computes in bf16 and fp16 on any CPU. Without instructions for it, torch emulates it, hundreds
-of times slower than fp32, so the CPU's own flags decide.
-"""
+"""Which 16-bit arithmetic this CPU has in hardware: emulated, it is hundreds of times slower."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from rapidformer.accel.context.arguments import is_cache
 from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS, SCALED_PRODUCT
 from rapidformer.compat.torch_tensors import count_changes
-from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend, find_fact, put_fact
 
@@ -53,12 +52,7 @@ def apply_recompute(
     model: nn.Module, plan: ModelPlan, *, granularity: str = "full", interval: int = 1
 ) -> nn.Module:
     """Recompute every ``interval``-th block in the backward pass."""
-    if not plan.blocks:
-        raise ConfigurationError(
-            f"--checkpoint-activations: no repeated blocks were found in {type(model).__name__}. "
-            "Give the model a method rapidformer_plan() that returns {'blocks': 'name.of.list'}."
-        )
-    for block in plan.get_blocks(model)[::interval]:
+    for block in plan.require_blocks(model, "--checkpoint-activations")[::interval]:
         splits = (find_fact(module, Split) for module in block.modules())
         regions = (split.region for split in splits if split is not None and split.region)
         if region := next(regions, None):  # it knows how many tokens the ranks share

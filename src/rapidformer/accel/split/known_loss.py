@@ -1,8 +1,4 @@
-"""Losses that models compute themselves and that we can compute from split logits instead.
-
-Tensor parallelism splits logits over the vocabulary, context parallelism over the tokens; either
-leaves them split only if the loss is one of these.
-"""
+"""Losses of models that we can compute from logits split over the vocabulary or the tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.context.arguments import find_argument_names
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.models.own_loss import find_known_loss
 from rapidformer.models.plan import ModelPlan
-
-_IGNORED = -100
 
 SumLosses = Callable[[Tensor, Tensor, int], Tensor]
 """Logits, labels and the ignored label -> the sum of all losses."""
@@ -51,7 +46,7 @@ def use_split_loss(
         labels: Tensor,
         *args: Any,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = IGNORED_LABEL,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:

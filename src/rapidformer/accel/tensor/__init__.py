@@ -1,3 +1,1 @@
-"""Tensor parallelism: ``parallel`` applies it, ``styles`` are the split layers, ``sequence`` also
-splits tokens.
-"""
+"""Tensor parallelism: ``parallel`` applies it, ``styles`` split layers, ``sequence`` tokens."""

@@ -94,11 +94,7 @@ class SequenceModel(Style):
 def _find_whole(
     block: str, module: nn.Module, plan: TensorPlan, gatherers: set[str]
 ) -> Iterator[str]:
-    """Parts of a block that must get all tokens, and return all of them.
-
-    Such a part has a style that keeps its outputs together, or contains something the plan does not
-    know (possibly an attention, or a mixture of experts).
-    """
+    """Parts of a block that take and return all tokens: by their style, or unknown to the plan."""
     for child, part in module.named_children():
         name = f"{block}.{child}"
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)):

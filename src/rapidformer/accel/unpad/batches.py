@@ -75,10 +75,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
 
 
 def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0) -> FixedRows:
-    """What ``find_rows`` must return whenever a batch of this size is replayed.
-
-    The values are read in host memory. ``sizes_up`` rounds the number of tokens up to a later size.
-    """
+    """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
     filling = find_fact(model, Filling)
     is_proven = filling is not None and filling.is_exact
     if _is_on(model) and is_proven and _is_removable(model, is_real, labels):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.kernels import inside, use_rows
 from rapidformer.accel.unpad.sides import SIDES
-from rapidformer.accel.unpad.token_attention import inside, use_rows
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError

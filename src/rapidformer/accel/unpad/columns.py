@@ -37,10 +37,7 @@ Columns = Mapping[str, Column]
 def choose_columns(
     model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: int = 1
 ) -> Columns:
-    """The next width of a batch with this mask; empty if one of its tensors is unknown.
-
-    With a ``factor``, the batch is first taken to be that many times as wide.
-    """
+    """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
     width = factor * mask.shape[1]
     wide = _limit(model, mask.shape[1], -(-width // _WIDTHS) * _WIDTHS)
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}

@@ -1,18 +1,28 @@
-"""Attention over rows laid end to end, by the first of ``_KERNELS`` whose condition holds."""
+"""Attention over rows laid end to end, through Hugging Face's interface.
+
+Two functions are registered under our own name. While a model runs unpadded, the mask function
+returns a ``RowMask``, and attention attends row by row, by the first of ``_KERNELS`` that can. In
+every other case both do what ``sdpa`` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from rapidformer.accel.unpad import row_attention
-from rapidformer.accel.unpad.masks import RowMask, get_largest_head
+from rapidformer.accel.unpad.masks import RowMask, fuse, get_largest_head
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.torch_dispatch import attend_with_flash
+from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
 from rapidformer.errors import ModelError
 
 
@@ -166,3 +176,84 @@ _KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = 
     (lambda call: call.is_on_cpu and call.bias is None, _attend_row_by_row),
     (lambda call: True, attend_in_grid),
 )
+
+
+NAME = "rapidformer_by_row"
+T = TypeVar("T")
+_CURRENT: ContextVar[tuple[Rows | None, Rows | None]] = ContextVar("rows", default=(None, None))
+
+
+@contextmanager
+def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, a variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextManager[None]:
+    """Inside, masks are ``RowMask``s (without rows: as usual); full ones attend to ``encoder``."""
+    return inside(_CURRENT, (rows, encoder))
+
+
+@functools.cache
+def register() -> None:
+    """Give transformers' interfaces our functions, for good: a copy of a model may outlive us."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _build_attention())
+    AttentionMaskInterface.register(NAME, _build_masks())
+
+
+def _build_masks() -> Any:
+    from transformers.masking_utils import bidirectional_mask_function
+
+    def make_mask(**given: Any) -> Any:
+        rows, encoder = _CURRENT.get()
+        may_attend = given["mask_function"]
+        keys = encoder if may_attend is bidirectional_mask_function else None
+        if rows is not None and _covers_batch(rows, keys or rows, given):
+            return make_row_mask(rows, may_attend, keys)
+        return get_mask_table()["sdpa"](**given)
+
+    return make_mask
+
+
+def _build_attention() -> Any:
+    # Looked up at each call: inside a call of ours, it may be another one.
+    table = get_attention_table()
+
+    def attend_as_masked(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
+    ) -> Any:
+        if isinstance(attention_mask, RowMask):
+            return attend(query, key, value, attention_mask, **options), None
+        return table["sdpa"](module, query, key, value, attention_mask, **options)
+
+    return attend_as_masked
+
+
+def _covers_batch(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
+    """Whether a mask is for the batch itself: no cache, no other tokens, no custom function."""
+    size = (given["batch_size"], given["q_length"])
+    offsets = (given.get("q_offset", 0), given.get("kv_offset", 0))
+    is_whole = size == rows.shape and given["kv_length"] == keys.shape[1]
+    return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
+
+
+def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowMask:
+    """The mask of these rows; ``keys`` are the rows attended to, if they are others."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    mask = RowMask(
+        rows, may_attend, is_causal=may_attend is causal_mask_function,
+        is_full=may_attend is bidirectional_mask_function, keys=keys,
+    )  # fmt: skip
+    return fuse(mask) if rows.is_rounded else mask

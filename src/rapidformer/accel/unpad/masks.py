@@ -44,11 +44,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class RowMask:
-    """Replaces an attention mask: which rows there are, and who attends to whom within one.
-
-    The model passes it to every block, and each block to its attention. So a block that is
-    recomputed in the backward pass gets it too.
-    """
+    """Replaces an attention mask: which rows there are, and who attends to whom within one."""
 
     rows: Rows
     may_attend: MayAttend
@@ -141,11 +137,7 @@ def _evaluate(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Te
 
 
 def _find_window(may_attend: MayAttend, size: int) -> Window | None:
-    """The window of a sliding mask, read off its first and last query; None if it has none.
-
-    Both edges of every query's window are checked, and all keys of three queries. Only holes
-    inside the windows of other queries would be missed.
-    """
+    """The window of a sliding mask, by the edges of all queries and the keys of three; or None."""
     columns = torch.arange(size)
     try:
         first, middle, last = (

@@ -323,10 +323,7 @@ def note_version(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
-    """What the backward pass reads: of a loss without NaN, it cancels what stands for padding.
-
-    0 * NaN would not. Any number will do, and this one suits log, 1 / x and acos.
-    """
+    """What the backward pass reads for padding: not NaN, and a number that log and acos take."""
     saved, version = noted
     if version != note_version(saved)[1]:  # with hooks, torch does not look itself
         raise RuntimeError("a tensor that a gradient needs was changed in place.")

@@ -1,8 +1,4 @@
-"""Check on the model itself whether it gives the same results without padding.
-
-There is no list of supported model families. A small batch runs through the user's model twice,
-padded and unpadded, and logits and gradients must agree.
-"""
+"""Check by a small batch whether the user's model gives the same results without padding."""
 
 from __future__ import annotations
 
@@ -33,11 +29,7 @@ def find_difference(
     *,
     is_packed: bool = False,
 ) -> str | None:
-    """How a forward pass differs from the model's own; None if they agree.
-
-    They are compared in the model's own dtype and, on a GPU, under autocast to ``dtype``, which
-    runs other kernels. The batch is padded, or has packed examples.
-    """
+    """How a forward pass differs from the model's own, also under autocast; None if it does not."""
     device = next(model.parameters()).device
     try:
         with evaluation_mode(model), torch.random.fork_rng(devices=[]), torch.enable_grad():

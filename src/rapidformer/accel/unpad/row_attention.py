@@ -72,11 +72,7 @@ def attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
     bias: Tensor | None = None, *, dropout: float, window: Window, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """[tokens, heads, size] -> [tokens, heads, size of a value].
-
-    ``ends`` are the row ends of queries and of keys. ``bias`` is added to the scores:
-    [1, heads, at least the longest row, at least its keys].
-    """
+    """[tokens, heads, size] within rows' ``ends``; ``bias`` is [1, heads, rows, keys] or larger."""
     seed = torch.randint(2**31, (1,)) if dropout else torch.zeros(1, dtype=torch.long)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _attend(query, key, value, *ends, seed, bias, dropout, *window, scale)

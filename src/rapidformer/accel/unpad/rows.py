@@ -131,10 +131,7 @@ class Rows:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each row ends, after a leading 0: the offsets that fused kernels take.
-
-        If rounded, empty rows follow, so that the number of rows hardly ever changes.
-        """
+        """Row ends after a leading 0, as fused kernels take them; if rounded, empty rows follow."""
         count = len(self.lengths)
         return self._compute_ends(2 ** count.bit_length() - count if self.is_rounded else 0)
 

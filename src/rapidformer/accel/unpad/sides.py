@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.kernels import use_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.rows import Mask, Rows
-from rapidformer.accel.unpad.token_attention import use_rows
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 

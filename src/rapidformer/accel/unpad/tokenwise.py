@@ -1,8 +1,4 @@
-"""Operations that treat each token alone: they run on the real tokens, and padding stays away.
-
-So a norm, a head and a loss after the last block cost nothing for padding either, and never meet
-its NaN. Each function returns NotImplemented if padding matters after all.
-"""
+"""Operations on each token alone, for real tokens only; NotImplemented if padding matters."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Applies ``--dynamic-shape``: blocks compute on real tokens only.
-
-The model itself shows whether that is exact: a small batch must give the same logits and gradients
-with and without padding (``proof.py``). ``batches.py`` then decides for each batch.
-"""
+"""Applies ``--dynamic-shape``: blocks compute on real tokens only, if ``proof.py`` agrees."""
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +13,14 @@ from torch import nn
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad import batches, tokenwise
-from rapidformer.accel.unpad.blocks import extend_blocks
-from rapidformer.accel.unpad.calls import Call, Help, Removal
+from rapidformer.accel.unpad.calls import Call, Help, Removal, record_padded
 from rapidformer.accel.unpad.columns import choose_sides, widen
-from rapidformer.accel.unpad.on_demand import WATCHING, release
+from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, release, settle, start
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
@@ -32,14 +32,13 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
-from rapidformer.accel.unpad.token_attention import NAME, inside, register, use_rows
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
-from rapidformer.overlay import extend, find_fact, get_own_class, put_fact, remove
+from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, put_fact, remove
 
 assert tokenwise  # it fills the table of operations that need no padding
 
@@ -82,11 +81,7 @@ def apply_unpadding(
     applied: Applied | None = None,
     help_of_others: Help = Help.NONE,
 ) -> str | None:
-    """Unpad the batches of a model; returns why not, in which case the model is unchanged.
-
-    ``dtype`` is that of autocast, under which the model will run. If blocks are compiled, the
-    number of tokens is rounded up to one of a few. ``help_of_others`` is for ``Removal``.
-    """
+    """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
@@ -131,11 +126,7 @@ def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
 
 
 def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
-    """Find out whether padding may be added to a batch, up to one of a few sizes.
-
-    That lets a few CUDA graphs replay batches of all lengths. An encoder or a decoder that runs
-    unpadded gets rows of padding, an encoder-decoder model that runs padded columns on both sides.
-    """
+    """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths."""
     is_unpadded = find_fact(model, Removal) is not None
     if is_encoder_decoder(model):
         if is_unpadded or _find_problem(model, plan) is not None:
@@ -285,3 +276,76 @@ def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     outputs = call_plainly(model, widen(batch, columns))
     outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
     return outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block is in its stack: a fact, since equal blocks share one compiled class."""
+
+    is_read: bool
+    """Whether other code than the next block may get its output: it is in its padded shape then."""
+    names: tuple[str, ...]
+    """The block's positional arguments."""
+
+
+def extend_blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """Let the blocks of a model run on real tokens; returns them."""
+    stacks: dict[str, list[nn.Module]] = defaultdict(list)
+    blocks = plan.get_blocks(model)
+    for name, block in zip(plan.blocks, blocks, strict=True):
+        stacks[name.rpartition(".")[0]].append(block)
+    for name, stack in stacks.items():
+        # Whether transformers' own code passes hidden states from block to block.
+        owner = get_own_class(model.get_submodule(name.rpartition(".")[0]))
+        is_own = str(owner.forward.__module__).startswith("transformers.")
+        for block in stack:
+            is_read = block is stack[-1] or not is_own
+            extend(block, "unpad", _build_block, is_shared=True)
+            put_fact(block, _Place(is_read=is_read, names=find_argument_names(block)))
+    return blocks
+
+
+def _build_block(cls: Any) -> dict[str, Any]:
+    return {"__call__": functools.partialmethod(_run_block, cls)}
+
+
+def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pack the arguments of a call with a ``RowMask``, and unpack the last block's output."""
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
+    place = get_fact(self, _Place)
+    if not masks:
+        output = cls.__call__(self, *args, **kwargs)
+        if place.is_read:
+            record_padded(self, output[0] if isinstance(output, tuple) else output)
+        return output
+    rows = masks[0].rows
+    hidden = args[0] if args else kwargs["hidden_states"]
+    # The rows of a decoder's mask for its attention to the encoder.
+    encoder = next((mask.keys for mask in masks if mask.keys is not None), None)
+
+    def convert(name: str, value: Any) -> Any:
+        # Only the first block gets padded hidden states. Other arguments have their own rule, since
+        # a batch may have as many real tokens as a padded row has columns.
+        if value is hidden:
+            if _has_tokens(value, rows):
+                return value.tokens
+            value = settle(value)
+            return rows.pack(value) if rows.is_padded(value) else value
+        side = encoder if encoder is not None and name == "encoder_hidden_states" else rows
+        return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
+
+    names = (*place.names, *[""] * len(args))
+    packed = [convert(name, value) for name, value in zip(names, args, strict=False)]
+    named = {name: convert(name, value) for name, value in kwargs.items()}
+    output = cls.__call__(self, *packed, **named)
+    if not place.is_read:
+        return output
+    if isinstance(output, tuple):
+        return (start(output[0], rows, self), *output[1:])
+    return start(output, rows, self)
+
+
+def _has_tokens(value: Any, rows: Rows) -> bool:
+    """Whether a value has exactly the real tokens of these rows."""
+    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
+    return is_lazy and value.token_layout.places is rows.places

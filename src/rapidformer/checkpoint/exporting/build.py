@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.checkpoint.description import read_adapter_name
 from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.checkpoint.saving import read_adapter_name
 from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.compat.torch_tensors import get_storage_key
 from rapidformer.errors import CheckpointError, ModelError, RapidformerError
@@ -130,11 +130,7 @@ def _record(build: Callable[[Recording | None], nn.Module]) -> Recipes:
 
 
 def _name_for_files(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The configuration and the tensors to write; must be called while tensors are recorded.
-
-    transformers joins or renames some weights when it loads a model (experts, above all), which is
-    undone here. A model of ours becomes one that transformers has.
-    """
+    """The configuration and the tensors to write, under names that transformers loads."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if find_adapter(model) is not None:

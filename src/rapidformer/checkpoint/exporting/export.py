@@ -23,8 +23,8 @@ from rapidformer.checkpoint.exporting.files import cast, copy_texts, write_shard
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
 from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype
+from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.publish import read_json
-from rapidformer.checkpoint.staged import replacing
 from rapidformer.errors import (
     CheckpointError,
     ConfigurationError,
@@ -32,11 +32,12 @@ from rapidformer.errors import (
     RapidformerError,
     count,
 )
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.configuration import read_config
-from rapidformer.models.location import OwnCodeError, quiet_transformers
+from rapidformer.models.location import OwnCodeError
 from rapidformer.models.quantizing import forget_quantization
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,12 +11,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rapidformer.checkpoint.description import ORIGIN
 from rapidformer.checkpoint.exporting.build import Recipes
 from rapidformer.checkpoint.exporting.source import Source
-from rapidformer.hub import has_tokenizer
+from rapidformer.checkpoint.saving import ORIGIN
+from rapidformer.hub import has_tokenizer, quiet_transformers
 from rapidformer.log import get_logger
-from rapidformer.models.location import quiet_transformers
 
 _INDEX = "model.safetensors.index.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}

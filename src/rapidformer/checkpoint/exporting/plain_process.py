@@ -1,8 +1,4 @@
-"""Load an exported folder with plain transformers and peft, and compute its outputs.
-
-Run as a script, by its path, in a new process: it must not import this library, so that what it
-proves does not depend on it.
-"""
+"""Compute an exported folder's outputs in a new process, without importing this library."""
 
 from __future__ import annotations
 

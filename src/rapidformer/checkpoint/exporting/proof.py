@@ -168,10 +168,7 @@ class Changes:
 def count_changes(
     recipes: Recipes, source: Source, config: Any, dtype: torch.dtype, *, allow_unchanged: bool
 ) -> Changes | None:
-    """Compare tensor by tensor, if there is something to compare with.
-
-    Refuses an export that is the base model, and a base that the adapter was not trained on.
-    """
+    """Compare with the base; refuse an export that is the base, or of an adapter of another one."""
     problem = _find_missing_start(source)
     if problem is not None:
         get_logger().info("changes   not counted: %s", problem)

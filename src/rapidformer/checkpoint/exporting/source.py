@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.description import ADAPTER, read_origin
-from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.checkpoint.finding import find_checkpoint, read_run
 from rapidformer.checkpoint.loading import choose_complete
-from rapidformer.checkpoint.run_file import read_run
+from rapidformer.checkpoint.saving import ADAPTER, read_origin
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, read_base
 from rapidformer.models.location import DESCRIPTION, is_checkpoint_model, is_model_folder
@@ -44,10 +43,7 @@ class Source:
 
 
 def find_source(given: str | Path, base: str | None = None) -> Source:
-    """Of a run, the best model, otherwise the last, otherwise the newest checkpoint.
-
-    ``base`` replaces the model that an adapter names, or that training started from.
-    """
+    """Of a run, the best model, else the last, else the newest checkpoint; ``base``: its origin."""
     folder = Path(given).expanduser()
     if is_checkpoint_model(folder):
         folder = folder.parent

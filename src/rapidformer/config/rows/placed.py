@@ -1,6 +1,4 @@
-"""Rows applied once weights are on the device and equal on every rank: they split, fuse, compile
-and shard.
-"""
+"""Rows applied to placed, equal weights: they split, fuse, compile and shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows applied to the model as built, and to its weights before they are made equal.
-
-The order is that of application: what the host answers, where blocks live, then weights.
-"""
+"""Rows applied to the model as built and its own weights: host, blocks, then weights."""
 
 from __future__ import annotations
 

@@ -23,10 +23,7 @@ from rapidformer.data.indexed.writer import IndexedWriter
 
 
 def describe_indexed(prefix: str | Path) -> dict[str, Any]:
-    """Counts, types, bytes and lengths of a pair, after checking its whole index.
-
-    For a damaged pair: its ``damage``, a list of reasons, instead of the counts.
-    """
+    """Counts, types, bytes and lengths of a pair, fully checked; or its ``damage``, as reasons."""
     stem = strip_ending(prefix)
     data, index = get_data_path(stem), get_index_path(stem)
     facts: dict[str, Any] = {
@@ -65,10 +62,7 @@ def _describe_lengths(lengths: np.ndarray) -> dict[str, float] | None:
 
 
 def merge_indexed(prefixes: Iterable[str | Path], output_prefix: str | Path) -> None:
-    """Write the sequences and documents of all pairs, in the given order, as one pair.
-
-    Pairs in the older lazy/cached format are accepted; the output is always mmap.
-    """
+    """Write the sequences and documents of all pairs, also older ones, as one mmap pair."""
     names = [strip_ending(prefix) for prefix in prefixes]
     if not names:
         raise IndexedDataError("there is nothing to merge: give at least one prefix.")

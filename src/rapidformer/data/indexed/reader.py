@@ -1,8 +1,4 @@
-"""Read a ``.bin/.idx`` pair without loading it.
-
-Results are read-only views of the mapped file, valid as long as you hold them. Copy
-(``.astype(np.int64)``) before modifying.
-"""
+"""Read a ``.bin/.idx`` pair as read-only views of the mapped file: copy before modifying."""
 
 from __future__ import annotations
 
@@ -103,11 +99,7 @@ class IndexedDataset:
         return [self.get(i) for i in range(start, stop)]
 
     def read_tokens(self, start: int, length: int) -> np.ndarray:
-        """``length`` tokens starting at token ``start`` of the whole file, across sequences.
-
-        Sequences are stored back to back, so this is the cheapest way to read neighbouring ones;
-        sequence ``i`` starts at ``pointers[i] // dtype.itemsize``.
-        """
+        """``length`` tokens starting at token ``start`` of the whole file, across sequences."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(
                 f"{length} tokens from {start} on of {self.prefix}, which has {self.num_tokens}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -31,7 +33,6 @@ from rapidformer.data.indexed.layout import (
     get_index_path,
     name_target,
 )
-from rapidformer.data.indexed.staging import force_folder, get_staging, open_staging
 
 _BLOCK = 1 << 20
 _FULL = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file may not grow further"}
@@ -40,11 +41,7 @@ Tokens = np.ndarray | Sequence[int]
 
 
 class IndexedWriter:
-    """Writes sequences and document boundaries; a ``with`` block finalizes or cleans up.
-
-    ``fsync=False`` lets the system decide when the bytes reach the disk, for parts that would be
-    rewritten after a power cut anyway.
-    """
+    """Writes sequences and documents; ``fsync=False`` is for parts that could be rewritten."""
 
     def __init__(self, prefix: str | Path, dtype: Any = np.int32, *, fsync: bool = True) -> None:
         self.prefix = name_target(prefix)
@@ -100,10 +97,7 @@ class IndexedWriter:
         sizes: Sequence[int] | np.ndarray,
         sequences_per_document: Sequence[int] | np.ndarray,
     ) -> None:
-        """Write many whole documents in one call: the fast path.
-
-        If the three arguments are inconsistent, nothing is written.
-        """
+        """Write many whole documents in one call, or nothing if the arguments are inconsistent."""
         lengths = _convert_counts(sizes, "sizes")
         counts = _convert_counts(sequences_per_document, "sequences_per_document")
         _check_length(int(lengths.max(initial=0)))
@@ -292,3 +286,66 @@ def _check_length(size: int) -> None:
             f"a sequence of {size} tokens is too long for the index, which holds lengths up to "
             f"{MAX_SEQUENCE}: split the document."
         )
+
+
+_BUFFER = 1 << 20
+# Dropped writers disappear; a forked worker sees none of its parent's, since it lacks the lock.
+_open_here: WeakValueDictionary[tuple[int, int, int], BinaryIO] = WeakValueDictionary()
+
+
+def get_staging(target: Path) -> Path:
+    """Where a file is written before it gets its final name."""
+    return target.with_name(f".{target.name}.part")
+
+
+def open_staging(target: Path) -> BinaryIO:
+    """An empty file next to its target that nobody else writes; a leftover is overwritten."""
+    path = get_staging(target)
+    # Before opening the file: closing a second descriptor would release the first one's lock.
+    other = _open_here.get(_get_key(path)) if path.exists() else None
+    if other is not None and not other.closed:
+        raise IndexedDataError(
+            f"{target} is being written by this process already: finalize() or discard() the other "
+            "writer first."
+        )
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.fdopen(descriptor, "wb", buffering=_BUFFER)
+        try:
+            _lock(file, target)
+            # Whoever held the lock may have renamed the file meanwhile.
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+                file.truncate(0)
+                _open_here[_get_key(path)] = file
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def force_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, if the system supports it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _get_key(path: Path) -> tuple[int, int, int]:
+    place = path.stat()
+    return os.getpid(), place.st_dev, place.st_ino
+
+
+def _lock(file: BinaryIO, target: Path) -> None:
+    try:
+        # A record lock ends with this process, whatever its forked workers still hold open.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise IndexedDataError(
+                f"another process is writing {target}: wait for it, or choose another name."
+            ) from None
+        # A file system without locks: the user has to keep processes apart.

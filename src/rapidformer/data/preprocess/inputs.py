@@ -173,11 +173,7 @@ def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Frame after frame, each to its own end.
-
-    A truncated archive must fail: the package's own reader takes the end of the file for the end of
-    the data.
-    """
+    """Frame after frame, so that a truncated archive fails; the package's own reader would not."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
         self._raw = raw

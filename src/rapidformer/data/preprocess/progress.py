@@ -1,7 +1,4 @@
-"""What a run says: a bar or lines while it works, and a summary of what it made.
-
-The bar is for a terminal; elsewhere there is a line every --log-interval documents.
-"""
+"""What a run says: a bar on a terminal, lines elsewhere, and a summary of what it made."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ Read = tuple[bytes | list[Any], int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of whole documents of one file.
-
-    ``form`` is json or lines (one document per line), blank-line, file (one document) or objects.
-    """
+    """A run of whole documents of one file, by ``form``: json, lines, blank-line, file, objects."""
 
     source: int
     form: str

@@ -56,11 +56,7 @@ _STARTERS = _words(
 def build_splitter(
     lang: str = "english", *, keep_newlines: bool = False
 ) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences.
-
-    With ``keep_newlines``, each sentence but the last keeps the whitespace after it, so that
-    joining the sentences restores the text, up to trailing whitespace.
-    """
+    """A function from a text to its sentences, with the whitespace after each if it is kept."""
     has_abbreviations = lang == "english"
 
     def split(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A worker process: receives parts and sends reports. Started by `crew.py`, never by hand.
+"""A worker process: receives parts and sends reports. Started by `run.py`, never by hand.
 
 A thread does the receiving, so that a closed connection is noticed in the middle of a part. It
 closes when the run is over or was killed, and ends the worker at once; an unfinished part leaves

@@ -17,12 +17,16 @@ import numpy as np
 
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining.blend import (
+    SPLIT_NAMES,
     BlendedDataset,
     Prefix,
+    SplitRange,
     WeightedPrefix,
     build_blend_index,
     count_for_weight,
     parse_data_prefix,
+    parse_split,
+    split_ranges,
 )
 from rapidformer.data.pretraining.cache import IndexCache, hash_file
 from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
@@ -36,7 +40,6 @@ from rapidformer.data.pretraining.sentence_samples import (
     T5Dataset,
     T5Tokens,
 )
-from rapidformer.data.pretraining.split import SPLIT_NAMES, SplitRange, parse_split, split_ranges
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.data.pretraining.split import parse_number
 from rapidformer.errors import ConfigurationError, DataError
 
 Prefix = str | Path | Sequence[str]
@@ -70,11 +69,7 @@ def count_for_weight(num_samples: int, weight: float) -> int:
 
 
 class BlendedDataset:
-    """The data sets in blend order, with as many samples as were asked for.
-
-    Megatron once used the sum of the data sets' lengths, which is slightly more; its releases since
-    23.06 use the requested number, as we do.
-    """
+    """The data sets in blend order, as many samples as were asked for (as Megatron since 23.06)."""
 
     def __init__(
         self,
@@ -191,3 +186,65 @@ def _run(
         taken[row, columns] += 1.0
         steps += 1.0
     return chosen, taken
+
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+class SplitRange(NamedTuple):
+    """A part of the data: sequences for GPT, documents for BERT and T5."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Fractions of '969, 30, 1', '90/5/5' or '1' that add up to one."""
+    separator = "," if "," in text else "/"
+    words = [word.strip() for word in str(text).split(separator)]
+    numbers = [parse_number(word) for word in words]
+    problems = [f"{w!r} is no number" for w, n in zip(words, numbers, strict=True) if n is None]
+    weights = [number for number in numbers if number is not None]
+    problems += [f"{weight:g} is negative" for weight in weights if weight < 0]
+    if len(words) > 3:
+        problems.append(f"there are {len(words)} numbers")
+    if not problems and sum(weights) == 0:
+        problems.append("all the weights are zero")
+    if problems:
+        raise ConfigurationError(
+            f"--split {text!r}: {', '.join(problems)}. It takes up to three weights, for training, "
+            "validation and test, such as 969,30,1."
+        )
+    total = sum(weights)
+    train, valid, test = [weight / total for weight in [*weights, 0.0, 0.0][:3]]
+    return train, valid, test
+
+
+def split_ranges(text: str, size: int) -> list[SplitRange]:
+    """The three ranges that ``size`` items are split into, with Megatron's arithmetic.
+
+    Each fraction is rounded separately (to even), and the surplus or deficit of the three is
+    subtracted from every boundary: ten items by '969, 30, 1' are ten, none and none.
+    """
+    bounds = split_bounds(text, size)
+    return [SplitRange(name, bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)]
+
+
+def split_bounds(text: str, size: int) -> list[int]:
+    """0, where validation starts, where the test set starts, and ``size``."""
+    bounds = [0]
+    for weight in parse_split(text):
+        bounds.append(bounds[-1] + round(weight * float(size)))
+    surplus = bounds[-1] - size
+    # An empty first part would start before the first item if it gave one up too.
+    return [0, *(max(bound - surplus, 0) for bound in bounds[1:])]
+
+
+def parse_number(word: str) -> float | None:
+    """A finite number, or None."""
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

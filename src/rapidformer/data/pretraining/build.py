@@ -38,10 +38,7 @@ def build_pretraining_datasets(
     layout: Layout = "huggingface",
     vocab_size: int | None = None,
 ) -> Datasets:
-    """The data named by a run's settings, as samples of the objective gpt, bert or t5.
-
-    With ``vocab_size``, GPT samples refuse tokens at or above it.
-    """
+    """The data of a run's settings as gpt, bert or t5 samples; tokens are below ``vocab_size``."""
     if args.seq_length is None:
         raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
     return build_datasets(

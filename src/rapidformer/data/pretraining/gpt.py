@@ -125,10 +125,7 @@ def _place_samples(sizes: np.ndarray, order: np.ndarray, seq_length: int, total:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GPTDataset:
-    """Samples of a GPT index, under Megatron's name ``text``.
-
-    They are copied from the mapped file directly into the row, or the rows of a batch.
-    """
+    """Samples under Megatron's name ``text``, copied from the mapped file into the rows."""
 
     data: IndexedDataset
     maps: Mapping[str, np.ndarray]

@@ -66,10 +66,7 @@ class Vocabulary:
         return cls(tokenizer.name, word_starts, range(len(ids)) if is_complete else ids)
 
     def find_words(self, tokens: np.ndarray, special: Sequence[int]) -> Words:
-        """The words between the special tokens.
-
-        A continuation piece joins the word before it, even across a special token.
-        """
+        """The words between special tokens; a piece joins the word before it, even across one."""
         is_text = np.ones(tokens.size, dtype=bool)
         for token in special:
             is_text &= tokens != token
@@ -93,10 +90,7 @@ def count_to_predict(num_tokens: int, target_length: int, mask_prob: float) -> f
 def choose_spans(
     bounds: Sequence[int], budget: float, order: Sequence[int], draw_words: Callable[[], int]
 ) -> Iterator[tuple[int, int]]:
-    """Runs of words to mask, as (first word, end), until the token budget is used up.
-
-    A generator, because BERT draws a run's replacement tokens before the next run is drawn.
-    """
+    """Runs of words to mask, as (first, end); lazily, as BERT draws between them."""
     num_words = len(bounds) - 1
     is_hidden = bytearray(num_words)
     hidden_tokens = 0

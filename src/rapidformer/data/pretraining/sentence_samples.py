@@ -159,11 +159,7 @@ class BertDataset(SentenceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, length: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Cut the pair to ``length`` tokens, one at a time from the longer, at its front or back.
-
-    Which segment loses each token is known in advance (the longer until both are equal, then the
-    second and the first in turn); only front or back is random.
-    """
+    """Cut the pair to ``length``, a token at a time from the longer, at its front or back."""
     surplus = first.size + second.size - length
     if surplus <= 0:
         return first, second, False

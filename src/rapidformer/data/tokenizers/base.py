@@ -52,10 +52,7 @@ class Tokenizer(ABC):
         special: Mapping[str, int | None],
         vocab_extra_ids: int = 0,
     ) -> None:
-        """``special`` maps eod, cls, sep, pad, mask, bos, eos to ids; None if there is none.
-
-        ``vocab_extra_ids`` appends T5's sentinels ``<extra_id_0>`` ... that are missing.
-        """
+        """``special`` maps eod, cls, ... to ids or None; ``vocab_extra_ids`` appends sentinels."""
         self.name = name
         self.vocab = vocab
         self._special = {key: value for key, value in special.items() if value is not None}

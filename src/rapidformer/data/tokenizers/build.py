@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from rapidformer.config import Settings
 from rapidformer.data.tokenizers.base import Tokenizer
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.hub import suggest_path
+from rapidformer.nearest import suggest
 
 # Type -> the settings it requires.
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -26,10 +26,7 @@ _FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 def load_tokenizer(args: Settings) -> Tokenizer:
-    """The tokenizer of a run: what ``get_tokenizer()`` returns.
-
-    By ``--tokenizer-type`` and its files, by ``--tokenizer-name-or-path``, or the model's.
-    """
+    """What ``get_tokenizer()`` returns: by type and files, by name or path, or the model's."""
     folder = args.tokenizer_name_or_path
     if folder is None and args.tokenizer_type in (None, "HuggingFaceTokenizer"):
         # A model folder in --load takes precedence, as it does for the model itself.
@@ -106,11 +103,9 @@ def _find_problems(kind: str | None, settings: Mapping[str, str | Path | int | N
             f"({', '.join(TOKENIZER_TYPES)}) and its files, or --tokenizer-name-or-path."
         ]
     if kind not in _NEEDS:
-        near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return [
-            f"--tokenizer-type {kind} is unknown: use one of {', '.join(TOKENIZER_TYPES)}.{hint}"
-        ]
+        hint = suggest(kind, TOKENIZER_TYPES) or suggest(f"{kind}Tokenizer", TOKENIZER_TYPES)
+        listed = ", ".join(TOKENIZER_TYPES)
+        return [f"--tokenizer-type {kind} is unknown: use one of {listed}.{hint}"]
     needs = {f"--{name.replace('_', '-')}": settings[name] for name in _NEEDS[kind]}
     problems = [
         f"--tokenizer-type {kind} needs {flag}." for flag, value in needs.items() if value is None

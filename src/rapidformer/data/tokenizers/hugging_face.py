@@ -8,8 +8,7 @@ worker need not import transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rapidformer.hub import (
     has_tokenizer,
     is_hub_reachable,
     looks_like_path,
+    quiet_transformers,
     suggest_path,
 )
 
@@ -35,7 +35,7 @@ def load_hugging_face(location: str, *, vocab_extra_ids: int = 0) -> Tokenizer:
 
     is_local = path.exists()
     try:
-        with _quiet():
+        with quiet_transformers(str(path)):
             loaded: Any = AutoTokenizer.from_pretrained(
                 str(path) if is_local else location,
                 local_files_only=is_local or not is_hub_reachable(),
@@ -88,18 +88,6 @@ class PythonTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         return hash_parts([repr(self._loaded), super().fingerprint])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _check_location(location: str, path: Path) -> None:

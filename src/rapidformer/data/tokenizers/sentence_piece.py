@@ -1,8 +1,4 @@
-"""SentencePiece models, with Megatron's two ways of numbering special tokens.
-
-`SentencePieceTokenizer` appends its special tokens to the model's pieces and recognises them in
-text; `GPTSentencePieceTokenizer` uses the model as it is.
-"""
+"""SentencePiece models: the model as it is (GPT's), or with special tokens after its pieces."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FlagAI's arguments as the ``Settings`` of a run, by the table in ``names.py``.
-
-If a DeepSpeed file and the constructor disagree, the file wins, as in FlagAI, but not silently.
-"""
+"""FlagAI's arguments as ``Settings``, by ``names.py``; a DeepSpeed file wins, with a word."""
 
 from __future__ import annotations
 

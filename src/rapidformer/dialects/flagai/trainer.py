@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.config import Settings
+from rapidformer.config.derive import is_launched
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.calls import in_words_of
 from rapidformer.dialects.flagai import settings as flagai_settings
@@ -248,7 +249,7 @@ class FlagAITrainer(Trainer):
 
 def _launch_self(values: Mapping[str, Any]) -> None:
     """Start the script in every process; returns only where there is nothing to start."""
-    if all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+    if is_launched():
         return  # started by a launcher: ours, torchrun's, DeepSpeed's
     processes, nodes = int(values["num_gpus"]), int(values["num_nodes"])
     hostfile = values["hostfile"]

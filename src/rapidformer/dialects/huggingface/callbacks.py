@@ -1,7 +1,4 @@
-"""transformers' callbacks: their events, with the arguments that they expect.
-
-Each process has its own state; what a callback asks for is the first process's word.
-"""
+"""transformers' callbacks: their events and arguments. The first process's word counts."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.data_methods import DataMethods
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
@@ -27,8 +28,6 @@ from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
 from rapidformer.training.regularization import regularize
-
-_PADDING = -100
 
 
 def run_evaluation(
@@ -103,7 +102,9 @@ def _predict(parts: dict[str, Any]) -> EvalPrediction:
 
 def _gather(engine: RapidformerEngine, value: Any) -> Any:
     """Every rank's rows of each tensor in a nested value."""
-    return map_tensors(value, lambda _, tensor: engine.gather(tensor, pad_value=_PADDING).cpu())
+    return map_tensors(
+        value, lambda _, tensor: engine.gather(tensor, pad_value=IGNORED_LABEL).cpu()
+    )
 
 
 def _gather_mean(engine: RapidformerEngine, loss: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.own_loss import shifts_labels
-
-_IGNORED = -100
 
 
 def get_loss(outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -39,7 +38,7 @@ def count_labels(model: nn.Module, inputs: Any) -> torch.Tensor | None:
     if labels.is_floating_point():
         return torch.full((), len(labels), device=labels.device)
     counted = labels[..., 1:] if shifts_labels(model) and labels.dim() > 1 else labels
-    return counted.ne(_IGNORED).sum()
+    return counted.ne(IGNORED_LABEL).sum()
 
 
 def call_with_count(function: Callable[..., Any], *arguments: Any, count: Any) -> Any:

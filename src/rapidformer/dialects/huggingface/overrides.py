@@ -1,8 +1,4 @@
-"""What a subclass overrides. A method that is never called would change nothing, so it is refused.
-
-Our ``Trainer`` has every method of transformers' that it calls; those that it has and does not call
-are listed here.
-"""
+"""What a subclass overrides: methods of transformers' Trainer that are never called are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""MindFormers' YAML files: what their keys mean as arguments of its ``Trainer``.
-
-What has no meaning here (MindSpore's machinery, a model's layers) is listed for the caller to say.
-"""
+"""MindFormers' YAML files as arguments of its ``Trainer``; the rest is listed, to be said."""
 
 from __future__ import annotations
 

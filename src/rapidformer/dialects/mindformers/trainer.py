@@ -18,8 +18,11 @@ from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.dialects.huggingface.trainer import Trainer
 from rapidformer.dialects.huggingface.weights import load_weights
 from rapidformer.dialects.mindformers.calls import (
+    GivenTask,
     check_arguments,
     check_options,
+    is_path,
+    measure_own,
     name_by_type,
     read_generation,
     read_prompts,
@@ -36,7 +39,6 @@ from rapidformer.dialects.mindformers.names import (
     TRAINER,
     TRAINING_ARGUMENTS,
 )
-from rapidformer.dialects.mindformers.run import GivenTask, is_path, measure_own
 from rapidformer.dialects.mindformers.settings import (
     SOURCE,
     MindFormersArguments,

@@ -1,7 +1,4 @@
-"""A ``GPTModel`` as a model of transformers with the same outputs: GPT-2, Llama or Mixtral.
-
-Options that none of the three has are refused; plain transformers could not compute them.
-"""
+"""A ``GPTModel`` as transformers' GPT-2, Llama or Mixtral; other options are refused."""
 
 from __future__ import annotations
 

@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
-from rapidformer.dist.token_losses import compute_losses_by_tokens, is_split_over_tokens
-from rapidformer.dist.vocabulary import compute_split_losses, is_split_over_vocabulary
+from rapidformer.dist.vocabulary import (
+    compute_losses_by_tokens,
+    compute_split_losses,
+    is_split_over_tokens,
+    is_split_over_vocabulary,
+)
 from rapidformer.errors import ModelError
 from rapidformer.models.gpt.configuration import GPTConfig
 from rapidformer.models.gpt.experts import MixtureOfExperts, activate

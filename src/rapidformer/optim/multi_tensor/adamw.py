@@ -14,8 +14,7 @@ from torch.optim import AdamW
 from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.compat.triton import has_triton, on_device, works_later
 from rapidformer.optim.multi_tensor import norm
-from rapidformer.optim.multi_tensor.addresses import record_addresses
-from rapidformer.optim.multi_tensor.launch import Dtype, Kinds, Launch, get_local
+from rapidformer.optim.multi_tensor.launch import Dtype, Kinds, Launch, get_local, record_addresses
 from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -23,10 +22,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
 class MultiTensorAdamW(AdamW):
-    """``torch.optim.AdamW(fused=True)``, faster on a GPU.
-
-    Gradients that it divides (``grad_scale``) stay as they were; torch overwrites them.
-    """
+    """``torch.optim.AdamW(fused=True)``, faster; gradients that it divides stay as they were."""
 
     rounds_randomly = False
     moment_dtype: torch.dtype | None = None

@@ -147,11 +147,7 @@ def _shift(pointer, places, is_aligned: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _align(number):  # type: ignore[no-untyped-def]
-    """A multiple of 16, in a form that shows it.
-
-    ``tl.multiple_of(number, 16)`` would be believed wherever the number is used, also on the path
-    for unaligned tensors.
-    """
+    """A multiple of 16 that shows it; ``tl.multiple_of`` would count for unaligned tensors."""
     return number // 16 * 16
 
 
@@ -214,9 +210,6 @@ def add_up(partial, total, count, block: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def write_addresses(table, addresses):  # type: ignore[no-untyped-def]
-    """Write addresses that are arguments, so that a CUDA graph keeps them.
-
-    Each is given plus one: Triton would compile again for every pattern of multiples of 16.
-    """
+    """Write addresses given as arguments, plus one: Triton specializes for multiples of 16."""
     for number in tl.static_range(len(addresses)):
         tl.store(table + number, addresses[number] - 1)

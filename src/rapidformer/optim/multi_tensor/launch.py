@@ -21,8 +21,14 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.triton import on_device
-from rapidformer.optim.multi_tensor.addresses import Addresses
-from rapidformer.optim.multi_tensor.tables import HOST, NUMBERS, Mirror, build_chunks, send
+from rapidformer.optim.multi_tensor.tables import (
+    HOST,
+    NUMBERS,
+    Mirror,
+    build_chunks,
+    is_recording,
+    send,
+)
 
 CHUNK, BLOCK, WARPS = 4096, 1024, 4
 _TENSORS_AT_ONCE = 128
@@ -86,10 +92,7 @@ class _Family:
 
 
 class Launch:
-    """The update of the parameters that have a gradient.
-
-    A CUDA graph that recorded it must keep it.
-    """
+    """The update of the parameters that have a gradient; a CUDA graph of it must keep it."""
 
     def __init__(
         self, source: Source, parameters: Sequence[nn.Parameter], kinds: Sequence[Dtype | None]
@@ -145,11 +148,7 @@ class Launch:
 
     @torch.no_grad()
     def prepare(self) -> bool:
-        """The host's part of a step: call it before every ``run`` or replay.
-
-        It also counts the weights' next version, as torch does for every change in place.
-        False if the optimizer has other groups or other state now; nothing has happened then.
-        """
+        """The host's part of a step, before each ``run`` or replay; False if it no longer fits."""
         if not self._has_same_state() or _count_parameters(self._source) != self._layout:
             return False
         weights, held = self._get_local(self.parameters), self._get_local(self._held)
@@ -249,3 +248,36 @@ def _count_parameters(source: Source) -> list[int]:
 def _is_whole(tensor: Tensor, device: torch.device, dtype: Dtype, size: int) -> bool:
     is_alike = tensor.device == device and tensor.dtype == dtype and tensor.numel() == size
     return is_alike and tensor.is_contiguous()
+
+
+_AT_ONCE = 64
+"""How many addresses one launch writes while a graph is recorded."""
+
+
+class Addresses:
+    """The addresses of tensors that may move from step to step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mirror = Mirror(torch.int64, device)
+
+    def write(self, addresses: list[int]) -> Tensor:
+        """A table of the addresses. A recorded graph fills its own table."""
+        if not is_recording(self._device):
+            self._mirror.write(addresses)
+            return self._mirror.tensor
+        return record_addresses(addresses, self._device)
+
+
+def record_addresses(addresses: list[int], device: torch.device) -> Tensor:
+    """Write a table by launches that have the addresses as arguments."""
+    from rapidformer.optim.multi_tensor import kernel
+
+    # Triton would compile again for the 0 of an empty tensor.
+    known = [address or max(addresses) for address in addresses]
+    padded = known + known[-1:] * (-len(known) % _AT_ONCE)
+    table = torch.empty(len(padded), dtype=torch.int64, device=device)
+    for start in range(0, len(padded), _AT_ONCE):
+        some = tuple(address + 1 for address in padded[start : start + _AT_ONCE])
+        kernel.write_addresses[(1,)](table[start:], some)
+    return table

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rapidformer.compat.triton import has_triton, on_device, works_later
-from rapidformer.optim.multi_tensor.addresses import Addresses
+from rapidformer.optim.multi_tensor.launch import Addresses
 from rapidformer.optim.multi_tensor.tables import (
     HOST,
     TYPES,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ModelError
 from rapidformer.tasks.base import Batch, PreparedData, Record
 
@@ -15,20 +16,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
+class Generation(GenerationArguments):
     """How to generate; a None means the model's own setting."""
-
-    max_new_tokens: int
-    num_beams: int = 1
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    num_return_sequences: int = 1
-    stop_strings: Sequence[str] | None = None
 
     @classmethod
     def read(cls, args: Settings, *, max_new_tokens: int) -> Generation:
@@ -39,7 +28,8 @@ class Generation:
         """transformers' configuration; it takes what is None from the model's."""
         from transformers import GenerationConfig
 
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        names = {f.name for f in fields(self)} - {"stream", "system_prompt", "chat"}
+        values = {name: getattr(self, name) for name in names}
         config = model.generation_config
         if config.pad_token_id is None:
             values["pad_token_id"] = tokenizer.pad_token_id

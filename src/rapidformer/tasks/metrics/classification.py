@@ -1,7 +1,4 @@
-"""Accuracy, F1 and Matthews correlation of labels; correlations and errors of predicted numbers.
-
-What is said of labels follows from the confusion matrix, which torchmetrics counts batch by batch.
-"""
+"""Accuracy, F1 and Matthews correlation by a confusion matrix; correlations and errors."""
 
 from __future__ import annotations
 
@@ -156,11 +153,7 @@ def _correlate(counts: torch.Tensor) -> float:
 
 
 class RegressionTally(Tally):
-    """Pearson and Spearman correlation, mean squared and mean absolute error.
-
-    Spearman's ranks need all values at once, so 16 bytes are kept per row; torchmetrics would rank
-    in fp32. The correlation with a constant is undefined, and reported as 0.
-    """
+    """Correlations and errors of predicted numbers; 0 with a constant. Ranks need all of them."""
 
     def __init__(self) -> None:
         super().__init__()

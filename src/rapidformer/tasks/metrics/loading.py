@@ -10,13 +10,13 @@ kept in this process: in a distributed run, gather predictions first (``engine.g
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rapidformer.compat.torchmetrics import compute_rouge_lsum
 from rapidformer.errors import ConfigurationError, DataError, MissingPackageError
+from rapidformer.nearest import suggest
 from rapidformer.tasks.metrics.classification import (
     GLUE_METRICS,
     compute_regression,
@@ -72,10 +72,9 @@ def load_metric(path: str, config_name: str | None = None, **settings: Any) -> M
     if path == "glue":
         return Metric(f"glue/{config_name}", _find_glue(config_name))
     if path not in _METRICS:
-        near = difflib.get_close_matches(path, [*_METRICS, "glue"], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        known = ", ".join(sorted([*_METRICS, "glue"]))
-        raise ConfigurationError(f"there is no metric {path!r}: use one of {known}.{hint}")
+        known = sorted([*_METRICS, "glue"])
+        listed, hint = ", ".join(known), suggest(path, known)
+        raise ConfigurationError(f"there is no metric {path!r}: use one of {listed}.{hint}")
     return Metric(path, _METRICS[path])
 
 

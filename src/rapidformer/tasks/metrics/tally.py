@@ -1,7 +1,4 @@
-"""Metrics that are computed while an evaluation runs, and the tables that it reports besides them.
-
-A tally keeps counts and sums of the records of a split, never the records.
-"""
+"""Metrics and tables computed while an evaluation runs: counts and sums, never records."""
 
 from __future__ import annotations
 

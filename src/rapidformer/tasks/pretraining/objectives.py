@@ -1,7 +1,4 @@
-"""Pre-training objectives: what a model learns from raw text, and how its loss is computed.
-
-Losses are computed from the logits, so that each term can be weighted and reported separately.
-"""
+"""Pre-training objectives: losses by term, computed from the logits."""
 
 from __future__ import annotations
 

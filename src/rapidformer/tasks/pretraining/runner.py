@@ -10,7 +10,7 @@ from rapidformer.data.pretraining import build_pretraining_datasets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError, raise_problems
 from rapidformer.objectives import Objective
-from rapidformer.tasks.evaluation.report import EvaluationReport
+from rapidformer.tasks.evaluation.evaluating import EvaluationReport
 from rapidformer.tasks.pretraining.models import (
     build_model,
     choose_objective,

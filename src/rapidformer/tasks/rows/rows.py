@@ -107,11 +107,7 @@ def get_class_names(rows: Any, name: str) -> tuple[str, ...] | None:
 
 
 def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequence[Any]) -> Any:
-    """Map rows to features in batches; a row may become none, one or several.
-
-    ``key`` holds everything that the function's result depends on besides the rows: for the same
-    key and rows, a result that `datasets` cached on disk is reused.
-    """
+    """Map rows to features in batches; ``key`` is what the result depends on, for the cache."""
     if not _is_dataset(rows):
         return _map_list(rows, function)
     if rows.format["type"] is not None:

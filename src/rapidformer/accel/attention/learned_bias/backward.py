@@ -1,8 +1,4 @@
-"""Attention with a bias on the scores, backward, in Triton; import it only if that is installed.
-
-The gradient of the scores is written once, in 16 bits, and the gradients of queries and bias are
-both computed from it. There are no atomic additions, so two runs give the same bits.
-"""
+"""Attention with a bias on the scores, backward, in Triton: without atomics, so bits repeat."""
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations
@@ -196,11 +192,7 @@ def _multiply_scores(  # type: ignore[no-untyped-def]
 
 
 def _sum_score_gradients(call: Call, seen: Strided | None, of_scores: Tensor) -> Tensor:
-    """The gradient of the bias: the sum over the rows and heads that share it.
-
-    Hidden keys contribute nothing, even in a row where all keys are hidden. Under ``is_causal``,
-    scores right of the diagonal were never written, and count as 0.
-    """
+    """The gradient of the bias: the sum over the rows and heads that share it, and visible keys."""
     batch, heads, queries, columns = of_scores.shape
     rows, bias_heads = call.bias.shape[:2]
     block_q, block_k = 16, 128

@@ -52,9 +52,5 @@ def allocate_kept(seed: Tensor, rows: int, keys: int) -> Tensor:
 
 
 def round_up(length: int) -> int:
-    """The padded length of a row: rows that kernels read along queries or keys are padded.
-
-    With strides that are always multiples of 16, one compiled kernel serves every length, and loads
-    16 bytes at a time.
-    """
+    """The padded length of a row: with strides of 16, one compiled kernel serves every length."""
     return (length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,7 +1,4 @@
-"""Attention with a bias on the scores, forward, in Triton; import it only if that is installed.
-
-The keys are visited in tiles, with a running softmax, so no [queries, keys] tensor is written.
-"""
+"""Attention with a bias on the scores, forward, in Triton: tiles of keys, a running softmax."""
 
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the kernels share: how they take tensors, which tile a program works on, and dropout.
-
-Import this module only if Triton is installed; torch's CPU builds come without it.
-"""
+"""What the Triton kernels share: how they take tensors, a program's tile, and dropout."""
 
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations
@@ -86,10 +83,7 @@ def get_strided(tensor: Tensor) -> Strided:
 
 
 def _get_shared(tensor: Tensor, fill: float) -> Strided:
-    """A bias or mask for a kernel, its rows padded with ``fill``.
-
-    A dimension of 1 is shared, so it gets a stride of 0.
-    """
+    """A bias or mask, its rows padded with ``fill``; a shared dimension has stride 0."""
     for dimension in range(3):
         if tensor.stride(dimension) == 0:  # expanded: a copy would be as large as it looks
             tensor = tensor.narrow(dimension, 0, 1)
@@ -149,11 +143,7 @@ def _draw(seed, words, count, limit, block: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit  # type: ignore[untyped-decorator]
 def find_tile(tokens, batch, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first token of this program's tile, its row of the batch and its head.
-
-    Programs that run at the same time read the same keys and values (tiles of a row) and the same
-    bias (rows of a batch).
-    """
+    """First token, row and head of this program's tile; neighbours share keys, values and bias."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, block)
     row = ((program // tiles) % batch).to(tl.int64)
@@ -169,10 +159,7 @@ def find_head(tensor, row, head):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pad_length(length):  # type: ignore[no-untyped-def]
-    """``call.round_up``, written so that Triton sees a multiple of 16.
-
-    Masks that end there allow loads and stores of 16 bytes; masks that end at a length do not.
-    """
+    """``call.round_up``, written so that Triton sees a multiple of 16, and loads as much."""
     return tl.cdiv(length, _ALIGNMENT) * _ALIGNMENT
 
 
