@@ -251,30 +251,6 @@ def test_optimizers_do_not_go_with_model_init(tmp_path: Path) -> None:
         make_trainer(tmp_path, model_init=make_classifier, optimizers=(optimizer, None))
 
 
-def test_the_best_and_the_last_checkpoint_are_models(tmp_path: Path) -> None:
-    """Hard links to ``best/`` and ``last/``: nothing is written twice."""
-    scores = iter([1.0, 2.0, 0.5])
-    trainer = make_trainer(
-        tmp_path, max_steps=6, learning_rate=1e-2, eval_strategy="steps", save_strategy="steps",
-        eval_steps=2, save_steps=2, load_best_model_at_end=True, metric_for_best_model="score",
-        compute_metrics=lambda _: {"score": next(scores)},
-    )  # fmt: skip
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint or "")
-    assert best == tmp_path / "checkpoint-4"
-    kind = type(trainer.model)
-    torch.testing.assert_close(
-        kind.from_pretrained(best).state_dict(), trainer.model.state_dict(), atol=0, rtol=0
-    )
-    last = kind.from_pretrained(tmp_path / "checkpoint-6").state_dict()
-    torch.testing.assert_close(last, kind.from_pretrained(tmp_path / "last").state_dict())
-    weights = (tmp_path / "checkpoint-6" / "model.safetensors").stat()
-    assert weights.st_nlink == 2
-    again = make_trainer(tmp_path, max_steps=7)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert again.state.global_step == 7
-
-
 def test_callbacks_see_the_last_save_coming(tmp_path: Path) -> None:
     seen: list[str] = []
 
