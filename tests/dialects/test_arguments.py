@@ -184,6 +184,9 @@ def test_all_problems_at_once() -> None:
     [
         ({"eval_strategy": "sometimes"}, "eval_strategy in TrainingArguments"),
         ({"save_steps": [1]}, r"save_steps must be a number, got \[1\]"),
+        ({"max_steps": [1], "fp16": True, "bf16": True}, r"max_steps must .*[\s\S]*contradict"),
+        ({"warmup_steps": "1"}, "warmup_steps must be a number, got '1'"),
+        ({"learning_rate": [1]}, r"learning_rate must be a number, got \[1\]"),
         ({"logging_steps": 10.5}, r"logging_steps must be whole, or below 1 .*, got 10.5"),
         ({"logging_steps": 0}, "logging_strategy='steps' needs logging_steps above 0"),
         ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
