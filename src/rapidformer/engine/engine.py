@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -60,7 +61,8 @@ class RapidformerEngine:
     ``args`` are the settings: by name, as flags or ready-made. Without it, the command line is read
     if it is meant for us: in a script that ``rapidformer`` or ``torchrun`` started, or that has
     flags of ours. A notebook gets the defaults. ``peft_config`` is a configuration object of peft:
-    its adapters are trained instead of the model's own weights.
+    its adapters are trained instead of the model's own weights. An engine ``beside`` another one
+    trains a second model on the same batches.
     """
 
     def __init__(
@@ -69,13 +71,17 @@ class RapidformerEngine:
         *,
         args: Arguments = None,
         peft_config: Any = None,
+        beside: RapidformerEngine | None = None,
     ) -> None:
-        asked = _read_arguments(args, extra_args_provider)
-        if peft_config is not None:
-            asked = asked.replace("peft_config", peft_config=to_text(peft_config))
-        self._args, self.runtime = start_run(asked)
+        if beside is None:
+            asked = _read_arguments(args, extra_args_provider)
+            if peft_config is not None:
+                asked = asked.replace("peft_config", peft_config=to_text(peft_config))
+            self._args, self.runtime = start_run(asked)
+        else:
+            self._args, self.runtime = beside.args, beside.runtime
         clock = UpdateClock(self._args.gradient_accumulation_steps or 1, self.runtime.topology)
-        current = CurrentBatch(clock)
+        current = CurrentBatch(clock) if beside is None else beside.data.current
         self.data = RunData(self._args, self.runtime, clock, current)
         self.model = RunModel(self._args, self.runtime, current)
         self.updates = Updates(self._args, self.runtime, clock, current)
@@ -303,9 +309,24 @@ class RapidformerEngine:
             parts.callback(self.model.close, gives_back=gives_back)
             parts.callback(self.checkpoints.release_folder)
 
+    def __reduce__(self) -> Any:
+        """In a pickle, the engine of this process; any other process gets one that is closed."""
+        return _find_open, (os.getpid(), id(self), self._args)
+
     def _leave(self) -> None:
         closed: Any = _Closed()
         self.data = self.model = self.updates = self.checkpoints = closed
+
+
+def _find_open(process: int, number: int, args: Settings) -> RapidformerEngine:
+    if process == os.getpid():
+        for engine in _open_engines:
+            if id(engine) == number:
+                return engine
+    engine = RapidformerEngine.__new__(RapidformerEngine)
+    engine._args = args
+    engine._leave()
+    return engine
 
 
 class _Closed:

@@ -6,6 +6,7 @@ parameters, so an optimizer built earlier is re-pointed to the new ones by name.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ from rapidformer.compat.torch_optimizers import (
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.loss_scaler import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
-from rapidformer.overlay import extend, list_layers, remove
+from rapidformer.overlay import extend, get_own_class, list_layers, remove
 
 Closure = Callable[[], Any]
 
@@ -168,7 +169,13 @@ def _build_update(
 
     mark_as_counted(step)
     step_was_skipped = property(lambda self: clock.was_skipped)
-    return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped}
+    return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped,
+            "__reduce_ex__": _reduce_plain}  # fmt: skip
+
+
+def _reduce_plain(self: Any, protocol: Any) -> Any:
+    """A pickle or copy follows no clock: it is the plain optimizer or scheduler."""
+    return copyreg.__newobj__, (get_own_class(self),), self.__getstate__()  # type: ignore[attr-defined]
 
 
 class _Evaluations:
@@ -221,7 +228,7 @@ def take_over_scheduler(
 
             clock.advance_schedule(move)
 
-        return {"step": step}
+        return {"step": step, "__reduce_ex__": _reduce_plain}
 
     extend(scheduler, "update", build)
     return scheduler
