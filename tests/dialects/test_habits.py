@@ -251,6 +251,31 @@ def test_optimizers_do_not_go_with_model_init(tmp_path: Path) -> None:
         make_trainer(tmp_path, model_init=make_classifier, optimizers=(optimizer, None))
 
 
+def test_smoothed_labels_of_t5_need_no_decoder_inputs(tmp_path: Path) -> None:
+    """transformers takes the labels out of the batch, and then lacks what the decoder reads."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model: Any = transformers.T5ForConditionalGeneration(config)
+    rows = [
+        {"input_ids": [3, 4, 5], "labels": [7, 8, 1]},
+        {"input_ids": [5, 6, 7], "labels": [9, 1, -100]},
+    ]
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    with torch.no_grad():
+        logits = model(**batch).logits.flatten(0, 1)
+    labels = batch["labels"].flatten()
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    trainer = make_trainer(
+        tmp_path, model=model, train_dataset=rows, eval_dataset=None, data_collator=lambda _: batch,
+        per_device_train_batch_size=2, label_smoothing_factor=0.1, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
 def test_callbacks_see_the_last_save_coming(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -309,24 +308,9 @@ class RapidformerEngine:
             parts.callback(self.model.close, gives_back=gives_back)
             parts.callback(self.checkpoints.release_folder)
 
-    def __reduce__(self) -> Any:
-        """In a pickle, the engine of this process; any other process gets one that is closed."""
-        return _find_open, (os.getpid(), id(self), self._args)
-
     def _leave(self) -> None:
         closed: Any = _Closed()
         self.data = self.model = self.updates = self.checkpoints = closed
-
-
-def _find_open(process: int, number: int, args: Settings) -> RapidformerEngine:
-    if process == os.getpid():
-        for engine in _open_engines:
-            if id(engine) == number:
-                return engine
-    engine = RapidformerEngine.__new__(RapidformerEngine)
-    engine._args = args
-    engine._leave()
-    return engine
 
 
 class _Closed:

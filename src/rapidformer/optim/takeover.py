@@ -6,7 +6,6 @@ parameters, so an optimizer built earlier is re-pointed to the new ones by name.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -175,7 +174,11 @@ def _build_update(
 
 def _reduce_plain(self: Any, protocol: Any) -> Any:
     """A pickle or copy follows no clock: it is the plain optimizer or scheduler."""
-    return copyreg.__newobj__, (get_own_class(self),), self.__getstate__()  # type: ignore[attr-defined]
+    return _make_new, (get_own_class(self),), self.__getstate__()
+
+
+def _make_new(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 class _Evaluations:

@@ -12,16 +12,19 @@ moves one step per call.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from rapidformer.checkpoint.state import get_random_states, set_random_states
+from rapidformer.config import Settings
 from rapidformer.dialects.accelerate.preparing import PreparingVerbs
 from rapidformer.dialects.accelerate.processes import DistributedType, tell_accelerate
 from rapidformer.dialects.accelerate.settings import (
@@ -46,6 +49,31 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
     rank = int(os.environ.get("RANK") or 0) if device_specific else 0
     seed_everything(seed + rank, deterministic=deterministic)
+
+
+_numbers = itertools.count()
+_accelerators: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
+
+
+class _Elsewhere:
+    """Stands for the engine of an Accelerator that came in a pickle from another process."""
+
+    def __init__(self, args: Settings) -> None:
+        self.args = args
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RapidformerError(
+            f"this Accelerator came in a pickle from another process ({name!r} was asked for): it "
+            "only knows the processes of the run."
+        )
+
+
+def _find_accelerator(number: int, args: Settings) -> Accelerator:
+    found = _accelerators.get(number)
+    if found is None:
+        found = Accelerator.__new__(Accelerator)
+        found.engine = cast(RapidformerEngine, _Elsewhere(args))
+    return found
 
 
 class Accelerator(PreparingVerbs, TrackingVerbs):
@@ -77,6 +105,12 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         handlers = arguments.get("kwargs_handlers") or []
         self._profile = next((each for each in handlers if hasattr(each, "output_trace_dir")), None)
         tell_accelerate(self.mixed_precision, self.device, self.num_processes)
+        self._number = next(_numbers)
+        _accelerators[self._number] = self
+
+    def __reduce__(self) -> Any:
+        """In a pickle, this very object; elsewhere one that only knows its process's number."""
+        return _find_accelerator, (self._number, self.engine.args)
 
     def _start_engine(self) -> None:
         """Make the engine; a script that has seeded its random numbers keeps them."""
