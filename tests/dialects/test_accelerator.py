@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,9 +213,11 @@ def test_a_repeated_loss_counts_each_example_once() -> None:
         assert losses == [1, 1, 3, 3, 4] and texts == [str(i) for i in range(5)]
 
 
-def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_state_is_saved_and_loaded(tmp_path: Path, is_stateful: bool) -> None:
     def run(folder: Path, *, is_second: bool) -> list[float]:
-        accelerator = Accelerator(cpu=True)
+        config = SimpleNamespace(use_stateful_dataloader=is_stateful)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
         model, optimizer, loader = make_parts(shuffle=True)
         scheduler = get_linear_schedule_with_warmup(optimizer, 0, len(loader))
         model, optimizer, loader, scheduler = accelerator.prepare(
@@ -223,7 +226,9 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
         skipped = 0
         if is_second:
             accelerator.load_state(folder)
-            loader, skipped = accelerator.skip_first_batches(loader, 3), 3
+            skipped = 3
+            if not is_stateful:
+                loader = accelerator.skip_first_batches(loader, skipped)
         for step, (inputs, targets) in enumerate(loader, start=skipped):
             accelerator.backward(cross_entropy(model(inputs), targets))
             optimizer.step()

@@ -81,7 +81,7 @@ class RapidformerEngine:
             self._args, self.runtime = beside.args, beside.runtime
         clock = UpdateClock(self._args.gradient_accumulation_steps or 1, self.runtime.topology)
         current = CurrentBatch(clock) if beside is None else beside.data.current
-        self.data = RunData(self._args, self.runtime, clock, current)
+        self.data: RunData = RunData(self._args, self.runtime, clock, current)
         self.model = RunModel(self._args, self.runtime, current)
         self.updates = Updates(self._args, self.runtime, clock, current)
         collect = functools.partial(

@@ -72,7 +72,7 @@ def _find_accelerator(number: int, args: Settings) -> Accelerator:
     found = _accelerators.get(number)
     if found is None:
         found = Accelerator.__new__(Accelerator)
-        found.engine = cast(RapidformerEngine, _Elsewhere(args))
+        found.engine, found._number = cast(RapidformerEngine, _Elsewhere(args)), number
     return found
 
 
@@ -96,6 +96,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         self._lacks_optimizer = self._has_train_loader = False
         self._registered = []
         self.split_batches = splits_batches(arguments)
+        self.dataloader_config = arguments.get("dataloader_config")
         self._save_hooks: OrderedDict[int, Any] = OrderedDict()
         self._load_hooks: OrderedDict[int, Any] = OrderedDict()
         self._tracker_names, self._user_trackers = list_trackers(arguments)
@@ -154,6 +155,15 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
     @property
     def gradient_accumulation_steps(self) -> int:
         return self.engine.updates.clock.rounds_per_update
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if self._has_train_loader:
+            raise RapidformerError(
+                "set gradient_accumulation_steps before prepare(): the prepared DataLoader is cut "
+                "into optimizer steps."
+            )
+        self.engine.updates.clock.rounds_per_update = steps
 
     @property
     def sync_gradients(self) -> bool:

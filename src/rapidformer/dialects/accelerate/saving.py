@@ -39,6 +39,7 @@ class SavingVerbs(ProcessVerbs):
 
     project_dir: str | None
     project_configuration: ProjectConfiguration
+    dataloader_config: Any
     _models: list[nn.Module]
     """All that were prepared; each optimizer's is trained, the others (a teacher) only run."""
     _engines: list[RapidformerEngine]
@@ -52,9 +53,9 @@ class SavingVerbs(ProcessVerbs):
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
         engine = self._find_trainer(model)
-        weights = engine.model.parameters if engine is not None else []
-        is_sharded = any(isinstance(weight, DTensor) for weight in weights)
-        if is_sharded and "saving" not in list_layers(model):
+        if engine is None or "saving" in list_layers(model):
+            return model
+        if any(isinstance(weight, DTensor) for weight in engine.model.parameters):
             extend(model, "saving", partial(self._build_saving, engine))
         return model
 
@@ -213,7 +214,10 @@ class SavingVerbs(ProcessVerbs):
         self.wait_for_everyone()
 
     def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:
-        """Resume from ``save_state``; the loader restarts the epoch (``skip_first_batches``)."""
+        """Resume from ``save_state``; the loader restarts the epoch (``skip_first_batches``).
+
+        With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, it goes on where it was.
+        """
         self.compose_without_optimizer("load_state()")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = broadcast_object(next(reversed(self._list_checkpoints()), None))
@@ -243,7 +247,8 @@ class SavingVerbs(ProcessVerbs):
         for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
             group["lr"] = rate
         loader = self.engine.data.train_loader
-        if loader is not None:
+        is_stateful = getattr(self.dataloader_config, "use_stateful_dataloader", False)
+        if loader is not None and not is_stateful:
             loader.load_state_dict({"epoch": loader.epoch, "consumed_samples": 0})
 
     def compose_without_optimizer(self, verb: str) -> None:
