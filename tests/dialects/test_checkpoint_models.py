@@ -19,6 +19,7 @@ from rapidformer.checkpoint.loading import check_checkpoint
 from rapidformer.errors import CheckpointError
 from tests.dialects.small import make_classifier
 from tests.dialects.test_trainer import make_trainer, read_losses
+from tests.processes import run_in_processes
 from tests.small import make_model_folder
 
 
@@ -127,3 +128,33 @@ def test_tied_weights_and_fused_experts_are_read(tmp_path: Path) -> None:
         loaded, report = kind.from_pretrained(saved, output_loading_info=True)
         assert not any(report[name] for name in ("missing_keys", "unexpected_keys"))
         torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.slow
+def test_split_weights_are_joined(tmp_path: Path) -> None:
+    """Fused and tied ones of GPT-2, split over layers and within them."""
+    run_in_processes(_save_split, 2, str(tmp_path))
+    for layout in ("tensor", "pipeline"):
+        [saved] = (tmp_path / layout).glob("iter_*")
+        check_checkpoint(saved)
+        loaded: Any = transformers.GPT2LMHeadModel.from_pretrained(saved)
+        torch.testing.assert_close(loaded.state_dict(), _make_gpt().state_dict(), atol=0, rtol=0)
+
+
+def _make_gpt() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _save_split(folder: str) -> None:
+    for layout in ("tensor", "pipeline"):
+        settings = {f"{layout}_model_parallel_size": 2, "device": "cpu", "log_level": "error"}
+        engine, model = RapidformerEngine(args=settings), _make_gpt()
+        engine.checkpoints.holds_model = True
+        engine.compose(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        saved = engine.save_checkpoint(f"{folder}/{layout}")
+        if engine.is_main:
+            model.config.save_pretrained(saved)
+        engine.load_checkpoint(saved)
+        engine.close()
