@@ -190,6 +190,8 @@ def test_all_problems_at_once() -> None:
         ({"logging_steps": 10.5}, r"logging_steps must be whole, or below 1 .*, got 10.5"),
         ({"logging_steps": 0}, "logging_strategy='steps' needs logging_steps above 0"),
         ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
+        ({"fp16_full_eval": True, "bf16_full_eval": True}, "_full_eval=True contradict each other"),
+        ({"torch_empty_cache_steps": -1}, "must be a whole number of at least 1, got -1"),
         ({"fp16": True, "bf16": True}, "fp16=True and bf16=True contradict each other"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "looks at metrics: set eval_strategy"),
     ],

@@ -106,8 +106,15 @@ def _find_problems(arguments: NamedFields) -> Iterator[str]:
             yield f"{name}_steps must be whole, or below 1 (a share of the run), got {steps}."
         elif steps == 0 and name != "save":
             yield f"{name}_strategy='steps' needs {name}_steps above 0."
-    if arguments.fp16 and arguments.bf16:
-        yield "fp16=True and bf16=True contradict each other: give only one of them."
+    for suffix in ("", "_full_eval"):
+        if getattr(arguments, f"fp16{suffix}") and getattr(arguments, f"bf16{suffix}"):
+            yield (
+                f"fp16{suffix}=True and bf16{suffix}=True contradict each other: give only one of "
+                "them."
+            )
+    empties: Any = arguments.torch_empty_cache_steps
+    if empties is not None and (not isinstance(empties, int) or empties < 1):
+        yield f"torch_empty_cache_steps must be a whole number of at least 1, got {empties!r}."
 
 
 def _translate_schedule(arguments: NamedFields, problems: list[str]) -> Values:
