@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from rapidformer.data.loader import DistributedLoader, adopt_loader
+from rapidformer.data.adopting import adopt_loader
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
 
 
 def adopt(
-    loader: DataLoader[Any], replicas: int = 1, replica: int = 0, seed: int = 1
+    loader: DataLoader[Any], replicas: int = 1, replica: int = 0, seed: int = 1, **options: Any
 ) -> DistributedLoader:
     return adopt_loader(
         loader,
@@ -33,6 +35,7 @@ def adopt(
         rounds_per_update=1,
         seed=seed,
         device=torch.device("cpu"),
+        **options,
     )
 
 
@@ -149,21 +152,58 @@ def test_torchs_own_batch_sampler_is_cut_like_a_batch_size() -> None:
         assert take(adopt(made, 2, replica)) == take(adopt(asked, 2, replica))
 
 
-class Pairs(BatchSampler):
-    """A batch sampler that may do anything."""
+class Lengths(Sampler[list[int]]):
+    """Batches of unequal sizes, in a random order."""
+
+    batch_size = 3
+
+    def __init__(self, length: int = 4) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [[0, 1, 2], [3], [4, 5], [6, 7]]
+        yield from (batches[int(number)] for number in torch.randperm(4))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(range(8), batch_sampler=Pairs(Backwards(8), 2, False)),
-        lambda: DataLoader(range(8), batch_size=None),
-    ],
-    ids=["batch sampler", "no batches"],
-)
-def test_batches_of_the_users_making_are_refused(make: Any) -> None:
-    with pytest.raises(DataError, match=r"batch sampler.*give it batch_size="):
-        adopt(make())
+def test_batches_of_the_users_making_are_dealt_out_whole() -> None:
+    def make(**options: Any) -> Any:
+        return DataLoader(range(8), batch_sampler=Lengths(), **options)  # type: ignore[arg-type]
+
+    def list_batches(loader: DistributedLoader) -> list[list[int]]:
+        return [batch.tolist() for batch in loader]
+
+    alone = adopt(make())
+    epochs = [list_batches(alone) for _ in range(2)]
+    assert len(alone) == 4 and sorted(n for each in epochs[0] for n in each) == list(range(8))
+    assert sorted(map(len, epochs[0])) == [1, 2, 2, 3] and epochs[0] != epochs[1]
+    parts = [adopt(make(num_workers=replica), 2, replica) for replica in range(2)]
+    for epoch in epochs:
+        first, second = (list_batches(part) for part in parts)
+        assert [first[0], second[0], first[1], second[1]] == epoch
+    resumed = adopt(make())
+    resumed.load_state_dict({"epoch": 1, "consumed_samples": 1})
+    assert list_batches(pickle.loads(pickle.dumps(resumed))) == epochs[1][1:]
+    whole = DataLoader(range(8), batch_size=None)  # type: ignore[arg-type]
+    assert list(adopt(whole, 2, 1)) == [1, 3, 5, 7]
+
+
+def test_batches_that_cannot_be_dealt_out_are_refused() -> None:
+    short = DataLoader(range(8), batch_sampler=Lengths(3))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="Lengths gave 4 batches, and its length is 3"):
+        list(adopt(short))
+    loader = DataLoader(range(8), batch_sampler=Lengths())  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="Lengths gives each process other batches"):
+        list(adopt(loader, 2, gather_digests=lambda digest: [digest, "another"]))
+    cut = DistributedSampler(list(range(8)), num_replicas=2, rank=0)
+
+    class Own(BatchSampler):
+        """Not torch's own."""
+
+    with pytest.raises(DataError, match="made from a DistributedSampler"):
+        adopt(DataLoader(range(8), batch_sampler=Own(cut, 2, False)))  # type: ignore[arg-type]
 
 
 def test_distributed_sampler_is_refused_or_taken_for_what_it_orders() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,3 +257,33 @@ def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
         assert "prepared without its optimizer" in said[0]
         assert "the loss does not depend on the prepared model" in said[1]
         assert shown == (2, rank, DistributedType.MULTI_CPU)
+
+
+def test_what_was_prepared_can_be_pickled() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    rows = DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=2, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, rows)
+    for (inputs,) in loader:
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert pickle.loads(pickle.dumps(accelerator)) is accelerator
+    copied: Any
+    copied, schedule, batches = pickle.loads(pickle.dumps((optimizer, scheduler, loader)))
+    assert schedule.optimizer is copied and schedule.get_last_lr() == scheduler.get_last_lr()
+    assert [batch[0].tolist() for batch in batches] == [batch[0].tolist() for batch in loader]
+    copied.param_groups[0]["params"][0].grad = torch.ones(2, 3)
+    copied.step()  # a plain optimizer, which waits for no update
+    assert float(copied.state[copied.param_groups[0]["params"][0]]["step"]) == 5
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).is_main_process)"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(accelerator),
+        capture_output=True,
+        check=True,
+    )
+    assert elsewhere.stdout.strip() == b"True"

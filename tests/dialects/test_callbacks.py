@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -79,6 +80,17 @@ def test_events_between_the_micro_batches_of_an_update(tmp_path: Path) -> None:
     start = names.index("on_step_begin")
     assert names[start : start + 4] == ["on_step_begin", *["on_substep_end"] * 2,
                                         "on_pre_optimizer_step"]  # fmt: skip
+
+
+def test_a_run_writes_one_tensorboard_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged at the end comes before ``on_train_end``, which closes the file."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    make_trainer(
+        tmp_path / "out", max_steps=2, eval_strategy="steps", eval_steps=1, report_to="tensorboard"
+    ).train()
+    [file] = [path for path in (tmp_path / "board").rglob("events.*") if path.is_file()]
+    tags = EventAccumulator(str(file)).Reload().Tags()["scalars"]
+    assert {"train/loss", "eval/loss", "train/train_runtime"} <= set(tags)
 
 
 def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:

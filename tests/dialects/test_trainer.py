@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import get_constant_schedule, get_scheduler
+from transformers import BertForSequenceClassification, get_constant_schedule, get_scheduler
 
 from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
 from rapidformer.dialects.huggingface.loss import call_with_count
@@ -114,6 +114,9 @@ def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
             np.testing.assert_allclose(result["predictions"], alone["predictions"], atol=1e-5)
             assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6), kind
             assert result["losses"] == pytest.approx(alone["losses"], abs=1e-6), kind
+        again = make_trainer(tmp_path / f"two-{kinds.index(kind)}", num_train_epochs=3)
+        again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-20")
+        assert again.state.global_step == 30
 
 
 def _train_each(folder: str, batch: int, kinds: list[str]) -> list[dict[str, Any]]:
@@ -126,6 +129,11 @@ def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]
     trainer.train()
     trainer.train()  # from the weights of now; the hooks of the first run are not doubled
     assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {40.0}  # kept
+    loaded, last = (
+        BertForSequenceClassification.from_pretrained(f"{folder}/{name}").state_dict()
+        for name in ("checkpoint-20", "last")
+    )
+    torch.testing.assert_close(loaded, last, atol=0, rtol=0)
     output = trainer.predict(make_dataset(13, seed=1))
     assert output.metrics is not None
     after = [output.metrics[f"test_{name}"] for name in ("loss", "accuracy")]

@@ -264,7 +264,7 @@ def test_no_batch_is_kept_alive_and_no_hook_stays() -> None:
         engine.backward(compute_loss(model, batch))
         engine.step()
     del batch
-    assert not engine.data._current._known
+    assert not engine.data.current._known
     assert torch.equal(copy.deepcopy(model)(torch.ones(1, 3)), model(torch.ones(1, 3)))
     engine.close()
     assert not model._forward_pre_hooks

@@ -20,8 +20,10 @@ import torch
 
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import CheckpointError
+from rapidformer.models.weight_files import read_places
 
 INDEX = "index.json"
+_SAFETENSORS = ".safetensors"
 Sizes = tuple[int, ...]
 _MOST_CELLS = 10_000_000
 _MOST_SPLIT = 8
@@ -87,26 +89,45 @@ def check_index(index: Index, folder: Path, source: Path) -> None:
 
 def find_index_problems(index: Index, folder: Path) -> Iterator[str]:
     """Every tensor that is not covered, and every place that does not exist."""
-    by_file: dict[str, list[Part]] = defaultdict(list)
+    by_file: dict[str, list[tuple[str, Entry, Part]]] = defaultdict(list)
     for name, entry in index.items():
         if not _covers(entry.parts, entry.shape):
             yield f"its parts do not make up the whole of {name}"
         for part in entry.parts:
-            by_file[part.file].append(part)
+            by_file[part.file].append((name, entry, part))
             if part.length < prod(part.sizes) * entry.dtype.itemsize:
                 yield f"a part of {name} has {part.length} bytes, too few for {list(part.sizes)}"
-    for file, parts in by_file.items():
+    for file, found in by_file.items():
         size = _measure(folder, file)
         if size is None:
             yield f"it refers to {file}, which is not a file of this folder"
-        elif any(part.start + part.length > size for part in parts):
+        elif any(part.start + part.length > size for _, _, part in found):
             yield f"it refers to bytes that {file} does not have"
+        elif is_model_file(file):
+            yield from _compare_header(folder / file, found)
+
+
+def _compare_header(path: Path, found: Sequence[tuple[str, Entry, Part]]) -> Iterator[str]:
+    """The bytes of such a file do not say what they are: its header does."""
+    try:
+        places = read_places(path)
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as reason:
+        yield f"the header of {path.name} cannot be read ({reason})"
+        return
+    for name, entry, part in found:
+        if part.length and places.get(part.start) != (entry.dtype, part.sizes):
+            yield f"{name} is not what the header of {path.name} says of these bytes"
+
+
+def is_model_file(name: str) -> bool:
+    """Whether it is a safetensors file beside the folder of the index: the model's own weights."""
+    return name == f"../{Path(name).name}" and name.endswith(_SAFETENSORS)
 
 
 def _measure(folder: Path, file: str) -> int | None:
     try:
-        is_here = Path(file).name == file and (folder / file).is_file()
-        return (folder / file).stat().st_size if is_here else None
+        is_here = Path(file).name == file or is_model_file(file)
+        return (folder / file).stat().st_size if is_here and (folder / file).is_file() else None
     except (OSError, ValueError):  # a name that no file can have
         return None
 

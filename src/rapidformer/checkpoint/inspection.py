@@ -108,6 +108,7 @@ def _find_unlisted(folder: Path, run: dict[str, Any], index: Index) -> Iterator[
     if listed is None:
         return
     needed = {f"state/{part.file}" for entry in index.values() for part in entry.parts}
+    needed = {name.removeprefix("state/../") for name in needed}
     needed.add(f"state/{get_index_name(folder / 'state')}")
     sizes = run.get("layout")
     if isinstance(sizes, dict) and any(name.startswith("random-") for name in listed):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, write_index
+from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, is_model_file, write_index
 from rapidformer.checkpoint.publish import Digest, HashedFile
 from rapidformer.checkpoint.torch_index import write_torch_index
 from rapidformer.compat.torch_distributed import find_offset
@@ -70,14 +70,16 @@ def write_pieces(
     return index, file.digest
 
 
-def finish_tensors(indexes: Iterable[Index], folder: Path) -> None:
-    """Write the index of what all ranks have written."""
+def finish_tensors(indexes: Iterable[Index], folder: Path) -> Index:
+    """Write the index of what all ranks have written, and return it."""
     joined: Index = {}
     for index in indexes:
         for name, entry in index.items():
             joined.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
     write_index(joined, folder)
-    write_torch_index(joined, folder)
+    if not any(is_model_file(part.file) for entry in joined.values() for part in entry.parts):
+        write_torch_index(joined, folder)  # torch's own tools read no other files
+    return joined
 
 
 # ---- tensors of which a rank holds several separate pieces ---------------------------------------

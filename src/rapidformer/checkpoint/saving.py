@@ -24,6 +24,13 @@ from torch.distributed.tensor import DTensor
 from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints
 from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.index import Index
+from rapidformer.checkpoint.model_files import (
+    belongs_to_model,
+    join_weights,
+    name_model_file,
+    write_model_file,
+    write_weight_map,
+)
 from rapidformer.checkpoint.pieces import Piece, finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import (
     Digest,
@@ -41,6 +48,7 @@ from rapidformer.checkpoint.state import (
     get_random_file,
     get_random_states,
     get_rank,
+    get_world_size,
     keep_json,
 )
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
@@ -69,6 +77,8 @@ class Save:
     """This rank's part of the tensors; they share memory with the model until they are copied."""
     files: dict[str, str] = field(default_factory=dict)
     """This rank's other files, by name."""
+    has_model: bool = False
+    """Whether the weights go to files that ``from_pretrained`` reads."""
     total_bytes: int = 0
     """Of all ranks' pieces."""
     keep: int | None = None
@@ -118,9 +128,15 @@ class Save:
         index: Index = {}
         digests: dict[str, Digest] = {}
         (staging / _STATE).mkdir(exist_ok=True)  # also here: NFS may not show rank 0's folder yet
-        if self.pieces:
+        weights = [each for each in self.pieces if self.has_model and belongs_to_model(each)]
+        others = [each for each in self.pieces if not (self.has_model and belongs_to_model(each))]
+        if weights:
+            name = name_model_file(get_rank(), get_world_size())
+            index, digests[name] = write_model_file(weights, staging / name, self._check_cancelled)
+        if others:
             name = f"{_STATE}/__{get_rank()}_0.distcp"
-            index, digests[name] = write_pieces(self.pieces, staging / name, self._check_cancelled)
+            rest, digests[name] = write_pieces(others, staging / name, self._check_cancelled)
+            index |= rest
         for name, text in self.files.items():
             with HashedFile(staging / name) as file:
                 file.write(text.encode("utf-8"))
@@ -128,7 +144,10 @@ class Save:
         return index, digests
 
     def _publish(self, everyone: list[_Written]) -> None:
-        finish_tensors((index for index, _ in everyone), get_staging(self.target) / _STATE)
+        staging = get_staging(self.target)
+        index = finish_tensors((index for index, _ in everyone), staging / _STATE)
+        if self.has_model and len(everyone) > 1:
+            write_weight_map(index, staging)
         self.before_publishing()
         publish(self.target, digests={k: v for _, digests in everyone for k, v in digests.items()})
         replace_text(self.folder / TRACKER, str(self.step))
@@ -170,12 +189,15 @@ def prepare_save(
     protected: Path | None = None,
     with_optimizer: bool = True,
     with_random_states: bool = True,
+    with_model: bool = False,
     processor: Any = None,
 ) -> Save:
     """Collect and check the state of the current step; every rank must call this."""
     tensors, groups = collect_tensors(state, with_optimizer=with_optimizer)
     check_finite(state.model, tensors, state.step)
-    save = Save(folder=folder, step=state.step, keep=keep, protected=protected)
+    save = Save(
+        folder=folder, step=state.step, keep=keep, protected=protected, has_model=with_model
+    )
 
     def open_staging() -> None:
         staging = start_staging(save.target)
@@ -188,6 +210,8 @@ def prepare_save(
     checksums = None if state.base is None else compute_base_checksums(state)
     # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.
     everyones_ties = gather_from_all(_drop_tied(tensors, state.model))
+    if with_model:
+        join_weights(tensors)
     save.pieces = plan_pieces(tensors)
     save.total_bytes = sum(gather_from_all(sum(piece.data.nbytes for piece in save.pieces)))
     if with_random_states:

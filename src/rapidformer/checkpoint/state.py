@@ -121,6 +121,10 @@ def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
 def bypass_clock(clock: Any) -> Iterator[None]:
     """Let torch step the optimizer once to initialise its state, bypassing the clock."""

@@ -157,9 +157,14 @@ class _Reader(FileSystemReader):
 
     def _read_part(self, file: IOBase, item: ReadItem) -> torch.Tensor:
         name, place = item.storage_index.fqn, self.storage_data[item.storage_index]
-        view = open_part(file, place.offset, place.length)
-        part: torch.Tensor = torch.load(view, map_location="cpu", weights_only=True)
-        wanted = self._entries[name].properties.dtype
+        view, entry = open_part(file, place.offset, place.length), self._entries[name]
+        wanted = entry.properties.dtype
+        if our_index.is_model_file(place.relative_path):
+            content = bytearray(view.read(place.length))
+            part = torch.frombuffer(content, dtype=wanted) if content else torch.empty(0)
+            part = part.to(wanted).view(entry.size)
+        else:
+            part = torch.load(view, map_location="cpu", weights_only=True)
         if part.dtype != wanted:
             raise ValueError(f"a part of {name} holds {part.dtype}, its index says {wanted}")
         for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -64,9 +64,10 @@ def _train(args: Settings, splits: Mapping[str, Any] | None = None) -> dict[str,
     if not pretrains:
         get_task(args.task)  # an unknown one is found before the engine starts
     engine = RapidformerEngine(args=args)
-    metrics = pretrain(engine) if pretrains else train_task(engine, splits)
-    engine.close(gives_back=False)
-    return metrics
+    try:
+        return pretrain(engine) if pretrains else train_task(engine, splits)
+    finally:
+        engine.close(gives_back=False)
 
 
 def check_script(script: str) -> None:

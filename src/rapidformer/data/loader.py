@@ -12,21 +12,20 @@ lengths need. The position then moves on with each whole update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
-from rapidformer.data.data_source import is_stream, open_source
+from rapidformer.data.data_source import open_source
 from rapidformer.data.fetching import Collate, Fetched, Fetcher, Parcel
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import EpochOrder, Rounds
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
-from rapidformer.errors import DataError, RapidformerError
+from rapidformer.errors import RapidformerError
 
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
@@ -205,8 +204,14 @@ class DistributedLoader:
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from self._hand_out(stays_on_host)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is no longer followed: nothing is trained on what it yields."""
+        return {**self.__dict__, "follow": None}
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch's; one that was resumed in the middle stays there."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
         if epoch != self.epoch or not self._is_resuming:
             self.epoch, self.consumed_samples, self._is_resuming = epoch, 0, False
 
@@ -277,57 +282,3 @@ class DistributedLoader:
 
 def _pass_on(batch: Any) -> Any:
     return batch
-
-
-def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
-    """Rows of a batch, if torch's own batch sampler makes the batches."""
-    batches = loader.batch_sampler
-    return batches.batch_size if type(batches) is BatchSampler else None
-
-
-def adopt_loader(
-    loader: DataLoader[object],
-    *,
-    num_replicas: int,
-    replica: int,
-    rounds_per_update: int,
-    seed: int,
-    device: torch.device,
-    gather_digests: Callable[[str], Sequence[str]] | None = None,
-    batch_size: int | None = None,
-) -> DistributedLoader:
-    """A user's DataLoader: the same data in the same batches, or others, divided over the ranks.
-
-    Data set, collate function, batch size, workers and order carry over. A sampler of the user's
-    own decides the order (it must give the same one on every process); a batch sampler of the
-    user's own cannot be cut.
-    """
-    batches = loader.batch_sampler
-    if type(batches) is not BatchSampler:
-        raise DataError(
-            "the DataLoader makes its batches with a batch sampler of its own, which cannot be "
-            "spread over processes: give it batch_size= (and sampler=, if you have an order)."
-        )
-    sampler = given = None if is_stream(loader.dataset) else batches.sampler
-    if isinstance(sampler, DistributedSampler):
-        raise DataError(
-            "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
-            "leave the sampler out (shuffle=True for a shuffled order)."
-        )
-    is_random = (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if is_random or isinstance(sampler, SequentialSampler):
-        sampler = None
-    adopted = DistributedLoader(
-        loader.dataset, collate=loader.collate_fn, num_replicas=num_replicas, replica=replica,
-        micro_batch_size=batch_size or batches.batch_size, rounds_per_update=rounds_per_update,
-        shuffle=is_random, seed=seed, num_workers=loader.num_workers, drop_last=batches.drop_last,
-        device=device, gather_digests=gather_digests,
-        order=None if sampler is None else lambda: list(sampler),
-        num_samples=len(sampler) if isinstance(sampler, Sized) else None,
-    )  # fmt: skip
-    adopted.sampler = given
-    return adopted

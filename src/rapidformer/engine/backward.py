@@ -7,7 +7,8 @@ an update, gradients are summed over the ranks and divided once, by the weight o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.tensor.slices import check_whole_gradients, get_own_gradient
 from rapidformer.accel.tensor.vocabulary_loss import join_loss
@@ -38,6 +40,7 @@ from rapidformer.optim.gradients import (
 from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import MeasureNorm, UpdateClock
+from rapidformer.overlay import get_own_class
 
 _UNKNOWN_WEIGHT = (
     "it is unknown how many labels this loss is a mean over, and the batch does not show it. All "
@@ -142,6 +145,18 @@ class LossWeights:
             warn_once(_ROW_WEIGHT)
 
 
+def join(loss: torch.Tensor) -> torch.Tensor:
+    """The loss as a plain tensor; one that cannot be back-propagated is refused."""
+    joined = join_loss(loss)
+    if isinstance(joined, DTensor):
+        raise ModelError(
+            "the loss contains weights that are split over ranks (a penalty over "
+            "model.parameters(), say). Gather each of them in the loss: "
+            "sum(engine.model.gather_weight(p).pow(2).sum() for p in model.parameters())."
+        )
+    return joined
+
+
 @dataclass
 class StartedMicroBatch:
     """The micro-batch whose forward step runs."""
@@ -171,6 +186,8 @@ class BackwardPasses:
         self._trainable = [p.requires_grad for p in self.parameters]
         self._held: HeldGradients | None = None
         """What the micro-batches of this update have added up to so far."""
+        self._joined: MicroBatch | None = None
+        """The last micro-batch whose loss has reached this model."""
 
     def run(
         self,
@@ -193,15 +210,80 @@ class BackwardPasses:
         self, result: MicroBatchResult, micro_batch: MicroBatch | None, *, ends_update: bool = False
     ) -> tuple[bool, float | torch.Tensor]:
         """Whether it is the last one of its update, and its fraction of the update."""
-        if self._held is not None:
-            self._held.put_back()
-            self._held = None
+        self._release()
         info = micro_batch.info if micro_batch is not None else None
         weight = result.weight
         get_observer().see_loss(result.loss, weight, info, is_given=result.is_weight_given)
         is_last = self.clock.start_micro_batch(ends_update=ends_update)
         unit = self.weights.get_shared_unit(weight)
         return is_last, self.clock.add_weight(weight, shared_unit=unit)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.put_back()
+            self._held = None
+
+    @contextmanager
+    def joining(
+        self,
+        result: MicroBatchResult,
+        micro_batch: MicroBatch | None,
+        unit: float,
+        *,
+        counts: bool,
+    ) -> Iterator[list[nn.Parameter]]:
+        """A backward pass that several engines share; yields what it will have reached of this one.
+
+        Whether it reaches a model shows only afterwards: ranks exchange gradients in every pass.
+        """
+        synchronizer, is_accumulating = self.parallelized.synchronizer, self.clock.is_accumulating
+        self._release()
+        earlier = take_gradients(self.parameters)
+        synchronizer.before_backward(True)
+        reached: list[nn.Parameter] = []
+        with use_kernels(self.parallelized.model):
+            yield reached
+        synchronizer.after_backward()
+        reached += [p for p in self.parameters if p.grad is not None]
+        if reached:
+            self._count_joined(result, micro_batch, unit, earlier, counts=counts)
+        else:
+            add_gradients(self.parameters, earlier)
+            if is_accumulating:
+                self._held = HeldGradients(self.parameters)
+
+    def _count_joined(
+        self,
+        result: MicroBatchResult,
+        micro_batch: MicroBatch | None,
+        unit: float,
+        earlier: Sequence[torch.Tensor | None],
+        *,
+        counts: bool,
+    ) -> None:
+        clock = self.clock
+        if counts and micro_batch is not None and micro_batch is self._joined:
+            raise RapidformerError(
+                "a second loss of this micro-batch reaches "
+                f"{get_own_class(self.parallelized.model).__name__} while gradients accumulate. "
+                "Add both up for one backward(); or if the second is another model's, freeze this "
+                "one meanwhile: model.requires_grad_(False)."
+            )
+        self._joined = micro_batch
+        if clock.is_unused and not counts:
+            clock.set_aside(())
+        adds_up = clock.is_accumulating
+        ends_update = micro_batch is not None and micro_batch.is_last
+        is_last = clock.start_micro_batch(ends_update=ends_update) or not counts
+        clock.add_loss(result.loss, clock.add_weight(result.weight, shared_unit=unit))
+        if adds_up or not is_last:
+            add_gradients(self.parameters, earlier)
+        if not is_last:
+            self._held = HeldGradients(self.parameters)
+            return
+        self.finish()
+        if not adds_up:
+            add_gradients(self.parameters, earlier)
 
     def _back_propagate(
         self,
@@ -211,13 +293,7 @@ class BackwardPasses:
         is_last: bool,
         retain_graph: bool = False,
     ) -> None:
-        joined = join_loss(loss)
-        if isinstance(joined, DTensor):
-            raise ModelError(
-                "the loss contains weights that are split over ranks (a penalty over "
-                "model.parameters(), say). Gather each of them in the loss: "
-                "sum(engine.model.gather_weight(p).pow(2).sum() for p in model.parameters())."
-            )
+        joined = join(loss)
         scale = self.scaler.scale if self.scaler else 1.0
         synchronizer = self.parallelized.synchronizer
         beat("backward", self.clock.updates + 1)
@@ -283,10 +359,12 @@ class BackwardPasses:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         idle = [p for p in self.parameters if p.requires_grad and id(p) not in held]
         if idle:
+            number = f"{len(idle)} parameters were" if idle[1:] else "A parameter was"
             warn_once(
-                f"{len(idle)} parameters were unfrozen after compose(), but the optimizer does not "
-                "hold them, so they are not updated. Pass compose() an optimizer over all "
-                "parameters, frozen ones included: torch.optim.AdamW(model.parameters(), ...).",
+                f"{number} unfrozen after compose(), but the optimizer does not hold "
+                f"{'them, so they are' if idle[1:] else 'it, so it is'} not updated. Pass "
+                "compose() an optimizer over all parameters, frozen ones included: "
+                "torch.optim.AdamW(model.parameters(), ...).",
                 is_local=True,
             )
         return True

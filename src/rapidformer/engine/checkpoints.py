@@ -21,7 +21,7 @@ from rapidformer.checkpoint.finding import (
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
 from rapidformer.checkpoint.lock import FolderLock
 from rapidformer.checkpoint.pieces import Piece
-from rapidformer.checkpoint.publish import remove_leftovers
+from rapidformer.checkpoint.publish import get_staging, remove_leftovers
 from rapidformer.checkpoint.saving import Save, check_finite, plan_save, prepare_save
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.checkpoint.writing import run_on_first, writing
@@ -34,6 +34,9 @@ from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import CheckpointError, RapidformerError, TrainingError, WriteError
 from rapidformer.log import get_logger, warn_once
 from rapidformer.optim.update import UpdateClock
+
+EXPORTED = "exported"
+"""The folder of a checkpoint's adapter, if each checkpoint holds what ``from_pretrained`` reads."""
 
 
 class Checkpoints:
@@ -55,6 +58,8 @@ class Checkpoints:
     ) -> None:
         self.args = args
         self.resumed_from: Path | None = None
+        self.holds_model = False
+        """Whether each checkpoint holds what ``from_pretrained`` reads."""
         self._folder: Path | None = None
         """The folder that this run writes to; rank 0 has its lock."""
         self._lock: FolderLock | None = None
@@ -101,11 +106,15 @@ class Checkpoints:
             self.abandon_later(target)
             self._model.parallelized.settle()
             try:
+                is_adapter = self._model.adapter is not None
                 save = prepare_save(
                     target, self._collect(), extra or {},
                     keep=self.args.save_total_limit, protected=protected, processor=processor,
                     with_optimizer=self.args.save_optim, with_random_states=self.args.save_rng,
+                    with_model=self.holds_model and not is_adapter,
                 )  # fmt: skip
+                if self.holds_model and is_adapter:  # small, and under other names in its file
+                    self.export(get_staging(save.target) / EXPORTED, merge=False)
                 if self._lock is not None:
                     save.before_publishing = self._lock.check
                 save.after_publishing = claim

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
+from rapidformer.data.adopting import adopt_loader, get_rows_per_batch
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
-from rapidformer.data.loader import DistributedLoader, adopt_loader, get_rows_per_batch
+from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
@@ -45,7 +46,7 @@ class RunData:
         self.train_loader: DistributedLoader | None = None
         """The loader of the training data, once there is one."""
         self.topology, self._device = runtime.topology, runtime.device
-        self._clock, self._current = clock, current
+        self._clock, self.current = clock, current
         self._watched: WeakKeyDictionary[DistributedLoader, Any] = WeakKeyDictionary()
         """The loaders, each with a reference to what follows it."""
         self._extra_updates = 0
@@ -147,18 +148,18 @@ class RunData:
         self._clock.rounds_per_update = total // unit
 
     def _watch(self, loader: DistributedLoader, *, is_training: bool) -> DistributedLoader:
-        self._current.watch(loader, is_training=is_training)
+        self.current.watch(loader, is_training=is_training)
         self._watched[loader] = ref(loader.follow) if loader.follow is not None else None
         if is_training:
             self.train_loader = loader
             self._clock.follows_loader = loader.has_token_budget
-            if self._current.has_model:
+            if self.current.has_model:
                 self.say_batch()
         return loader
 
     def allow_no_model(self, tell: Callable[[], None]) -> None:
         """Call this instead of refusing a pass with gradients before a model is composed."""
-        self._current.refuse_no_model = tell
+        self.current.refuse_no_model = tell
 
     def say_batch(self) -> None:
         """Log the global batch of a script's own loop, once its loader is known."""
@@ -241,7 +242,7 @@ class RunData:
                 "engine.gather() in a loss joins the rows of one micro-batch per rank, not of all "
                 f"{self._clock.rounds_per_update} micro-batches of an update. {INSTEAD}."
             )
-        if self._current.ends_with_filler(len(rows)):
+        if self.current.ends_with_filler(len(rows)):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)
 
@@ -260,12 +261,12 @@ class RunData:
 
     def drop_surplus_items(self, values: Any) -> Any:
         """The same for a single tensor, or a list with an item per row."""
-        surplus = self._current.count_surplus_rows(len(values))
+        surplus = self.current.count_surplus_rows(len(values))
         return values[: len(values) - surplus] if surplus else values
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order, without fillers of the last batch."""
-        if self._current.ends_with_filler(len(values)):
+        if self.current.ends_with_filler(len(values)):
             values = values[:-1]
         return [value for part in gather_objects(values, self.topology) for value in part]
 

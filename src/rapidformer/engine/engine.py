@@ -60,7 +60,8 @@ class RapidformerEngine:
     ``args`` are the settings: by name, as flags or ready-made. Without it, the command line is read
     if it is meant for us: in a script that ``rapidformer`` or ``torchrun`` started, or that has
     flags of ours. A notebook gets the defaults. ``peft_config`` is a configuration object of peft:
-    its adapters are trained instead of the model's own weights.
+    its adapters are trained instead of the model's own weights. An engine ``beside`` another one
+    trains a second model on the same batches.
     """
 
     def __init__(
@@ -69,14 +70,18 @@ class RapidformerEngine:
         *,
         args: Arguments = None,
         peft_config: Any = None,
+        beside: RapidformerEngine | None = None,
     ) -> None:
-        asked = _read_arguments(args, extra_args_provider)
-        if peft_config is not None:
-            asked = asked.replace("peft_config", peft_config=to_text(peft_config))
-        self._args, self.runtime = start_run(asked)
+        if beside is None:
+            asked = _read_arguments(args, extra_args_provider)
+            if peft_config is not None:
+                asked = asked.replace("peft_config", peft_config=to_text(peft_config))
+            self._args, self.runtime = start_run(asked)
+        else:
+            self._args, self.runtime = beside.args, beside.runtime
         clock = UpdateClock(self._args.gradient_accumulation_steps or 1, self.runtime.topology)
-        current = CurrentBatch(clock)
-        self.data = RunData(self._args, self.runtime, clock, current)
+        current = CurrentBatch(clock) if beside is None else beside.data.current
+        self.data: RunData = RunData(self._args, self.runtime, clock, current)
         self.model = RunModel(self._args, self.runtime, current)
         self.updates = Updates(self._args, self.runtime, clock, current)
         collect = functools.partial(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine.backward import BackwardPasses, LossWeights, StartedMicroBatch
+from rapidformer.engine.backward import BackwardPasses, LossWeights, StartedMicroBatch, join
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.optimizing import (
     Wanted,
@@ -153,6 +153,37 @@ class Updates:
         result = self.weights.weigh(loss, weight, micro_batch)
         ends_update = bool(micro_batch and micro_batch.is_last)
         passes.run(result, micro_batch, ends_update=ends_update, retain_graph=retain_graph)
+
+    def backward_with(
+        self,
+        others: Sequence[Updates],
+        loss: torch.Tensor,
+        *,
+        counts: bool,
+        retain_graph: bool = False,
+    ) -> list[Updates]:
+        """Back-propagate a loss that may depend on the models of several engines.
+
+        Returns those that it has reached; the others are as before. Each pass ends an update,
+        unless it ``counts`` as a micro-batch.
+        """
+        loss, together = settle(loss), [self, *others]
+        micro_batch = self.weights.find_micro_batch(None)
+        result = self.weights.weigh(loss, None, micro_batch)
+        # All of them count in the same unit, whichever update each of them is in.
+        unit = self.weights.get_shared_unit(result.weight)
+        if unit is None:
+            unit = 1.0 if counts else float(result.weight) or 1.0
+        with ExitStack() as stack:
+            joined = [
+                stack.enter_context(
+                    each._started_passes.joining(result, micro_batch, unit, counts=counts)
+                )
+                for each in together
+            ]
+            scaled = scale_loss(join(loss), result.weight / unit, 1.0)
+            scaled.backward(retain_graph=retain_graph)
+        return [each for each, reached in zip(together, joined, strict=True) if reached]
 
     def backward_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of ``run_update``; several losses add up.

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rapidformer.models.recording import Recording, RecordingError, Spans
+from rapidformer.strict_json import parse_json
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _DTYPES = {
@@ -122,6 +123,25 @@ class _RecordedSlice:
             raise RecordingError(f"{self._key} in {self._path} holds {self._dtype_name}")
         source = FileTensor(self._path, self._key, dtype)
         return self._recording.add_source(source, self._shape, dtype)[index]
+
+
+def name_dtype(dtype: torch.dtype) -> str | None:
+    """What safetensors calls a type; None if it has no name here."""
+    return next((name for name, known in _DTYPES.items() if known == dtype), None)
+
+
+def read_places(path: Path) -> dict[int, tuple[torch.dtype | None, tuple[int, ...]]]:
+    """Type and shape of each tensor of a file, by the place of its first byte; may raise."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(min(length, path.stat().st_size)))
+    return {
+        8 + length + entry["data_offsets"][0]: (
+            _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+        )
+        for name, entry in header.items()
+        if name != "__metadata__" and 0 not in entry["shape"]
+    }  # fmt: skip
 
 
 def list_file_dtypes(folder: Path) -> Counter[torch.dtype]:

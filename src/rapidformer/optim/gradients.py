@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.torch_clipping import extend_total_norm, find_unknown_norm
-from rapidformer.compat.torch_tensors import compute_norms, count_changes
+from rapidformer.compat.torch_tensors import compute_norms, count_changes, multiply_all
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.multi_tensor.norm import sum_squares
@@ -151,6 +151,19 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     rows: torch.Tensor = torch.linalg.vector_norm(tensor, dim=-1)
     return rows
+
+
+def clip_norm(
+    gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Scale gradients down to a norm, with torch's own arithmetic; returns the norm before."""
+    norm = get_norm(gradients) if norm is None else norm
+    local = [get_local(gradient) for gradient in gradients]
+    if local and max_norm > 0:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # The norm of a pipeline's offloaded gradients is on the device.
+        multiply_all(local, coefficient.to(local[0].device))
+    return norm
 
 
 def get_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -28,7 +28,7 @@ from rapidformer.compat.torch_optimizers import (
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.update import StepDivided, UpdateClock
-from rapidformer.overlay import extend, list_layers, remove
+from rapidformer.overlay import extend, get_own_class, list_layers, remove
 
 Closure = Callable[[], Any]
 
@@ -165,7 +165,17 @@ def _build_update(
 
     mark_as_counted(step)
     step_was_skipped = property(lambda self: clock.was_skipped)
-    return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped}
+    return {"step": step, "zero_grad": zero_grad, "step_was_skipped": step_was_skipped,
+            "__reduce_ex__": _reduce_plain}  # fmt: skip
+
+
+def _reduce_plain(self: Any, protocol: Any) -> Any:
+    """A pickle or copy follows no clock: it is the plain optimizer or scheduler."""
+    return _make_new, (get_own_class(self),), self.__getstate__()
+
+
+def _make_new(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 class _Evaluations:
@@ -215,7 +225,7 @@ def take_over_scheduler(
 
             clock.advance_schedule(move)
 
-        return {"step": step}
+        return {"step": step, "__reduce_ex__": _reduce_plain}
 
     extend(scheduler, "update", build)
     return scheduler

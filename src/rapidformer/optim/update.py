@@ -19,6 +19,7 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.gradients import (
     GradientKeeper,
+    clip_norm,
     get_divisor,
     get_norm,
     scale_loss,
@@ -60,6 +61,8 @@ class UpdateClock:
         self._bad: BadUpdate | None = None
         self._late_schedule: Callable[[], None] | None = None
         self._pending_schedule: Callable[[], None] | None = None
+        self._is_schedule_due = False
+        """Whether the schedule has not followed the last update yet."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._norm: torch.Tensor | None = None
         self._measure: Callable[[], torch.Tensor] | None = None
@@ -250,12 +253,8 @@ class UpdateClock:
         max_norm = get_observer().choose_clip(max_norm, norm)
         if self.keeper is not None:
             self.keeper.set_clip(max_norm, norm)
-        elif max_norm > 0 and not self._is_applied:
-            gradients = [get_local(gradient) for gradient in self._list_gradients()]
-            if gradients:
-                coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-                # The norm of a pipeline's offloaded gradients is on the device.
-                multiply_all(gradients, coefficient.to(gradients[0].device))
+        elif not self._is_applied:
+            clip_norm(self._list_gradients(), max_norm, norm)
         return norm
 
     def use_gradients(
@@ -297,6 +296,7 @@ class UpdateClock:
             scaler.update(overflowed=False)
         self._outcome = "done"
         self.updates += 1
+        self._is_schedule_due = self._pending_schedule is None
         if self._pending_schedule is not None:
             self._move_schedule(self._pending_schedule)
             self._pending_schedule = None
@@ -365,15 +365,17 @@ class UpdateClock:
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
         """Step the scheduler with its update: right away, when the update comes, or not at all."""
-        if self._was_dropped:
+        # A gradient that waits or was cleared may have come after the update that this follows: a
+        # loss of another model has reached this one.
+        is_late = self._is_schedule_due and (self._was_dropped or self.is_unused)
+        if self._was_dropped and not is_late:
             raise RapidformerError(
                 "lr_scheduler.step() after a gradient that zero_grad() has cleared before its "
                 "optimizer.step(): there was no update that the learning rate could follow. If an "
                 "optimizer steps another one inside, as SAM does, use optimizer.step(closure)."
             )
-        if not self._is_complete or self._outcome == "skipped":
-            return
-        if self._outcome == "done":
+        if is_late or self._outcome == "done":
+            self._is_schedule_due = False
             self._move_schedule(step)
-        else:
+        elif self.is_unused:
             self._pending_schedule = step

@@ -103,7 +103,7 @@ class DeferredLogits(torch.Tensor):
         return map_tokens(self._hidden, lambda hidden: _Through.apply(hidden, logits))  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return repr(self.compute())
 
     @classmethod
     @untraced

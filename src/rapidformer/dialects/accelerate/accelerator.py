@@ -12,29 +12,21 @@ moves one step per call.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, RandomSampler
-from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.weights import broadcast_weights
 from rapidformer.checkpoint.state import get_random_states, set_random_states
-from rapidformer.data.loader import get_rows_per_batch
-from rapidformer.dialects.accelerate.processes import (
-    DistributedType,
-    refuse_own_gradient,
-    tell_accelerate,
-)
-from rapidformer.dialects.accelerate.saving import SavingVerbs
+from rapidformer.config import Settings
+from rapidformer.dialects.accelerate.preparing import PreparingVerbs
+from rapidformer.dialects.accelerate.processes import DistributedType, tell_accelerate
 from rapidformer.dialects.accelerate.settings import (
     ProjectConfiguration,
     build_accelerator_settings,
@@ -43,13 +35,11 @@ from rapidformer.dialects.accelerate.settings import (
     splits_batches,
 )
 from rapidformer.dialects.accelerate.tracking import TrackingVerbs
-from rapidformer.dist.collectives import broadcast_object
 from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
-from rapidformer.optim.gradients import add_gradients
-from rapidformer.optim.takeover import take_over_scheduler
+from rapidformer.optim.gradients import add_gradients, clip_norm
 
 _UNSEEDED = 67280421310721
 """What torch's generator says of its seed in a process that nobody has seeded."""
@@ -61,14 +51,32 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     seed_everything(seed + rank, deterministic=deterministic)
 
 
-class _UnchangedRates(LRScheduler):
-    """The engine's schedule, which leaves the rates to the script's: its warm-up may have begun."""
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+_numbers = itertools.count()
+_accelerators: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
 
 
-class Accelerator(SavingVerbs, TrackingVerbs):
+class _Elsewhere:
+    """Stands for the engine of an Accelerator that came in a pickle from another process."""
+
+    def __init__(self, args: Settings) -> None:
+        self.args = args
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RapidformerError(
+            f"this Accelerator came in a pickle from another process ({name!r} was asked for): it "
+            "only knows the processes of the run."
+        )
+
+
+def _find_accelerator(number: int, args: Settings) -> Accelerator:
+    found = _accelerators.get(number)
+    if found is None:
+        found = Accelerator.__new__(Accelerator)
+        found.engine, found._number = cast(RapidformerEngine, _Elsewhere(args)), number
+    return found
+
+
+class Accelerator(PreparingVerbs, TrackingVerbs):
     """A ``RapidformerEngine`` that answers Accelerate's verbs."""
 
     set_seed = staticmethod(set_seed)
@@ -79,22 +87,16 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         if seed != _UNSEEDED:
             settings = settings.replace("set_seed()", seed=seed % 2**32)
         self._settings = settings
-        self._models: list[nn.Module] = []
-        """All that were prepared; the optimizer's is trained, the others (a teacher) only run."""
+        self._models, self._optimizers, self._schedulers, self._guards = [], [], [], []
         self._start_engine()
         self.deepspeed_plugin = arguments.get("deepspeed_plugin")
         # With DeepSpeed's plugin nobody says `accumulate`: its engine counts by itself.
         accumulates = self.gradient_accumulation_steps > 1
         self._is_counting = self.deepspeed_plugin is not None and accumulates
-        self._optimizer: Optimizer | None = None
-        self._lacks_optimizer = False
-        """Whether the model was switched on without one."""
-        self._guards: list[RemovableHandle] = []
-        """They refuse gradients that would stay on their process."""
-        self._has_train_loader = False
-        self._schedulers: list[LRScheduler] = []
-        self._registered: list[Any] = []
+        self._lacks_optimizer = self._has_train_loader = False
+        self._registered = []
         self.split_batches = splits_batches(arguments)
+        self.dataloader_config = arguments.get("dataloader_config")
         self._save_hooks: OrderedDict[int, Any] = OrderedDict()
         self._load_hooks: OrderedDict[int, Any] = OrderedDict()
         self._tracker_names, self._user_trackers = list_trackers(arguments)
@@ -104,6 +106,12 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         handlers = arguments.get("kwargs_handlers") or []
         self._profile = next((each for each in handlers if hasattr(each, "output_trace_dir")), None)
         tell_accelerate(self.mixed_precision, self.device, self.num_processes)
+        self._number = next(_numbers)
+        _accelerators[self._number] = self
+
+    def __reduce__(self) -> Any:
+        """In a pickle, this very object; elsewhere one that only knows its process's number."""
+        return _find_accelerator, (self._number, self.engine.args)
 
     def _start_engine(self) -> None:
         """Make the engine; a script that has seeded its random numbers keeps them."""
@@ -112,6 +120,7 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         self.engine = RapidformerEngine(args=self._settings)
         self.engine.updates.has_own_parts = False
         self.engine.data.allow_no_model(self._warn_without_model)
+        self._engines, self._reached = [self.engine], [self.engine.updates]
         if is_seeded:
             set_random_states(states, device)
 
@@ -127,10 +136,6 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def state(self) -> Accelerator:
         """The same facts: ``accelerator.state.num_processes`` and so on."""
         return self
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.device
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -151,159 +156,43 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def gradient_accumulation_steps(self) -> int:
         return self.engine.updates.clock.rounds_per_update
 
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if self._has_train_loader:
+            raise RapidformerError(
+                "set gradient_accumulation_steps before prepare(): the prepared DataLoader is cut "
+                "into optimizer steps."
+            )
+        self.engine.updates.clock.rounds_per_update = steps
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the last ``backward`` completed an update's gradient."""
-        return not self.engine.updates.clock.is_accumulating
+        return not any(each.clock.is_accumulating for each in self._reached)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last update was skipped because fp16 overflowed."""
-        return self.engine.updates.clock.was_skipped
-
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Switch everything on; returned in the order given, one object by itself.
-
-        The model and the optimizer stay the objects they are, and may come in separate calls. A
-        model without parameters in the optimizer (a teacher) is put on the device as it is.
-        """
-        # The order of the data and dropout follow the seed that the script has set last.
-        seed = broadcast_object(torch.initial_seed() % 2**32)
-        self.engine.args = self.engine.args.replace("set_seed()", seed=seed)
-        training, known = self._find_training_loader(objects), len(self._models)
-        prepared = [self._prepare_one(part, is_training=part is training) for part in objects]
-        self._compose()
-        for model in self._models[known:]:
-            if not self._is_trained(model):
-                self._equalize(model)
-        for part in objects:
-            if isinstance(part, LRScheduler):
-                self._schedulers.append(part)
-                # A script whose batches are split counts the steps of the split loader.
-                moves = 1 if self.split_batches else self.engine.args.data_parallel_size
-                take_over_scheduler(part, self.engine.updates.clock, moves=moves)
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        self.prepare(model)
-        return model
-
-    def prepare_optimizer(self, optimizer: Optimizer, **options: Any) -> Optimizer:
-        self.prepare(optimizer)
-        return optimizer
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        self.prepare(scheduler)
-        return scheduler
-
-    def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
-        return self.prepare(data_loader)
-
-    def _find_training_loader(self, objects: tuple[Any, ...]) -> Any:
-        loaders = [part for part in objects if isinstance(part, DataLoader)]
-        if self._has_train_loader or not loaders:
-            return None
-        shuffled = [
-            each
-            for each in loaders
-            if isinstance(getattr(each.batch_sampler, "sampler", None), RandomSampler)
-        ]
-        # Unshuffled data that comes before any optimizer may be for evaluation: a later loader may
-        # still be the one to train on.
-        has_optimizer = any(isinstance(part, Optimizer) for part in (self._optimizer, *objects))
-        self._has_train_loader = bool(shuffled) or has_optimizer
-        return (shuffled or loaders)[0]
-
-    def _prepare_one(self, part: Any, *, is_training: bool) -> Any:
-        if isinstance(part, DataLoader):
-            size = self._divide_batch_size(part)
-            return self.engine.data.adopt_loader(part, is_training=is_training, batch_size=size)
-        if isinstance(part, nn.Module):
-            if part not in self._models:
-                self._models.append(part.to(self.device))
-        elif isinstance(part, Optimizer):
-            if self._lacks_optimizer:
-                raise RapidformerError(
-                    "prepare the optimizer before the first backward(), save_state() or "
-                    "load_state(): the model has been switched on without one."
-                )
-            if self._optimizer not in (None, part):
-                raise RapidformerError(
-                    "an Accelerator has one optimizer: give it all the parameters, in groups of "
-                    "their own where their settings differ, or make an Accelerator for each model."
-                )
-            self._optimizer = part
-        return part
-
-    def _divide_batch_size(self, loader: DataLoader[Any]) -> int | None:
-        size = get_rows_per_batch(loader)
-        if not self.split_batches or size is None:
-            return None
-        replicas = self.engine.args.data_parallel_size
-        if size % replicas:
-            raise RapidformerError(
-                f"split_batches: the DataLoader's batch_size {size} must be a "
-                f"multiple of the {replicas} processes that divide it."
-            )
-        return size // replicas
-
-    def _equalize(self, model: nn.Module) -> None:
-        """Give all processes the first one's weights; refuse gradients until it is composed."""
-        weights = list(model.parameters())
-        is_split = any(isinstance(each, DTensor) or each.is_meta for each in weights)
-        if self.num_processes == 1 or is_split:
-            return
-        broadcast_weights(model)
-        if self.engine.model.module is None:
-            trained = (each for each in weights if each.requires_grad)
-            self._guards += [each.register_hook(refuse_own_gradient) for each in trained]
-
-    def _drop_guards(self) -> None:
-        while self._guards:
-            self._guards.pop().remove()
-
-    def _compose(self) -> None:
-        if self._optimizer is None or not self._models:
-            return
-        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        composed = self.engine.model.module
-        if composed is not None:
-            held |= {id(p) for p in self.engine.model.parameters}
-        trained = [m for m in self._models if any(id(p) in held for p in m.parameters())]
-        if composed is not None and trained == [composed]:
-            return
-        if not trained and len(self._models) > 1:
-            return  # the optimizer's model may come in a later call
-        if len(trained) > 1:
-            raise RapidformerError(
-                f"an Accelerator trains one model, and the optimizer holds parameters of "
-                f"{len(trained)}: put several into one nn.Module, or make an Accelerator for each."
-            )
-        model = trained[0] if trained else self._models[0]
-        self._drop_guards()
-        self.engine.compose(model, self._optimizer, lr_scheduler=_UnchangedRates(self._optimizer))
-
-    def compose_without_optimizer(self, verb: str) -> None:
-        """Switch on a model that was prepared alone, for a verb that needs a composed one."""
-        if self.engine.model.module is not None:
-            return
-        if len(self._models) != 1 or self._optimizer is not None:
-            raise RapidformerError(f"{verb}: call accelerator.prepare(model, optimizer) first.")
-        args = self.engine.args
-        if self.deepspeed_plugin or args.zero_stage or args.data_parallel_size != args.world_size:
-            raise RapidformerError(
-                f"{verb}: this run splits the model over the processes, which takes its optimizer, "
-                "too: call accelerator.prepare(model, optimizer) first."
-            )
-        self._drop_guards()
-        self._lacks_optimizer = True
-        idle = torch.optim.SGD(self._models[0].parameters(), lr=0.0)
-        self.engine.compose(self._models[0], idle, lr_scheduler=_UnchangedRates(idle))
+        return any(engine.updates.clock.was_skipped for engine in self._engines)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
         self.compose_without_optimizer("backward()")
-        if self._is_counting and not self._lacks_optimizer:
+        steps = self.gradient_accumulation_steps
+        counts = self._is_counting and steps > 1 and not self._lacks_optimizer
+        divided = loss if counts or steps == 1 else loss / steps
+        if len(self._optimizers) > len(self._engines):
+            raise RapidformerError(
+                "backward(): an optimizer was prepared without the model that it trains: call "
+                "accelerator.prepare(model, optimizer)."
+            )
+        if len(self._engines) > 1:
+            first, *others = (engine.updates for engine in self._engines)
+            self._reached = first.backward_with(
+                others, divided, counts=counts, retain_graph=retain_graph
+            )
+            return
+        if counts:
             self.engine.backward(loss, retain_graph=retain_graph)
             return
         # Not the model's own list: between forward and backward, sharded weights are whole there.
@@ -315,9 +204,8 @@ class Accelerator(SavingVerbs, TrackingVerbs):
                 "backward()."
             )
         earlier = clock.set_aside(parameters) if clock.is_unused else []
-        steps = self.gradient_accumulation_steps
         with self.engine.accumulate(is_last=True):
-            self.engine.backward(loss / steps if steps > 1 else loss, retain_graph=retain_graph)
+            self.engine.backward(divided, retain_graph=retain_graph)
         is_whole = self.num_processes == 1 or clock.keeper is not None
         if not is_whole and all(each.grad is None for each in parameters):
             warn_once(
@@ -345,10 +233,19 @@ class Accelerator(SavingVerbs, TrackingVerbs):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Clip the update's gradient; returns its norm before, None while it is not complete."""
+        """Clip an update's gradient; returns its norm before, None while it is not complete."""
         if norm_type != 2:
             raise RapidformerError(f"clip_grad_norm_(norm_type={norm_type}): only 2 is supported.")
-        return self.engine.clip_grad_norm(max_norm)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = {id(each) for each in given}
+        touched = [e for e in self._engines if any(id(p) in chosen for p in e.model.parameters)]
+        trained = [p for e in touched for p in e.model.parameters if p.grad is not None]
+        # Between forward and backward, sharded weights are not the ones that the engine knows.
+        if len(touched) < 2 and all(id(p) in chosen for p in trained):
+            return (touched or [self.engine])[0].clip_grad_norm(max_norm)
+        if not all(each.updates.clock.is_unused for each in touched):
+            return None
+        return clip_norm([each.grad for each in given if each.grad is not None], max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every number of the update's gradient; nothing while it is not complete."""
@@ -365,7 +262,7 @@ class Accelerator(SavingVerbs, TrackingVerbs):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared; the script must drop its own references, as in Accelerate."""
-        self._models, self._optimizer, self._has_train_loader = [], None, False
+        self._models, self._optimizers, self._has_train_loader = [], [], False
         self._schedulers, self._lacks_optimizer = [], False
         self._drop_guards()
         self._start_engine()
@@ -384,7 +281,8 @@ class Accelerator(SavingVerbs, TrackingVerbs):
         """Close the logs and leave the other processes; the last call of a script."""
         for tracker in self._trackers.values():
             tracker.finish()
-        self.engine.close()
+        for engine in self._engines:
+            engine.close()
 
     def __repr__(self) -> str:
         return (

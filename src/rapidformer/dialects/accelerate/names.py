@@ -37,7 +37,8 @@ ACCELERATOR: dict[str, ForeignName] = {
     "project_config": honoured(
         "its folders, automatic_checkpoint_naming, total_limit and iteration"),
     "logging_dir": honoured("where TensorBoard's files go, instead of project_dir"),
-    "dataloader_config": honoured(f"its split_batches and data_seed; otherwise {_LOADER}"),
+    "dataloader_config": honoured(
+        f"its split_batches, data_seed and use_stateful_dataloader; otherwise {_LOADER}"),
     "dispatch_batches": ignored(_LOADER),
     "even_batches": ignored("batches that only keep ranks in step are never counted"),
     "use_seedable_sampler": ignored("the order follows set_seed() on any number of ranks"),

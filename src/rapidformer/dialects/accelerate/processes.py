@@ -69,6 +69,10 @@ class ProcessVerbs:
     _is_triggered = False
 
     @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
     def num_processes(self) -> int:
         return self.engine.args.world_size
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
 from rapidformer.dialects.accelerate.settings import ProjectConfiguration
 from rapidformer.dist.collectives import broadcast_object
+from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter, get_inner
@@ -37,7 +39,11 @@ class SavingVerbs(ProcessVerbs):
 
     project_dir: str | None
     project_configuration: ProjectConfiguration
+    dataloader_config: Any
     _models: list[nn.Module]
+    """All that were prepared; each optimizer's is trained, the others (a teacher) only run."""
+    _engines: list[RapidformerEngine]
+    """One for each optimizer with its model; the first has the data."""
     _schedulers: list[LRScheduler]
     _registered: list[Any]
     """What the script saves with the state."""
@@ -46,30 +52,33 @@ class SavingVerbs(ProcessVerbs):
 
     def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
         """The model: nothing is ever wrapped. Of a sharded one, every process must save."""
-        is_sharded = any(isinstance(weight, DTensor) for weight in self.engine.model.parameters)
-        if model is self.engine.model.module and is_sharded and "saving" not in list_layers(model):
-            extend(model, "saving", self._build_saving)
+        engine = self._find_trainer(model)
+        if engine is None or "saving" in list_layers(model):
+            return model
+        if any(isinstance(weight, DTensor) for weight in engine.model.parameters):
+            extend(model, "saving", partial(self._build_saving, engine))
         return model
 
-    def _build_saving(self, cls: Any) -> dict[str, Any]:
+    def _build_saving(self, engine: RapidformerEngine, cls: Any) -> dict[str, Any]:
         def save_pretrained(
             module: nn.Module, save_directory: str | Path, *values: Any, **options: Any
         ) -> None:
             if options.get("state_dict") is not None:  # gathered already
                 cls.save_pretrained(module, save_directory, *values, **options)
             else:
-                self.engine.checkpoints.export_into(save_directory)
+                engine.checkpoints.export_into(save_directory)
 
         return {"save_pretrained": save_pretrained} if hasattr(cls, "save_pretrained") else {}
 
-    def _is_trained(self, model: nn.Module) -> bool:
-        """Whether ``prepare`` has switched it on: not a teacher, nor a model of its own."""
-        return get_inner(model) is self.engine.model.module
+    def _find_trainer(self, model: nn.Module) -> RapidformerEngine | None:
+        """What ``prepare`` has switched it on with; None for a teacher or a model of its own."""
+        inner = get_inner(model)
+        return next((each for each in self._engines if each.model.module is inner), None)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's weights whole, on the first process; every process must call this."""
-        if self._is_trained(model):
-            return self.engine.checkpoints.gather_weights()
+        if (engine := self._find_trainer(model)) is not None:
+            return engine.checkpoints.gather_weights()
         return gather_weights(get_inner(model))
 
     def save_model(
@@ -82,8 +91,8 @@ class SavingVerbs(ProcessVerbs):
         """Write a model's weights whole, as a folder that ``from_pretrained`` loads."""
         if max_shard_size != _LARGEST or not safe_serialization:
             warn_once("save_model(): max_shard_size and safe_serialization have no effect.")
-        if self._is_trained(model):
-            self.engine.checkpoints.export_into(save_directory)
+        if (engine := self._find_trainer(model)) is not None:
+            engine.checkpoints.export_into(save_directory)
             return
         inner, target = get_inner(model), Path(save_directory)
         with writing(target):
@@ -162,6 +171,11 @@ class SavingVerbs(ProcessVerbs):
             "schedulers": list(map(_get_plain_state, self._schedulers)),
             "registered": list(map(_get_plain_state, self._registered)),
         }
+        # The first one's is complete last, and names those of the others that belong to it.
+        extra["others"] = [
+            engine.save_checkpoint(folder / f"model_{number}").name
+            for number, engine in enumerate(self._engines[1:], 1)
+        ]
         saved = self.engine.save_checkpoint(folder, extra)
         if is_named:
             self.project_configuration.iteration += 1
@@ -200,7 +214,10 @@ class SavingVerbs(ProcessVerbs):
         self.wait_for_everyone()
 
     def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:
-        """Resume from ``save_state``; the loader restarts the epoch (``skip_first_batches``)."""
+        """Resume from ``save_state``; the loader restarts the epoch (``skip_first_batches``).
+
+        With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, it goes on where it was.
+        """
         self.compose_without_optimizer("load_state()")
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = broadcast_object(next(reversed(self._list_checkpoints()), None))
@@ -210,6 +227,14 @@ class SavingVerbs(ProcessVerbs):
         for hook in self._load_hooks.values():
             hook(list(self._models), str(folder))
         extra = self.engine.load_checkpoint(folder)
+        names = extra.get("others", [])
+        if len(names) != len(self._engines) - 1:
+            raise CheckpointError(
+                f"{folder} was saved with {len(names) + 1} trained models, and there are "
+                f"{len(self._engines)} now: prepare the same ones before load_state()."
+            )
+        for number, (engine, name) in enumerate(zip(self._engines[1:], names, strict=True), 1):
+            engine.load_checkpoint(folder / f"model_{number}" / name)
         for kind, objects in (("schedulers", self._schedulers), ("registered", self._registered)):
             states = extra.get(kind, [])
             if len(states) != len(objects):
@@ -222,15 +247,16 @@ class SavingVerbs(ProcessVerbs):
         for group, rate in zip(self._get_groups(), extra.get("rates", []), strict=False):
             group["lr"] = rate
         loader = self.engine.data.train_loader
-        if loader is not None:
+        is_stateful = getattr(self.dataloader_config, "use_stateful_dataloader", False)
+        if loader is not None and not is_stateful:
             loader.load_state_dict({"epoch": loader.epoch, "consumed_samples": 0})
 
     def compose_without_optimizer(self, verb: str) -> None:
         raise NotImplementedError
 
     def _get_groups(self) -> list[dict[str, Any]]:
-        optimizer = self.engine.updates.optimizer
-        return optimizer.param_groups if optimizer is not None else []
+        optimizers = [engine.updates.optimizer for engine in self._engines]
+        return [group for each in optimizers if each is not None for group in each.param_groups]
 
     def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
         """The loader, whose next pass skips this many batches."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,14 @@ from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.records import STATE_FILE
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.engine import RapidformerEngine
+from rapidformer.engine.checkpoints import EXPORTED
 from rapidformer.errors import CheckpointError
+from rapidformer.log import warn_once
+from rapidformer.models.location import DESCRIPTION
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
-from rapidformer.training.run_folder import BEST, LAST, set_aside
+from rapidformer.training.run_folder import set_aside
 from rapidformer.training.template import Template
 from rapidformer.training.timetable import count_updates
 
@@ -124,9 +128,6 @@ class LoopEvents(Callback):
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
         self._follow(loop)
         self._count_work(loop)
-        if loop.engine.is_main and loop.args.save is not None:
-            run = Path(loop.args.save)
-            _link_model(run / LAST, run / f"checkpoint-{loop.step}")
         self._trainer.log_results()
         self._tell("on_train_end", loop, control)
 
@@ -160,11 +161,17 @@ class LoopEvents(Callback):
             trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
             _link_checkpoint(folder, loop.step)
-            if loop.progress.best_step == loop.step:
-                _link_model(folder.parent / BEST, folder)
+            _lift_model(folder)
             trainer.state.save_to_json(str(folder / STATE_FILE))
         trainer.save_state()
+        sizes = _list_weights(folder)
         self._tell("on_save", loop, control)
+        if _list_weights(folder) != sizes:
+            warn_once(
+                f"a callback has written over the weights in {folder.name}, so that checkpoint "
+                "cannot be resumed: it holds what from_pretrained reads already. Save other models "
+                "into another folder."
+            )
 
     def _tell(self, event: str, loop: RunningLoop, control: Control) -> None:
         if event == "on_step_end":
@@ -208,13 +215,18 @@ def _link_checkpoint(folder: Path, step: int) -> None:
         (folder.parent / f"checkpoint-{step}").symlink_to(folder.name)
 
 
-def _link_model(source: Path, checkpoint: Path) -> None:
-    """Let ``from_pretrained`` read a checkpoint whose weights are exported: nothing is copied."""
-    if not checkpoint.is_dir():
-        return
-    for path in source.glob("*"):
-        with contextlib.suppress(OSError):  # it is there, or a file system without links
-            (checkpoint / path.name).hardlink_to(path)
+def _list_weights(checkpoint: Path) -> list[tuple[str, int]]:
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    return [(path.name, path.stat().st_mtime_ns) for path in files]
+
+
+def _lift_model(checkpoint: Path) -> None:
+    """Configuration, tokenizer and adapter as well where ``from_pretrained`` looks for them."""
+    for source in (checkpoint / EXPORTED, checkpoint / DESCRIPTION):
+        for path in source.glob("*"):
+            target = checkpoint / path.name
+            if path.is_file() and not target.exists():
+                shutil.copyfile(path, target)  # no link: a callback may overwrite it
 
 
 class TrainerTemplate(Template):
@@ -279,6 +291,8 @@ class TrainerTemplate(Template):
         self.engine.updates.is_own_loop = False
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.updates.has_own_parts = False
+        # Its own way to save a model is part of each checkpoint.
+        self.engine.checkpoints.holds_model = not trainer.overrides("save_model")
         self.engine.model.skips_cache = not trainer.args.use_cache
         trainer.compose(self.engine)
         return trainer.model

@@ -6,11 +6,15 @@ user did not change counts as not given, so that a DeepSpeed file may still set 
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
@@ -42,7 +46,9 @@ def build_settings(arguments: NamedFields) -> Settings:
 
 def check_arguments(arguments: NamedFields) -> Settings:
     """The same without the launcher's flags, and without leaving a trace."""
-    problems = list(_find_problems(arguments))
+    arguments = copy.copy(arguments)
+    problems = _drop_wrong_types(arguments)
+    problems += _find_problems(arguments)
     changed = set(list_changed(arguments))
     said: Values = {}
     assumed: Values = {}
@@ -66,20 +72,49 @@ def check_arguments(arguments: NamedFields) -> Settings:
     return settings.replace(_DEFAULT, **{name: getattr(checked, name) for name in rest})
 
 
+def _drop_wrong_types(arguments: NamedFields) -> list[str]:
+    """Put the default in place of what is no number; returns what is wrong."""
+    problems, mapped = [], set(find_names(HUGGING_FACE, "mapped"))
+    for name, may_be_none in _list_numbers().items():
+        value = getattr(arguments, name)
+        is_text = isinstance(value, str) and name in mapped and not name.endswith("_steps")
+        is_none = value is None and (may_be_none or name in mapped)
+        if not (isinstance(value, Number) or is_text or is_none):
+            problems.append(f"{name} must be a number, got {value!r}.")
+            setattr(arguments, name, getattr(NamedFields, name))
+    return problems
+
+
+@functools.cache
+def _list_numbers() -> dict[str, bool]:
+    """The fields that hold a number, and whether each may also be None."""
+    kinds = {name: {*get_args(hint), hint} for name, hint in get_type_hints(NamedFields).items()}
+    return {
+        name: NoneType in held
+        for name, held in kinds.items()
+        if held & {int, float} and not held & {bool, str}
+    }
+
+
 def _find_problems(arguments: NamedFields) -> Iterator[str]:
     """Rules of transformers' own; ours between settings are checked with the run."""
     for name in ("logging", "eval", "save"):
         steps: Any = getattr(arguments, f"{name}_steps")
         if getattr(arguments, f"{name}_strategy") != "steps" or steps is None:
             continue
-        if isinstance(steps, bool) or not isinstance(steps, (int, float)):
-            yield f"{name}_steps must be a number, got {steps!r}."
-        elif steps < 0 or (steps > 1 and steps != int(steps)):
+        if steps < 0 or (steps > 1 and steps != int(steps)):
             yield f"{name}_steps must be whole, or below 1 (a share of the run), got {steps}."
         elif steps == 0 and name != "save":
             yield f"{name}_strategy='steps' needs {name}_steps above 0."
-    if arguments.fp16 and arguments.bf16:
-        yield "fp16=True and bf16=True contradict each other: give only one of them."
+    for suffix in ("", "_full_eval"):
+        if getattr(arguments, f"fp16{suffix}") and getattr(arguments, f"bf16{suffix}"):
+            yield (
+                f"fp16{suffix}=True and bf16{suffix}=True contradict each other: give only one of "
+                "them."
+            )
+    empties: Any = arguments.torch_empty_cache_steps
+    if empties is not None and (not isinstance(empties, int) or empties < 1):
+        yield f"torch_empty_cache_steps must be a whole number of at least 1, got {empties!r}."
 
 
 def _translate_schedule(arguments: NamedFields, problems: list[str]) -> Values:

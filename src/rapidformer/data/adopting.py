@@ -1,0 +1,162 @@
+"""A user's DataLoader as one that divides its data over the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from rapidformer.data.data_source import is_stream
+from rapidformer.data.fetching import Collate
+from rapidformer.data.loader import DistributedLoader
+from rapidformer.errors import DataError
+
+
+def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
+    """Rows of a batch, if torch's own batch sampler makes the batches."""
+    batches = loader.batch_sampler
+    return batches.batch_size if type(batches) is BatchSampler else None
+
+
+def adopt_loader(
+    loader: DataLoader[object],
+    *,
+    num_replicas: int,
+    replica: int,
+    rounds_per_update: int,
+    seed: int,
+    device: torch.device,
+    gather_digests: Callable[[str], Sequence[str]] | None = None,
+    batch_size: int | None = None,
+) -> DistributedLoader:
+    """A user's DataLoader: the same data in the same batches, or others, divided over the ranks.
+
+    Data set, collate function, batch size, workers and order carry over. A sampler of the user's
+    own decides the order (it must give the same one on every process). What a batch sampler of the
+    user's own makes is not cut: each process gets every n-th batch.
+    """
+    batches: Any = loader.batch_sampler
+    common: dict[str, Any] = {
+        "num_replicas": num_replicas, "replica": replica, "rounds_per_update": rounds_per_update,
+        "seed": seed, "num_workers": loader.num_workers, "device": device,
+        "gather_digests": gather_digests,
+    }  # fmt: skip
+    if type(batches) is not BatchSampler:
+        return _adopt_batches(loader, common)
+    sampler = given = None if is_stream(loader.dataset) else batches.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
+            "leave the sampler out (shuffle=True for a shuffled order)."
+        )
+    is_random = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if is_random or isinstance(sampler, SequentialSampler):
+        sampler = None
+    adopted = DistributedLoader(
+        loader.dataset, collate=loader.collate_fn, shuffle=is_random, drop_last=batches.drop_last,
+        micro_batch_size=batch_size or batches.batch_size,
+        order=None if sampler is None else lambda: list(sampler),
+        num_samples=len(sampler) if isinstance(sampler, Sized) else None, **common,
+    )  # fmt: skip
+    adopted.sampler = given
+    return adopted
+
+
+def _adopt_batches(loader: DataLoader[object], common: dict[str, Any]) -> DistributedLoader:
+    """A DataLoader whose batches the user's own code makes: each of them counts as one sample."""
+    sampler: Any = loader.batch_sampler or loader.sampler
+    dataset: Any = loader.dataset
+    draw = None
+    if not is_stream(dataset):
+        if not isinstance(sampler, Sized):
+            raise DataError(
+                f"the DataLoader's {type(sampler).__name__} has no length: give it a __len__() "
+                "that says how many batches an epoch has."
+            )
+        if isinstance(getattr(sampler, "sampler", sampler), DistributedSampler):
+            raise DataError(
+                "the DataLoader's batches are made from a DistributedSampler, but the engine "
+                "spreads them itself: make them from the whole data."
+            )
+        takes_rows, compare = loader.batch_sampler is not None, common["gather_digests"]
+        dataset = _Batches(dataset, sampler, compare, takes_rows=takes_rows)
+        draw = dataset.draw
+    adopted = _BatchLoader(
+        dataset, collate=_CollateOne(loader.collate_fn), micro_batch_size=1, order=draw, **common
+    )
+    adopted.sampler = sampler
+    adopted.batch_size = getattr(sampler, "batch_size", None) or 1
+    return adopted
+
+
+class _BatchLoader(DistributedLoader):
+    """Its samples are the batches that a sampler makes for each epoch."""
+
+    def list_samples(self, epoch: int, positions: range) -> list[int]:
+        """Their places in the epoch: made again, they might be others."""
+        return list(positions)
+
+
+class _Batches:
+    """The batches of an epoch, by their number."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Any,
+        gather_digests: Callable[[str], Sequence[str]] | None,
+        *,
+        takes_rows: bool,
+    ) -> None:
+        self._dataset, self._sampler, self._takes_rows = dataset, sampler, takes_rows
+        self._gather_digests = gather_digests
+        """How the ranks compare their batches; None once they have."""
+        self._keys: list[Any] = []
+        self.fingerprint = getattr(dataset, "fingerprint", None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self) -> Sequence[int]:
+        """Make the batches of the next epoch."""
+        self._keys, name = list(self._sampler), type(self._sampler).__name__
+        if len(self._keys) != len(self):
+            raise DataError(
+                f"{name} gave {len(self._keys)} batches, and its length is {len(self)}: its "
+                "__len__() must count the batches of an epoch."
+            )
+        gather, self._gather_digests = self._gather_digests, None
+        if gather is not None:
+            digest = hashlib.sha256(repr(self._keys).encode()).hexdigest()
+            if len(set(gather(digest))) > 1:
+                raise DataError(
+                    f"{name} gives each process other batches: it divides the data by rank, or "
+                    "draws from random numbers of its own. Every process must get the same "
+                    "batches: the loader deals them out itself."
+                )
+        return range(len(self._keys))
+
+    def __getitem__(self, number: int) -> Any:
+        key = self._keys[number]
+        if not self._takes_rows:
+            return self._dataset[key]
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        return fetch_many(key) if fetch_many else [self._dataset[index] for index in key]
+
+
+class _CollateOne:
+    """The user's collate function, for the one batch that a micro-batch consists of."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, batches: list[Any]) -> Any:
+        return self._collate(batches[0])
