@@ -34,7 +34,13 @@ WORDS = ["hello", "!", *(f"w{i}" for i in range(30))]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny GPT-2, its tokenizer, and data in ./train and ./eval."""
+    """What the scripts find in their folder."""
+    monkeypatch.chdir(fill(tmp_path))
+    return tmp_path
+
+
+def fill(tmp_path: Path) -> Path:
+    """A tiny GPT-2, its tokenizer, and data in ./train and ./eval."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -51,7 +57,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = ({"text": " ".join(WORDS[(i + k) % 30] for k in range(20))} for i in range(count))
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / split / "text.jsonl").write_text(text)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
