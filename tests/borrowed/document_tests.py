@@ -48,7 +48,7 @@ def build_place(folder: Path) -> None:
     write_gpt_corpus(folder / "corpus")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(
-        vocab_size=len(BERT_SPECIAL + WORDS), intermediate_size=64, max_position_embeddings=64,
+        vocab_size=len(BERT_SPECIAL + WORDS), intermediate_size=64, max_position_embeddings=24,
         **sizes,
     )  # fmt: skip
     BertForPreTraining(config).save_pretrained(folder / "pretrained")

@@ -66,7 +66,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
 
     def __init__(self, assembly: Assembly) -> None:
         args, precision = assembly.args, assembly.precision
-        self.deepspeed = import_deepspeed(assembly.device, args.log_level)
+        self.deepspeed = import_deepspeed(assembly.device, args.log_level, assembly.applied)
         self.model, self.device = assembly.model, assembly.device
         self.file = args.deepspeed or ""
         kind = None if precision.dtype is None else precision.name
