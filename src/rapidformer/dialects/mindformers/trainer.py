@@ -6,6 +6,7 @@ A model instance with data sets of its own runs as Hugging Face's trainer does.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ class MindFormersTrainer(Trainer):
         """True: the newest of this output folder; a text: a path or a model's name."""
         checkpoint = checkpoint or self._checkpoint
         if not checkpoint:
-            adapter = self._find_adapter() if self._adapters else None
+            adapter = self._find_adapter(is_adapter_folder) if self._adapters else None
             return {} if adapter is None else {"pretrained_model_name_or_path": adapter}
         name = MODELS.get(str(checkpoint), str(checkpoint))
         if checkpoint is True:
@@ -215,11 +216,11 @@ class MindFormersTrainer(Trainer):
             name = str(folder)
         return {"pretrained_model_name_or_path": name}
 
-    def _find_adapter(self) -> str | None:
+    def _find_adapter(self, is_one: Callable[[Path], bool]) -> str | None:
         """The adapter of an earlier run: ``pet_method`` says that one is meant."""
         folder = _find_model(self._output)
         method = self._named["pet_method"]
-        if folder is None or not is_adapter_folder(str(folder)):
+        if folder is None or not is_one(folder):
             warn_once(
                 f"pet_method={method!r}: {self.args.output_dir} holds no trained adapter, so the "
                 "model is used without one. Give the checkpoint of the adapter."
@@ -231,7 +232,8 @@ class MindFormersTrainer(Trainer):
     def _find_adapter_of_instance(self) -> str | None:
         """The same for a model instance whose adapter is neither the user's nor trained here."""
         is_blank = self._engine is None and not self._has_trained
-        return self._find_adapter() if self._adds_adapter and is_blank else None
+        # Without a name of its base, an adapter was merged into the model that was saved.
+        return self._find_adapter(is_model_folder) if self._adds_adapter and is_blank else None
 
     def _load_into_instance(self, checkpoint: Checkpoint) -> None:
         """The same for a model instance, whose weights are replaced."""
