@@ -222,7 +222,7 @@ def main(words: list[str]) -> int:
             shutil.copytree(folder / "place", place)
             line = [str(python), *map(str, build(count, place))]
             started = time.monotonic()
-            with (place / "output").open("w") as output:
+            with (place / "printed.txt").open("w") as output:
                 done = subprocess.run(
                     line, cwd=place, stdout=output, stderr=subprocess.STDOUT, env=variables,
                     timeout=SECONDS, check=False,

@@ -101,6 +101,9 @@ def find_index_problems(index: Index, folder: Path) -> Iterator[str]:
             yield f"it refers to {file}, which is not a file of this folder"
         elif any(part.start + part.length > size for part in parts):
             yield f"it refers to bytes that {file} does not have"
+        elif sum(part.length for part in parts) > size:
+            # Each part takes a moment to read: this bounds their number by what is there.
+            yield f"several of its parts are the same bytes of {file}"
 
 
 def _measure(folder: Path, file: str) -> int | None:

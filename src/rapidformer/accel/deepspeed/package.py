@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rapidformer.compat.patches import Entry, Keeper, Patch, ignore_warnings, quieten
+from rapidformer.compat.patches import Entry, Patch, ignore_warnings, quieten
 from rapidformer.errors import MissingPackageError
 from rapidformer.log import get_logger
 
 
-def import_deepspeed(device: torch.device, level: str, keeper: Keeper) -> Any:
-    """The package: quiet, and kept from compiling what training does not need, while it is kept."""
+def import_deepspeed(device: torch.device, level: str, changes: ExitStack) -> Any:
+    """The package: quiet, and kept from compiling what training does not need."""
     is_cpu = device.type == "cpu"
     try:
         with _variable("DS_ACCELERATOR", "cpu") if is_cpu else nullcontext():
@@ -30,11 +30,11 @@ def import_deepspeed(device: torch.device, level: str, keeper: Keeper) -> Any:
         if reason.name not in (None, "deepspeed"):
             raise
         raise MissingPackageError("deepspeed", "--deepspeed", "deepspeed") from None
-    keeper.enter(_DEPRECATED)
+    changes.enter_context(_DEPRECATED)
     if level != "debug":
-        keeper.enter(_QUIET)
+        changes.enter_context(_QUIET)
     if is_cpu:
-        keeper.enter(_UNCOMPILED)
+        changes.enter_context(_UNCOMPILED)
     return deepspeed
 
 
