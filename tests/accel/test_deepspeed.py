@@ -15,6 +15,7 @@ from torch import nn
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.errors import ConfigurationError, MissingPackageError, TrainingError
 from tests.processes import run_in_processes
+from tests.test_process_state import ALLOWED, find_patches, list_changes, look
 
 pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"micro_batch_size": 4, "lr": 0.1, "seed": 3}
@@ -125,6 +126,13 @@ def run_alone(folder: Path) -> dict[str, Any]:
     def make_adafactor(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(model.parameters(), lr=0.1)
 
+    before = look()
+    closed = compose(folder, stage_1)
+    step(closed)
+    closed.close()
+    changes = list_changes(before, look()) + find_patches()
+    found["left changed"] = [change for change in changes if not change.startswith(tuple(ALLOWED))]
+
     found["two optimizers"] = get_refusal(compose, folder, adamw, make_sgd)
     found["whole matrices"] = get_refusal(compose, folder, stage_1, make_adafactor)
     found["unknown key"] = get_refusal(
@@ -230,6 +238,12 @@ def test_the_files_schedule_is_followed(found: dict[str, Any]) -> None:
     """DeepSpeed's own arithmetic: the rate of update n is that of its step n - 1."""
     expected = [0.0, 0.0, 0.1 * math.log(2) / math.log(3), 0.1, 0.1, 0.1]
     assert found["rates"] == pytest.approx(expected)
+
+
+@needs_package
+def test_a_closed_engine_leaves_the_process_as_it_was(found: dict[str, Any]) -> None:
+    """Its logger, a filter of warnings, a variable and a table of DeepSpeed's stayed changed."""
+    assert not found["left changed"]
 
 
 @needs_package

@@ -34,12 +34,13 @@ from transformers import (
 
 from rapidformer.accel.pipeline.cut import apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import find_usage
+from rapidformer.accel.pipeline.gates import StageContext, describe_gradient_problem
 from rapidformer.accel.pipeline.layout import Layout, balance, build_layout
-from rapidformer.accel.pipeline.refusals import find_model_problem
+from rapidformer.accel.pipeline.refusals import explain_absence, find_model_problem
 from rapidformer.accel.pipeline.schedule import choose_kind
 from rapidformer.errors import ConfigurationError, ModelError, RapidformerError
 from rapidformer.models.plan import find_plan
-from rapidformer.models.tensor_plans import find_tensor_plan
+from rapidformer.models.tensor_plans import describe_other_splits, find_tensor_plan
 from tests.parity.models import build_model
 
 
@@ -178,6 +179,18 @@ def test_a_refusal_recommends_only_what_the_model_supports(reason: str) -> None:
     if not is_recommended:
         with pytest.raises(ModelError, match="no plan says how"):
             find_tensor_plan(model, plan)
+
+
+def test_a_loss_that_stages_cannot_have_is_sent_only_where_it_works() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2))
+    always = "data parallelism"
+    for model, instead in (
+        (bloom, always), (build_model("gpt2"), f"--tensor-model-parallel-size or {always}"),
+    ):  # fmt: skip
+        others = describe_other_splits(model, find_plan(model), always)
+        context = StageContext(dtype=torch.float32, tuple_size=0, instead=others)
+        assert describe_gradient_problem(context).endswith(f"only: use {instead}.")
+        assert explain_absence(context, False, "w").endswith(f"otherwise use {instead}.")
 
 
 class Mapped(nn.Module):

@@ -2,9 +2,11 @@
 
     python -m tests.borrowed.run transformers FOLDER [file.py ...] [--theirs]
     python -m tests.borrowed.run accelerate FOLDER ...
+    python -m tests.borrowed.run document FOLDER [NAME ...]
 
 FOLDER is the ``tests`` folder of that library's repository, checked out at the tag of the installed
-version.
+version. ``document`` runs the scripts and commands that users know from documents, on 1, 2 and 4
+processes; there, FOLDER is an empty one to work in, and NAME a part of the names to run.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-LIBRARIES = ("transformers", "accelerate")
+LIBRARIES = ("transformers", "accelerate", "document")
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.optimization import Adafactor
 
 from rapidformer.checkpoint import saving
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
@@ -56,6 +57,25 @@ def test_resumed_run_is_bit_equal(kind: str, tmp_path: Path) -> None:
         assert torch.equal(resumed.weights()[name], value), name
     assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr()
     assert resumed.scaler.state_dict() == run.scaler.state_dict()
+
+
+def test_a_state_of_plain_numbers_is_saved_as_well(tmp_path: Path) -> None:
+    """transformers' Adafactor counts its steps in them: a resumed run began to count again."""
+
+    def make_run(seed: int) -> Run:
+        model = Model()
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return Run(
+            seed=seed, model=model, optimizer=Adafactor(model.parameters(), lr=0.05, **fixed)
+        )
+
+    run = make_run(0)
+    run.train(3)
+    save_checkpoint(tmp_path, run.state, {})
+    expected = run.train(3)
+    resumed = load(tmp_path, make_run(99))
+    assert resumed.train(3) == expected
+    assert {values["step"] for values in resumed.optimizer.state.values()} == {6}
 
 
 @pytest.mark.parametrize("save_at", [0, 2], ids=["before the first update", "later"])

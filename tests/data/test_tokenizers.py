@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from rapidformer.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face
+from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face, load_hugging_face
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from tests.data.preprocess.vocabularies import (
     TEXTS,
@@ -408,7 +409,8 @@ def test_an_unknown_type_has_a_near_name() -> None:
         ("BertWordPieceCase", b'{"a": 0}', "one piece per line"),
         ("BertWordPieceCase", b"", "is empty"),
         ("GPT2BPETokenizer", b'{"a": 0}', r"lacks <\|endoftext\|>"),
-        ("GPT2BPETokenizer", b"a\nb\n", "not JSON"),
+        ("GPT2BPETokenizer", b"a\nb\n", r"not JSON \(Expecting value: line 1"),
+        ("GPT2BPETokenizer", b"[" * 100_000, r"not JSON \(it is nested too deeply\)"),
         ("GPT2BPETokenizer", b"[1, 2]", "must be a JSON object"),
         ("GPT2BPETokenizer", b'{"a": "b"}', "ids are whole numbers"),
         ("SentencePieceTokenizer", b"something", "not a SentencePiece model"),
@@ -438,6 +440,25 @@ def test_merges_of_another_vocabulary_are_refused(
     merges.write_text("#version: 0.2\na b c\n")
     with pytest.raises(DataError, match=r"line 2: a merge is two pieces.*'a b c'"):
         build_tokenizer(vocab_file=gpt2_files[0], merge_file=merges)
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run(small_model: Path, tmp_path: Path) -> None:
+    """transformers asked for an option that there is not here; the way out works."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(small_model, tmp_path / "own")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").unlink()
+    with pytest.raises(DataError, match=r"own Python code, .*backend_tokenizer\.save"):
+        load_hugging_face(str(folder))
+    (tmp_path / "plain").mkdir()
+    AutoTokenizer.from_pretrained(small_model).backend_tokenizer.save(
+        str(tmp_path / "plain" / "tokenizer.json")
+    )
+    plain = load_hugging_face(str(tmp_path / "plain"))
+    assert plain.tokenize("w1 w2") == load_hugging_face(str(small_model)).tokenize("w1 w2")
 
 
 def test_hugging_face_locations_are_explained(tmp_path: Path) -> None:

@@ -34,7 +34,13 @@ WORDS = ["hello", "!", *(f"w{i}" for i in range(30))]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny GPT-2, its tokenizer, and data in ./train and ./eval."""
+    """What the scripts find in their folder."""
+    monkeypatch.chdir(fill(tmp_path))
+    return tmp_path
+
+
+def fill(tmp_path: Path) -> Path:
+    """A tiny GPT-2, its tokenizer, and data in ./train and ./eval."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -51,7 +57,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = ({"text": " ".join(WORDS[(i + k) % 30] for k in range(20))} for i in range(count))
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / split / "text.jsonl").write_text(text)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -237,6 +242,28 @@ def test_an_instance_takes_the_weights_of_a_checkpoint(place: Path) -> None:
     trained = trainer.evaluate()["eval_loss"]
     trainer.evaluate("other")
     assert trainer.evaluate(True)["eval_loss"] == pytest.approx(trained, abs=1e-6)
+
+
+def make_adapted_trainer() -> Any:
+    rows = make_rows(8)
+    arguments = TrainingArguments(batch_size=4, num_train_epochs=2, learning_rate=0.1)
+    return Trainer(
+        arguments, model=make_classifier(), train_dataset=rows, eval_dataset=rows,
+        data_collator=collate, pet_method="lora",
+    )  # fmt: skip
+
+
+def test_a_new_trainer_of_an_instance_uses_the_adapter_that_was_trained(place: Path) -> None:
+    """``predict`` and ``evaluate`` used a blank one without a word."""
+    blank, trainer = make_adapted_trainer(), make_adapted_trainer()
+    before = blank.evaluate()["eval_loss"]  # there is none yet
+    trainer.finetune()
+    trained = trainer.evaluate()["eval_loss"]
+    assert trained != before
+    assert make_adapted_trainer().evaluate()["eval_loss"] == pytest.approx(trained, abs=1e-6)
+    rows = make_rows(8)
+    answers = make_adapted_trainer().predict(input_data=rows).predictions
+    assert answers == pytest.approx(trainer.predict(input_data=rows).predictions, abs=1e-6)
 
 
 def test_do_eval_evaluates_after_every_epoch(place: Path) -> None:

@@ -181,7 +181,10 @@ def test_a_name_that_no_file_can_have(name: str, command: Any) -> None:
     _check(command(name, "a" * 5000, *["out"] * (name == "export")), "File name too long")
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[" * 100_000, '{"processes": 1}'])
+WRONG_TYPES = '{"processes": "1", "nodes": 1, "node_rank": 0, "master_addr": "a", "master_port": 1}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[" * 100_000, '{"processes": 1}', WRONG_TYPES])
 def test_a_variable_of_the_launchers_own(
     text: str, command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

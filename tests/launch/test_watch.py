@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -107,6 +108,15 @@ def test_a_suspended_rank_is_named_with_the_way_to_wake_it(beating: Path) -> Non
         sleeper.wait()
 
 
+def test_a_suspended_rank_is_missing_though_nobody_is_behind() -> None:
+    beats = [make(0), make(1, suspended_pid=7)]
+    text = describe_stall(beats, find_missing(beats), {}, nodes=1)
+    assert "  rank 1 is suspended (`kill -CONT 7` wakes it): step 2, phase data, for 60 s" in text
+    assert "  waiting for it: step 2, phase data (rank 0)" in text
+    text = describe_stall(beats[1:], beats[1:], {}, nodes=1)
+    assert "rank 1 is suspended" in text and "waiting for it" not in text
+
+
 def test_stall_is_said_once_though_others_give_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +199,22 @@ def test_missing_rank_is_reported_with_its_stack(start: Start, tmp_path: Path) -
     (tmp_path / "told").touch()
     assert command.wait() == 0, command.err
     check_report(command.err, "rank 1")
+
+
+def test_suspended_rank_is_reported_and_the_run_goes_on_when_it_wakes(
+    start: Start, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    ending = "os.kill(os.getpid(), 19) if rank else None\nwait_for_ever()\n"
+    lines = STALL.replace("    if step == 3 and rank == 1:\n        wait_for_ever()\n", "")
+    script.write_text(lines.removesuffix("wait_for_ever()\n") + ending)
+    flags = ("--nproc-per-node", "2", "--stall-timeout-minutes", "0.05")
+    command = start("launch", *flags, script, tmp_path / "told")
+    wake = re.compile(r"  rank 1 is suspended \(`kill -CONT (\d+)` wakes it\): step 3, phase back")
+    wait_until(lambda: wake.search(command.err), describe=command.describe)
+    os.kill(int(wake.search(command.err)[1]), signal.SIGCONT)  # type: ignore[index]
+    (tmp_path / "told").touch()
+    assert command.wait() == 0, command.err
 
 
 def test_missing_rank_of_another_node_is_reported_by_node_0(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -81,6 +82,13 @@ def clip_while_accumulating(loop: Loop) -> None:
         with loop.engine.accumulate(is_last=micro_batch == 1):
             loop.engine.backward(loop.compute_loss(micro_batch))
         nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def clip_values_while_accumulating(loop: Loop) -> None:
+    for micro_batch in range(2):
+        with loop.engine.accumulate(is_last=micro_batch == 1):
+            loop.engine.backward(loop.compute_loss(micro_batch))
+        nn.utils.clip_grad_value_(loop.model.parameters(), 1.0)
 
 
 def halve_and_clip(loop: Loop) -> None:
@@ -286,8 +294,10 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     runs = [(penalise_shards, layout, GPT2) for layout in layouts]
     runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
     clipped = [(clip_while_accumulating, layout, GPT2) for layout in ({}, zero(1), zero(3), TENSOR)]
-    *outcomes, first, second, third, fourth = run_on_ranks(runs + clipped)
-    for outcome in (*first, *second, *third, *fourth):
+    clipped += [(clip_values_while_accumulating, layout, GPT2) for layout in (zero(3), TENSOR)]
+    results = run_on_ranks(runs + clipped)
+    outcomes = results[: len(runs)]
+    for outcome in itertools.chain(*results[len(runs) :]):
         assert "Clip with engine.clip_grad_norm(max_norm)" in outcome.error
     for ranks in outcomes[: len(layouts)]:
         assert all("Gather each of them in the loss: sum(engine.model.gather_weight(p)" in o.error

@@ -103,6 +103,27 @@ def test_trying_a_hook_leaves_its_random_numbers_and_the_hook_as_they_were() -> 
     assert not run_case(draw_in_hook, settings).error
 
 
+def count_in_hook(loop: Loop) -> None:
+    calls: list[float] = []
+
+    def halve_and_note(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(float(gradient.abs().max()))
+        return gradient * 0.5
+
+    loop.model.head.weight.register_hook(halve_and_note)
+    loop.engine.backward(loop.compute_loss(0))
+    assert len(calls) == 1
+
+
+def test_a_hook_that_keeps_something_is_not_called_once_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It saw a gradient that was none, 2 ** 20 times as large."""
+    settings = {"micro_batch_size": 4, "log_level": "warning"}
+    assert not run_case(count_in_hook, settings).error
+    assert "may not be linear (it keeps values, so it is not tried)" in caplog.text
+
+
 # ---- items and functions -------------------------------------------------------------------------
 
 
@@ -118,10 +139,36 @@ def set_items(loop: Loop) -> None:
         loop.engine.step()
         with torch.no_grad():
             loop.model.transformer.wpe.weight[1:3] = 0.25
+            weight[7:9, 2] = 0.5
 
 
 def test_items_of_split_gradients_and_weights_can_be_set() -> None:
     assert_same([(set_items, layout, GPT2) for layout in SPLIT])
+
+
+def change_items(loop: Loop) -> None:
+    """By views and by masks, which are whole tensors."""
+    for number in range(2):
+        loop.engine.backward(loop.compute_loss(number))
+        block = loop.model.transformer.h[0]
+        weight, fused = loop.model.transformer.wte.weight, block.attn.c_attn.weight
+        weight.grad[:10].zero_()
+        weight.grad[20:30][1::2].t().mul_(torch.arange(5.0))
+        weight.grad[40:, 3] *= 0.25
+        assert float(weight.grad[:10].abs().sum()) == 0.0
+        weight.grad.mul_(ROWS_MASK)
+        fused.grad[:, 5:20].clamp_(min=0.0)
+        fused.grad = fused.grad * torch.linspace(0, 1, 48)
+        block.ln_1.weight.grad += torch.linspace(0, 1, 16)
+        loop.engine.step()
+        with torch.no_grad():
+            weight.mul_(ROWS_MASK)
+            weight[50].fill_(0.125)
+
+
+def test_split_gradients_and_weights_can_be_changed_by_views_and_masks() -> None:
+    """A view was a copy, so nothing happened; a mask was refused by torch."""
+    assert_same([(change_items, layout, GPT2) for layout in SPLIT])
 
 
 class Product(torch.autograd.Function):

@@ -217,31 +217,7 @@ def test_pretrainer_asks_for_megatrons_numbers_of_samples(tmp_path: Path) -> Non
 
 def test_the_perplexity_of_bert_is_of_its_words_alone() -> None:
     """Its loss also holds that of the order of sentences, and the forward step returns the sum."""
-    from transformers import BertConfig, BertForPreTraining
-
-    def make_rows(count: int) -> list[dict[str, Any]]:
-        torch.manual_seed(count)
-        ids = torch.randint(5, 40, (count, 12))
-        labels = ids.masked_fill(torch.rand(ids.shape) > 0.3, -100)
-        return [
-            {"input_ids": ids[n], "labels": labels[n], "next_sentence_label": torch.tensor(n % 2)}
-            for n in range(count)
-        ]
-
-    valid = make_rows(8)
-
-    class BertPreTrainer(PreTrainer):
-        def train_valid_test_datasets_provider(self, counts: list[int]) -> Any:
-            return make_rows(16), valid, None
-
-        def model_optimizer_lr_scheduler_provider(self) -> Any:
-            sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-            self.bert = BertForPreTraining(BertConfig(vocab_size=40, intermediate_size=16, **sizes))
-            return self.bert, None, None
-
-        def run_forward_step(self, data_iterator: Any, model: Any) -> Any:
-            return model(**next(data_iterator))["loss"]
-
+    valid = make_bert_rows(8)
     trainer = BertPreTrainer(
         make_engine(train_iters=2, eval_iters=1, eval_interval=2, global_batch_size=8)
     )
@@ -253,6 +229,50 @@ def test_the_perplexity_of_bert_is_of_its_words_alone() -> None:
     assert result["lm_loss"] == pytest.approx(float(words), abs=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(words), rel=1e-4)
     assert result["loss"] > result["lm_loss"] + 0.1
+    # A slice of the layers, blocks or tokens: the words are counted as they are in one process.
+    untrained = measure_untrained_bert({})
+    for found in run_in_processes(measure_split_berts, 2):
+        assert found == [pytest.approx(untrained, rel=1e-5)] * 3
+
+
+def make_bert_rows(count: int) -> list[dict[str, Any]]:
+    torch.manual_seed(count)
+    ids = torch.randint(5, 40, (count, 12))
+    labels = ids.masked_fill(torch.rand(ids.shape) > 0.3, -100)
+    return [
+        {"input_ids": ids[n], "labels": labels[n], "next_sentence_label": torch.tensor(n % 2)}
+        for n in range(count)
+    ]
+
+
+class BertPreTrainer(PreTrainer):
+    def train_valid_test_datasets_provider(self, counts: list[int]) -> Any:
+        return make_bert_rows(16), make_bert_rows(8), None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        from transformers import BertConfig, BertForPreTraining
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.bert = BertForPreTraining(BertConfig(vocab_size=40, intermediate_size=16, **sizes))
+        return self.bert, None, None
+
+    def run_forward_step(self, data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator))["loss"]
+
+
+def measure_untrained_bert(settings: dict[str, Any]) -> dict[str, float]:
+    engine = make_engine(
+        train_iters=1, eval_iters=1, eval_interval=1, global_batch_size=8, lr=0.0, **settings
+    )
+    result = BertPreTrainer(engine).train()
+    engine.close()
+    return {name: result[name] for name in ("loss", "lm_loss", "perplexity")}
+
+
+def measure_split_berts() -> list[dict[str, float]]:
+    widths = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return [measure_untrained_bert({width: 2}) for width in widths]
 
 
 def test_pretrainer_with_the_short_signatures() -> None:

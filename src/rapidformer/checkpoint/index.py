@@ -103,6 +103,9 @@ def find_index_problems(index: Index, folder: Path) -> Iterator[str]:
             yield f"it refers to {file}, which is not a file of this folder"
         elif any(part.start + part.length > size for _, _, part in found):
             yield f"it refers to bytes that {file} does not have"
+        elif sum(part.length for _, _, part in found) > size:
+            # Each part takes a moment to read: this bounds their number by what is there.
+            yield f"several of its parts are the same bytes of {file}"
         elif is_model_file(file):
             yield from _compare_header(folder / file, found)
 

@@ -168,8 +168,10 @@ def _load_tensors(
             state.model, state.optimizer
         )
         for name, values in content["state"].items():
-            for key in values:
-                values[key] = tensors.get(f"optimizer.{name}.{key}", values[key])
+            for key, value in values.items():
+                loaded = tensors.get(f"optimizer.{name}.{key}", value)
+                is_number = isinstance(loaded, torch.Tensor) and isinstance(value, (int, float))
+                values[key] = type(value)(loaded.item()) if is_number else loaded
         torch_states.set_optimizer_state_dict(state.model, state.optimizer, content)
     # Where the optimizer's state was not loaded, it starts from scratch.
     fresh = {

@@ -93,6 +93,9 @@ def collect_tensors(
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 tensors |= _unpack(f"optimizer.{name}.{key}", value)
+            elif isinstance(value, (int, float)):  # some count their steps in plain numbers
+                kind = torch.float64 if isinstance(value, float) else torch.int64
+                tensors[f"optimizer.{name}.{key}"] = torch.tensor(value, dtype=kind)
     return tensors, [keep_json(group) for group in content["param_groups"]]
 
 

@@ -1,4 +1,4 @@
-"""Clipping: the norm that torch's own ``clip_grad_norm_`` uses."""
+"""Clipping: what torch's own ``clip_grad_norm_`` and ``clip_grad_value_`` ask of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grad
 from rapidformer.compat.patches import Entry, Patch, describe_difference
 
 PRIVATE_NAMES = {
-    "torch.nn.utils.clip_grad._get_total_norm": "clip_grad_norm_ under a pipeline, or too early"
+    "torch.nn.utils.clip_grad._get_total_norm": "clip_grad_norm_ under a pipeline, or too early",
+    "torch._foreach_clamp_min_": "clip_grad_value_ too early, which split tensors do not count",
 }
 
 TotalNorm = Callable[[list[Tensor], float], Tensor]
@@ -23,6 +24,7 @@ Measure = Callable[[list[Tensor], float, TotalNorm], Tensor | None]
 
 _KNOWN = ["tensors", "norm_type", "error_if_nonfinite", "foreach"]
 _measures: list[Measure] = []
+_checks: list[Callable[[list[Tensor]], None]] = []
 
 
 @contextmanager
@@ -34,6 +36,17 @@ def extend_total_norm(measure: Measure) -> Iterator[None]:
             yield
         finally:
             _measures.remove(measure)
+
+
+@contextmanager
+def check_clipping(check: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Inside, gradients that are to be clipped, by norm or by value, are checked first."""
+    with _PATCH:
+        _checks.append(check)
+        try:
+            yield
+        finally:
+            _checks.remove(check)
 
 
 def find_unknown_norm() -> str | None:
@@ -50,6 +63,8 @@ def _build_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        for check in _checks:
+            check(gradients)
 
         def compute(some: list[Tensor], order: float) -> Tensor:
             return original(some, order, False, foreach)
@@ -65,4 +80,19 @@ def _build_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get_total_norm
 
 
-_PATCH = Patch(lambda: [Entry(clip_grad, "_get_total_norm", _build_norm)])
+def _build_clamp(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def clamp(tensors: list[Tensor], *args: object) -> None:
+        for check in _checks:
+            check(tensors)
+        original(tensors, *args)
+
+    return clamp
+
+
+_PATCH = Patch(
+    lambda: [
+        Entry(clip_grad, "_get_total_norm", _build_norm),
+        Entry(torch, "_foreach_clamp_min_", _build_clamp),
+    ]
+)

@@ -48,14 +48,17 @@ class CurrentBatch:
         self.refuse_no_model: Callable[[], None] = _refuse_no_model
         """Called if none was, and batches go by with gradients on."""
         self._in_hand: MicroBatch | None = None
+        """The one fetched last."""
+        self._in_model: MicroBatch | None = None
+        """The one that went through the model last, which counts as long as its tensors live."""
         self._batch_size = 0
         """Of the loader that yielded the current micro-batch."""
         self._rows = 0
         self._ended_with_filler = False
-        self._known: dict[int, tuple[ref[torch.Tensor], MicroBatch]] = {}
-        """What each tensor of a training batch that is still alive belongs to."""
+        self._known: dict[int, tuple[ref[torch.Tensor], MicroBatch, bool]] = {}
+        """What each tensor that is still alive belongs to, and whether that is training data."""
         self._seen: list[MicroBatch] = []
-        """What went through the model since the last ``backward``."""
+        """The training data that went through the model since the last ``backward``."""
         self._fetched = 0
         """Training batches since then."""
         self._is_used = False
@@ -68,14 +71,17 @@ class CurrentBatch:
 
     def see_call(self, inputs: Any) -> None:
         """The model is called with these inputs."""
-        if not torch.is_grad_enabled():
-            return
-        if self._is_used:
+        has_gradient = torch.is_grad_enabled()
+        if has_gradient and self._is_used:
             self._start_anew()
         for tensor in iterate_tensors(inputs):
-            known = self._known.get(id(get_base(tensor)))
-            if known is not None and not any(known[1] is seen for seen in self._seen):
-                self._seen.append(known[1])
+            _, known, is_training = self._known.get(id(get_base(tensor)), (None, None, False))
+            if known is None:
+                continue
+            self._in_model = known
+            trains = is_training and has_gradient
+            if trains and not any(known is seen for seen in self._seen):
+                self._seen.append(known)
 
     def find_trained(self) -> tuple[MicroBatch | None, bool]:
         """The micro-batch that is back-propagated, and whether no other comes into question."""
@@ -87,13 +93,14 @@ class CurrentBatch:
     def _start_anew(self) -> None:
         self._seen, self._fetched, self._is_used = [], 0, False
 
-    def _remember(self, micro_batch: MicroBatch) -> None:
+    def _remember(self, micro_batch: MicroBatch, *, is_training: bool) -> None:
         # Not the tensors themselves: the script decides how long they live.
         facts = micro_batch._replace(
             batch=map_tensors(micro_batch.batch, lambda _, tensor: tensor.detach())
         )
         for tensor in iterate_tensors(micro_batch.batch):
-            self._known[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), facts
+            life = ref(tensor, partial(self._forget, id(tensor)))
+            self._known[id(tensor)] = life, facts, is_training
 
     def _forget(self, key: int, _: object) -> None:
         self._known.pop(key, None)
@@ -101,25 +108,40 @@ class CurrentBatch:
     @contextmanager
     def holding(self, micro_batch: MicroBatch) -> Iterator[None]:
         """A forward step of ``run_update`` runs: ``gather`` inside must know on what."""
-        before, self._in_hand = self._in_hand, micro_batch
+        before = self._in_hand, self._in_model
+        self._in_hand, self._in_model = micro_batch, None
         try:
             yield
         finally:
-            self._in_hand = before
+            self._in_hand, self._in_model = before
 
     def is_filler(self) -> bool:
         """Whether the current micro-batch is a filler."""
-        return self._in_hand is not None and self._in_hand.is_filler
+        current = self._find_current()
+        return current is not None and current.is_filler
 
-    def ends_with_filler(self, rows: int) -> bool:
-        """Whether this many rows end with a filler's: its own row, or those of the pass."""
-        if rows == 1 and self.is_filler():
+    def _find_current(self, values: Any = None) -> MicroBatch | None:
+        """Where values come from: a batch that they are of, or else what is worked on."""
+        is_tensor = isinstance(values, torch.Tensor)
+        known = self._known.get(id(get_base(values))) if is_tensor else None
+        if known is not None:
+            return known[1]
+        is_there = any(facts is self._in_model for _, facts, _ in self._known.values())
+        return self._in_model if is_there else self._in_hand
+
+    def ends_with_filler(self, values: Any) -> bool:
+        """Whether results with a row each, from batches of this pass, end with a filler's.
+
+        True for a filler's own row while it is worked on, and for all rows of the pass joined.
+        """
+        current = self._find_current(values)
+        if len(values) == 1 and current is not None and current.is_filler:
             return True
-        return self._ended_with_filler and rows == self._rows
+        return self._ended_with_filler and len(values) == self._rows
 
-    def count_surplus_rows(self, rows: int) -> int:
+    def count_surplus_rows(self, values: Any) -> int:
         """How many of these rows are not in the current batch, which is smaller than others."""
-        held = self._in_hand
+        held, rows = self._find_current(values), len(values)
         if held is None or rows != self._batch_size or not (held.info.rows or held.is_filler):
             return 0
         return max(0, rows - held.info.rows)
@@ -132,7 +154,7 @@ class CurrentBatch:
             if self._is_used:
                 self._start_anew()
             self._fetched += 1
-            self._remember(micro_batch)
+            self._remember(micro_batch, is_training=True)
             beat("forward", self._clock.updates + 1)
             yield micro_batch
             # After the first batch, not before: a look at one batch is no training.
@@ -148,6 +170,7 @@ class CurrentBatch:
         try:
             for micro_batch in self._follow(micro_batches, batch_size):
                 self.in_training = None
+                self._remember(micro_batch, is_training=False)
                 beat("evaluate", self._clock.updates)
                 yield micro_batch
         finally:
@@ -157,6 +180,7 @@ class CurrentBatch:
 
     def _follow(self, micro_batches: Iterator[MicroBatch], batch_size: int) -> Iterator[MicroBatch]:
         self._rows, self._ended_with_filler, self._batch_size = 0, False, batch_size
+        self._in_model = None
         for micro_batch in micro_batches:
             self._in_hand = micro_batch
             self._ended_with_filler = micro_batch.is_filler

@@ -242,7 +242,7 @@ class RunData:
                 "engine.gather() in a loss joins the rows of one micro-batch per rank, not of all "
                 f"{self._clock.rounds_per_update} micro-batches of an update. {INSTEAD}."
             )
-        if self.current.ends_with_filler(len(rows)):
+        if self.current.ends_with_filler(rows):
             rows = rows[:-1]
         return gather_rows(rows, self.topology, pad_value)
 
@@ -261,12 +261,12 @@ class RunData:
 
     def drop_surplus_items(self, values: Any) -> Any:
         """The same for a single tensor, or a list with an item per row."""
-        surplus = self.current.count_surplus_rows(len(values))
+        surplus = self.current.count_surplus_rows(values)
         return values[: len(values) - surplus] if surplus else values
 
     def gather_objects(self, values: list[Any]) -> list[Any]:
         """Every process's list, joined in rank order, without fillers of the last batch."""
-        if self.current.ends_with_filler(len(values)):
+        if self.current.ends_with_filler(values):
             values = values[:-1]
         return [value for part in gather_objects(values, self.topology) for value in part]
 

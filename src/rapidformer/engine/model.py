@@ -90,10 +90,11 @@ class RunModel:
         inner = adapters.get_inner(model)
         self.adapter = adapters.find_adapter(inner)
         self._switch_on(inner, plan, for_training=False)
+        self._watch_calls(inner)
         return model.eval()
 
     def _watch_calls(self, model: nn.Module) -> None:
-        """Let ``backward`` know which batch went through the model."""
+        """Let ``backward`` and ``gather`` know which batch went through the model."""
         see_call = self._current.see_call
         # Kept out of a model compiled as a whole, like torch's own hooks.
         hook = torch.compiler.disable(lambda module, *inputs: see_call(inputs))

@@ -68,7 +68,7 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
     if is_started_node():
         text = os.environ[NODE_VARIABLE]
         try:
-            plan = LaunchPlan(**json.loads(text))
+            plan = _read_plan(text)
         except (ValueError, TypeError, RecursionError):
             raise ConfigurationError(
                 f"{NODE_VARIABLE} is {text[:60]!r}, but only a launcher sets it for the nodes of "
@@ -96,6 +96,14 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
             f"{plan.nodes} nodes must meet at one port: set MASTER_PORT (and MASTER_ADDR) on each."
         )
     return _fill_processes(settings, plan)
+
+
+def _read_plan(text: str) -> LaunchPlan:
+    plan = LaunchPlan(**json.loads(text))
+    wanted = {field.name: field.type for field in dataclasses.fields(plan)}
+    if any(type(value).__name__ != wanted[name] for name, value in vars(plan).items()):
+        raise TypeError
+    return plan
 
 
 def _build_plan(settings: LaunchArguments, step: SlurmStep | None) -> LaunchPlan:

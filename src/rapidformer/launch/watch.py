@@ -198,9 +198,10 @@ def is_stalled(beats: Iterable[Beat], seconds: float) -> bool:
 
 
 def find_missing(beats: list[Beat]) -> list[Beat]:
-    """The ranks that the others wait for: those behind, or all if none is behind."""
+    """The ranks that the others wait for: suspended ones, those behind, or all."""
+    suspended = [beat for beat in beats if beat.suspended_pid is not None]
     furthest = max(beat.position for beat in beats)
-    return [beat for beat in beats if beat.position < furthest] or beats
+    return suspended or [beat for beat in beats if beat.position < furthest] or beats
 
 
 def describe_stall(
@@ -209,7 +210,7 @@ def describe_stall(
     """The report shown to the user."""
     seconds = min(beat.age for beat in beats if not beat.has_ended)
     lines = [f"stalled: no rank has moved for {seconds:.0f} s; still waiting"]
-    if len(missing) == len(beats):
+    if missing == beats and beats[0].suspended_pid is None:
         lines.append(
             f"  all {len(beats)} ranks are at {_join_places(beats)}: nobody is behind. They may "
             "wait in different collectives; their stacks tell."
@@ -225,7 +226,7 @@ def describe_stall(
             )
         absent = {beat.rank for beat in missing}
         waiting = [beat for beat in beats if beat.rank not in absent]
-        lines.append(f"  waiting for it: {_join_places(waiting)}")
+        lines += [f"  waiting for it: {_join_places(waiting)}"] if waiting else []
     for rank, stack in sorted(stacks.items()):
         lines += [f"  stack of rank {rank}:", *(f"    {line}" for line in stack.splitlines())]
     return "\n".join(lines)

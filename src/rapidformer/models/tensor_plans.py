@@ -183,13 +183,15 @@ def _find_family(model: nn.Module) -> _Family:
     return family
 
 
-def describe_other_splits(model: nn.Module, plan: ModelPlan) -> str:
-    """The switches that split a model which cannot be cut into stages."""
+def describe_other_splits(
+    model: nn.Module, plan: ModelPlan, always: str = "--zero-3-memory-optimization"
+) -> str:
+    """What to use instead of stages: tensor parallelism is offered if it can split the model."""
     try:
         find_tensor_plan(model, plan)
     except RapidformerError:
-        return "--zero-3-memory-optimization"
-    return f"{_FLAG} or --zero-3-memory-optimization"
+        return always
+    return f"{_FLAG} or {always}"
 
 
 def _get_kind(model: nn.Module) -> str:

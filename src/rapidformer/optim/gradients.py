@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rapidformer.compat.torch_clipping import extend_total_norm, find_unknown_norm
+from rapidformer.compat.torch_clipping import check_clipping, find_unknown_norm
 from rapidformer.compat.torch_tensors import compute_norms, count_changes, multiply_all
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.multi_tensor.launch import get_local
@@ -84,7 +84,7 @@ class HeldGradients:
         self._leave: Callable[[], object] = lambda: None
         if find_unknown_norm() is None:
             # At the line that clips. Split tensors do not even count that they were changed.
-            refusing = extend_total_norm(partial(_refuse_clip, {id(g) for _, g, _ in self._held}))
+            refusing = check_clipping(partial(_refuse_clip, {id(g) for _, g, _ in self._held}))
             refusing.__enter__()
             self._leave = finalize(self, refusing.__exit__, None, None, None)
 
@@ -103,7 +103,7 @@ def _count_changes(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else count_changes(gradient) + count_changes(get_local(gradient))
 
 
-def _refuse_clip(held: set[int], gradients: list[torch.Tensor], *_: object) -> None:
+def _refuse_clip(held: set[int], gradients: list[torch.Tensor]) -> None:
     if any(id(gradient) in held for gradient in gradients):
         raise RapidformerError(_TOO_EARLY)
 

@@ -15,20 +15,22 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import Mean, MicroBatch
+from rapidformer.dist.whole import join_whole
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError
 from rapidformer.objectives.loss_function import SingleBatch
+from rapidformer.overlay import extend, remove
 from rapidformer.training.evaluation import Evaluation, Metrics
 from rapidformer.training.meter import WeightedSums
 from rapidformer.training.template import (
@@ -108,7 +110,7 @@ class PreTrainer(Template):
         sums = WeightedSums(dtype=torch.float64)
         loader.rewind()
         words = _WordLoss(self.engine)
-        with words.hook:
+        with words.watching():
             for micro_batch in islice(loader.iterate_micro_batches(), rounds):
                 result = self.engine.updates.weights.run_forward(forward, micro_batch)
                 sums.add({**words.take(micro_batch), **result.means})
@@ -124,15 +126,31 @@ class PreTrainer(Template):
 class _WordLoss:
     """The loss of the words alone in a model whose loss also holds that of a sentence's order.
 
-    It is computed again from the model's own logits, which only a whole model has on every rank.
+    It is computed again from the model's own logits, as its caller sees them: whole on every rank.
     """
 
     def __init__(self, engine: RapidformerEngine) -> None:
-        topology, model = engine.runtime.topology, engine.model.parallelized.model
-        self._is_whole = topology.tensor * topology.pipeline * topology.context == 1
+        self._model = engine.model.parallelized.model
         self._mean: Mean | None = None
         self.is_unknown = False
-        self.hook = model.register_forward_hook(self._look, with_kwargs=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls of the model are noticed: not by a hook, which a stage's own call runs."""
+
+        def build(cls: Any) -> dict[str, Any]:
+            def call(model: Any, *args: Any, **named: Any) -> Any:
+                outputs = cls.__call__(model, *args, **named)
+                self._look(named, outputs)
+                return outputs
+
+            return {"__call__": call}
+
+        extend(self._model, "recording", build)
+        try:
+            yield
+        finally:
+            remove(self._model, "recording")
 
     def take(self, micro_batch: MicroBatch) -> dict[str, Mean]:
         """Of the micro-batch that the model has just seen."""
@@ -142,11 +160,13 @@ class _WordLoss:
             return {}
         return {"lm_loss": (mean[0], 0.0 if micro_batch.is_filler else mean[1])}
 
-    def _look(self, model: nn.Module, args: Any, named: dict[str, Any], outputs: Any) -> None:
+    def _look(self, named: dict[str, Any], outputs: Any) -> None:
         logits, labels = getattr(outputs, "prediction_logits", None), named.get("labels")
-        if not self._is_whole or logits is None or labels is None or not _ORDER & named.keys():
+        if logits is None or labels is None or not _ORDER & named.keys():
             return
         is_word = labels != IGNORED_LABEL
-        loss = functional.cross_entropy(logits[is_word].float(), labels[is_word], reduction="sum")
+        loss = functional.cross_entropy(
+            join_whole(logits)[is_word].float(), labels[is_word], reduction="sum"
+        )
         count = is_word.sum()
         self._mean = (loss / count.clamp(min=1), count)

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rapidformer.compat.patches import Entry, Patch, ignore_warnings, quieten
 from rapidformer.errors import MissingPackageError
 from rapidformer.log import get_logger
 
 
-def import_deepspeed(device: torch.device, level: str) -> Any:
-    """The package, quiet, and kept from compiling what training does not need."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Its banner goes to standard output on import.
-    logger = logging.getLogger("DeepSpeed")
+def import_deepspeed(device: torch.device, level: str, changes: ExitStack) -> Any:
+    """The package: quiet, and kept from compiling what training does not need."""
+    is_cpu = device.type == "cpu"
     try:
-        import deepspeed
+        with _variable("DS_ACCELERATOR", "cpu") if is_cpu else nullcontext():
+            import deepspeed
     except ImportError as reason:
         if reason.name not in (None, "deepspeed"):
             raise
         raise MissingPackageError("deepspeed", "--deepspeed", "deepspeed") from None
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    for handler in get_logger().handlers:
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO if level == "debug" else logging.ERROR)
-    # Its collectives use names that torch has deprecated, and would warn at every call.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    if device.type == "cpu":
-        # Shared-memory communication for inference: a minute of compiling that training never uses.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    changes.enter_context(_DEPRECATED)
+    if level != "debug":
+        changes.enter_context(_QUIET)
+    if is_cpu:
+        changes.enter_context(_UNCOMPILED)
     return deepspeed
+
+
+# Its collectives use names that torch has deprecated, and would warn at every call.
+_DEPRECATED = ignore_warnings(r"`torch\.distributed\.\w+` is deprecated")
+_QUIET = quieten("DeepSpeed")
+# Shared-memory communication for inference: a minute of compiling that training never uses.
+_UNCOMPILED = Patch(lambda: [Entry(_list_ops(), "deepspeed_shm_comm", lambda _: False)])
+
+
+def _list_ops() -> dict[str, bool]:
+    from deepspeed.ops import __compatible_ops__
+
+    return __compatible_ops__  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of the environment is set."""
+    is_set = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def announce_build() -> None:
@@ -68,11 +85,6 @@ def in_process_group(device: torch.device) -> Iterator[None]:
             rank=0,
             world_size=1,
         )
-    is_launched = "LOCAL_RANK" in os.environ
-    os.environ.setdefault("LOCAL_RANK", "0")
-    try:
+    # Not for good: some platforms set RANK without LOCAL_RANK to number nodes.
+    with _variable("LOCAL_RANK", "0"):
         yield
-    finally:
-        if not is_launched:
-            # Some platforms set RANK without LOCAL_RANK to number nodes: restore it.
-            del os.environ["LOCAL_RANK"]

@@ -9,7 +9,7 @@ Clipping is always set explicitly, never left to DeepSpeed's default.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ class DeepSpeedStrategy(GradientSynchronizer):
 
     def __init__(self, assembly: Assembly) -> None:
         args, precision = assembly.args, assembly.precision
-        self.deepspeed = import_deepspeed(assembly.device, args.log_level)
+        # Of the process, until the engine closes, or is dropped without that.
+        self._changes = ExitStack()
+        assembly.applied.enter(self._changes)
+        self.deepspeed = import_deepspeed(assembly.device, args.log_level, self._changes)
         self.model, self.device = assembly.model, assembly.device
         self.file = args.deepspeed or ""
         kind = None if precision.dtype is None else precision.name
@@ -240,6 +243,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
             self.engine.destroy()
             self.engine = None
             forget_groups()
+        self._changes.close()
 
     def _build_members(self, cls: Any) -> dict[str, Any]:
         """The overlay of a model whose calls go through DeepSpeed's engine, which calls it."""

@@ -25,13 +25,6 @@ from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
 
-GRADIENT_PROBLEM = (
-    f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what another "
-    "stage has computed, such as an embedding's output. Stages exchange hidden states only: use "
-    "--tensor-model-parallel-size, --context-parallel-size or data parallelism."
-)
-
-
 _running: list[StageContext] = []
 """Those whose models run: one, unless a forward step calls a second model."""
 
@@ -59,6 +52,8 @@ class StageContext:
     """The dtype of hidden states between stages."""
     tuple_size: int
     """How many values the model expects of its blocks; 0: the hidden state itself."""
+    instead: str
+    """What to use for a loss that needs more than one stage."""
     splits_backward: bool = False
     """Whether the schedule computes gradients of weights apart from those of inputs."""
     stage: Stage | None = None
@@ -189,7 +184,16 @@ def refuse_second_model() -> None:
 def refuse_gradient(context: StageContext) -> None:
     """Raise if the forward step takes a gradient of which other stages have a part."""
     if context.is_at_loss:
-        raise RapidformerError(GRADIENT_PROBLEM)
+        raise RapidformerError(describe_gradient_problem(context))
+
+
+def describe_gradient_problem(context: StageContext) -> str:
+    """What is wrong with a gradient of which other stages have a part."""
+    return (
+        f"{FLAG}: the forward step takes a gradient (torch.autograd.grad) with respect to what "
+        "another stage has computed, such as an embedding's output. Stages exchange hidden states "
+        f"only: use {context.instead}."
+    )
 
 
 @dataclass(frozen=True, eq=False)

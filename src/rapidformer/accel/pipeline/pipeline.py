@@ -46,6 +46,7 @@ from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.overlay import put_fact
 
 # A lookup has no product to compute, but its weights are stored and updated like any others.
@@ -124,7 +125,7 @@ class Pipeline:
 
     def run(self, compute: Compute, count: int, *, step: int, synchronizer: Any) -> None:
         """Forward and backward of an update's micro-batches; leaves sums in every ``.grad``."""
-        if problem := find_hook_problem(self._far_modules):
+        if problem := find_hook_problem(self._far_modules, self._context.instead):
             raise RapidformerError(problem)
         self._compute, self._step = compute, step
         self._results.clear()
@@ -183,7 +184,7 @@ class Pipeline:
             except StageEnd as end:
                 return end.hidden
             except RuntimeError as error:
-                raise explain_gradient_error(error) from error
+                raise explain_gradient_error(error, self._context) from error
             if not stage.is_last or not self._context.has_called:
                 raise _no_call()
         self._results[number] = replace(result, loss=result.loss.detach())
@@ -259,10 +260,11 @@ def apply(assembly: Assembly) -> str:
     if problem := find_model_problem(model, plan):
         raise ConfigurationError(problem)
     usage = find_usage(model, plan)
+    instead = describe_other_splits(model, plan, "data parallelism")
     layout = _build_layout(model, plan, usage, assembly.args, topology)
     if problem := (
         _find_schedule_problem(model, layout, usage)
-        or find_hook_problem(list_far_modules(model, layout, plan))
+        or find_hook_problem(list_far_modules(model, layout, plan), instead)
         or find_unknown_norm()
         or ""
     ):
@@ -274,6 +276,7 @@ def apply(assembly: Assembly) -> str:
     context = StageContext(
         dtype=torch.float32 if is_wide else dtypes.pop(),
         tuple_size=usage.tuple_size,
+        instead=instead,
         splits_backward=layout.schedule == "zero-bubble",
     )
     pipeline = Pipeline(assembly, layout, holdings, context)

@@ -14,7 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.pipeline.gates import GRADIENT_PROBLEM, StageContext, refuse_gradient
+from rapidformer.accel.pipeline.gates import (
+    StageContext,
+    describe_gradient_problem,
+    refuse_gradient,
+)
 from rapidformer.accel.pipeline.layout import FLAG, Layout
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
@@ -22,18 +26,13 @@ from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.models.watched import describe_watched, find_watched, list_inner_modules
 from rapidformer.overlay import extend
 
-_INSTEAD = (
-    "For a penalty on their size use --weight-decay; otherwise use --tensor-model-parallel-size or "
-    "data parallelism, which support such a loss."
-)
-
 
 def list_far_modules(model: nn.Module, layout: Layout, plan: ModelPlan) -> dict[str, nn.Module]:
     """The blocks, and their modules, that do not run where the loss is computed."""
     return list_inner_modules(model, plan.blocks[: layout.stages[-1].start])
 
 
-def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
+def find_hook_problem(far: Mapping[str, nn.Module], instead: str) -> str:
     """The problem with a hook that sees what the loss cannot; empty if there is none."""
     watched = find_watched(far)
     if not watched:
@@ -41,8 +40,7 @@ def find_hook_problem(far: Mapping[str, nn.Module]) -> str:
     return (
         f"{FLAG}: there is a hook on {describe_watched(watched)}, which runs on another stage than "
         "the loss, so a loss that uses its results would be wrong. Hook blocks of the last stage "
-        "only, or use --tensor-model-parallel-size or --zero-3-memory-optimization instead. If the "
-        "hook only looks, set hook.only_looks = True."
+        f"only, or use {instead}. If the hook only looks, set hook.only_looks = True."
     )
 
 
@@ -51,7 +49,11 @@ def explain_absence(context: StageContext, is_in_block: bool, name: str) -> str:
     is_lost = context.stage is not None and not context.stage.is_last
     if is_lost or context.is_in_model or (context.is_in_module and not is_in_block):
         return ""
-    return f"{FLAG}: {name} is not on this rank but on another stage. {_INSTEAD}"
+    return f"{FLAG}: {name} is not on this rank but on another stage. {_say_instead(context)}"
+
+
+def _say_instead(context: StageContext) -> str:
+    return f"For a penalty on their size use --weight-decay; otherwise use {context.instead}."
 
 
 def refuse_partial_reads(
@@ -85,7 +87,7 @@ def _build_partial(cls: Any, context: StageContext, may_be_called: bool) -> dict
             raise RapidformerError(
                 f"{FLAG}: the forward step iterates over the parameters of a {cls.__name__}, but "
                 "each rank holds only those of its own stage, so a penalty over them would be "
-                f"wrong. {_INSTEAD}"
+                f"wrong. {_say_instead(context)}"
             )
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,12 +112,12 @@ def refuse_shared_gradients(
     return [p.register_hook(check) for p in parameters if p.requires_grad]
 
 
-def explain_gradient_error(error: RuntimeError) -> Exception:
+def explain_gradient_error(error: RuntimeError, context: StageContext) -> Exception:
     """The same error, or an explanation if the forward step asked for gradients itself."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not str(frames[-1].f_globals.get("__name__")).startswith("torch.autograd"):
         return error
-    return RapidformerError(f"{GRADIENT_PROBLEM} ({error})")
+    return RapidformerError(f"{describe_gradient_problem(context)} ({error})")
 
 
 def find_model_problem(model: Any, plan: ModelPlan) -> str:

@@ -7,6 +7,7 @@ placeholder without memory; only autograd sees it, never an operation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.dist.regions import Group, gather_out, get_local, take_slice
 
+IN_PLACE = re.compile(r".*[^_]_|__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__")
 _OF_PARAMETERS = {
     Tensor.register_hook, Tensor.requires_grad_,
     *(getattr(Tensor, name).__get__ for name in ("data", "grad")),
@@ -54,12 +56,14 @@ class WholeOnDemand(torch.Tensor):
         if func in FACTS:
             return super().__torch_function__(func, types, args, kwargs)
         first, name = args[0] if args else None, getattr(func, "__name__", "")
-        # Something that only the weight has, or a change of it in place.
-        is_own = func in _OF_PARAMETERS or (name.endswith("_") and not name.endswith("__"))
+        # Something that only the weight has, a change of it in place, or a view to change it by.
+        is_view = func is Tensor.__getitem__ and not torch.is_grad_enabled()
+        is_own = is_view or func in _OF_PARAMETERS or IN_PLACE.fullmatch(name)
         if is_own and isinstance(first, cls) and first._source is not None:
-            if func is Tensor.register_hook:  # the parameter may have one of its own
-                return first._source.register_hook(*args[1:])  # type: ignore[no-untyped-call]
-            return func(first._source, *args[1:], **kwargs)
+            if name == "__get__":
+                return func(first._source)
+            # The parameter may have one of its own, such as our hooks and items.
+            return getattr(first._source, name)(*args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
         return func(*args, **kwargs)
 

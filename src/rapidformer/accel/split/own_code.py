@@ -1,18 +1,22 @@
-"""Split weights in a script's own code: hooks, items that are set, autograd functions.
+"""Split weights in a script's own code: hooks, autograd functions, and items (``items.py``).
 
-``p.register_hook(...)``, ``p.grad[:10] = 0`` and ``MyFunction.apply(p, x)`` are written for whole
-tensors. ZeRO and tensor parallelism have put DTensors in their place: torch runs no hook of a
-parameter that ``fully_shard`` gathers, and has no sharding for the other two. Here they get what
-they expect: a hook the whole gradient of this rank's rows, as in data parallelism, and an autograd
-function the whole weight, whose gradient goes back to the shards.
+``p.register_hook(...)`` and ``MyFunction.apply(p, x)`` are written for whole tensors. ZeRO and
+tensor parallelism have put DTensors in their place: torch runs no hook of a parameter that
+``fully_shard`` gathers, and has no sharding for the other. Here they get what they expect: a hook
+the whole gradient of this rank's rows, as in data parallelism, and an autograd function the whole
+weight, whose gradient goes back to the shards.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.cuda_graph.pure_calls import PURE_BUILTINS
 from rapidformer.accel.data_parallel import shape_like
 from rapidformer.accel.sharding.zero import gather_weight
+from rapidformer.accel.split.items import CHANGING_ITEMS, find_places
 from rapidformer.accel.split.on_demand import WholeOnDemand
-from rapidformer.accel.weights import find_spans
-from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import convert_function_arguments
 from rapidformer.compat.torch_fsdp import list_parameter_groups
 from rapidformer.compat.torch_tensors import get_gradient_hooks
@@ -37,6 +41,12 @@ from rapidformer.models.watched import is_from_user
 Hook = Callable[[Tensor], Tensor | None]
 _FACTOR = 2.0**20
 """To see whether a hook is linear, a gradient is scaled by this: far beyond any clipping."""
+_PURE = (torch, nn.functional, math)
+_NOT_LINEAR = (
+    "a hook on a parameter's gradient {}): it sees the gradient of one rank's micro-batch, not "
+    "that of the whole update, so what clips, adds noise or a penalty depends on how the batch is "
+    "split. Change the gradients between engine.backward() and optimizer.step() instead."
+)
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -53,7 +63,7 @@ def apply(assembly: Assembly) -> str | None:
         if isinstance(module, FSDPModule):
             _serve_gathered(module, served)
     if split:
-        assembly.applied.enter(_SETTING_ITEMS)
+        assembly.applied.enter(CHANGING_ITEMS)
         gather = functools.partial(_gather_for_function, weakref.ref(assembly.synchronizer))
         for kind in (DTensor, WholeOnDemand):
             assembly.applied.enter(convert_function_arguments(kind, gather))
@@ -95,7 +105,7 @@ class _Hooks:
             return None
         if not isinstance(gradient, DTensor):
             return changed
-        return shape_like(changed[_find_places(gradient)].contiguous(), gradient)
+        return shape_like(changed[find_places(gradient)].contiguous(), gradient)
 
 
 def _serve_gathered(module: Any, served: dict[int, _Hooks]) -> None:
@@ -137,51 +147,39 @@ def _warn_if_not_linear(hook: Hook, table: dict[int, Hook], number: int) -> Hook
         table[number] = hook
         if answer is gradient:
             return answer  # changed in place: there is nothing left to try it on
+        if _may_remember(hook):
+            warn_once(_NOT_LINEAR.format("may not be linear (it keeps values, so it is not tried"))
+            return answer
         # The trial must not change what the hook, or dropout, draws later.
         with torch.random.fork_rng([gradient.device] if gradient.is_cuda else []):
             scaled = hook(gradient * _FACTOR)
         if scaled is None or not torch.allclose(scaled, answer * _FACTOR, rtol=1e-3):
-            warn_once(
-                "a hook on a parameter's gradient is not linear (it clips, adds noise or a "
-                "penalty): it sees the gradient of one rank's micro-batch, not that of the "
-                "whole update, so the result depends on how the batch is split. Change the "
-                "gradients between engine.backward() and optimizer.step() instead."
-            )
+            warn_once(_NOT_LINEAR.format("is not linear (it clips, adds noise or a penalty"))
         return answer
 
     return watched
 
 
-# ---- items and functions -------------------------------------------------------------------------
+def _may_remember(hook: Hook) -> bool:
+    """Whether a hook could notice another call, for all that its code shows."""
+    if not isinstance(hook, FunctionType):
+        return True
+    outside = inspect.getclosurevars(hook)
+    values = [*outside.nonlocals.values(), *outside.globals.values()]
+    holds_tensors = any(isinstance(value, Tensor) for value in values)
+    operations = {instruction.opname for instruction in dis.get_instructions(hook)}
+    return (
+        bool(operations & {"STORE_GLOBAL", "STORE_DEREF"})
+        or (holds_tensors and any(name.endswith("_") for name in hook.__code__.co_names))
+        or not outside.builtins.keys() <= PURE_BUILTINS
+        or not all(
+            isinstance(value, (Tensor, int, float)) or any(value is pure for pure in _PURE)
+            for value in values
+        )
+    )
 
 
-def _find_places(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Where this rank's slice is in the whole tensor: an index for each dimension."""
-    rows = [torch.cat([torch.arange(*span) for span in spans]) for spans in find_spans(tensor)]
-    # Shaped so that they are combined with each other, without a list of all combinations.
-    sizes = torch.eye(len(rows), dtype=torch.long).mul(-2).add(1).tolist()
-    return tuple(row.view(size).to(tensor.device) for row, size in zip(rows, sizes, strict=True))
-
-
-def _set_items(self: Any, index: Any, value: Any) -> None:
-    """``tensor[index] = value`` as if the tensor were whole; every rank sets its own slice."""
-    if torch.is_grad_enabled() and self.requires_grad:
-        Tensor.__setitem__(self, index, value)  # refused, or recorded, by torch
-        return
-    parts = index if isinstance(index, tuple) else (index,)
-    parts = tuple(join_whole(part) if isinstance(part, DTensor) else part for part in parts)
-    with torch.no_grad():
-        local = self.to_local()
-        places = _find_places(self)
-        # What other ranks hold is not needed to set items here.
-        whole = local.new_zeros(self.shape)
-        whole[places] = local
-        whole[parts] = join_whole(value) if isinstance(value, DTensor) else value
-        local.copy_(whole[places])
-
-
-_SETTING_ITEMS = Patch(lambda: [Entry(DTensor, "__setitem__", lambda _: _set_items)])
-"""Inside, items of split tensors can be set."""
+# ---- functions -----------------------------------------------------------------------------------
 
 
 def _gather_for_function(synchronizer: weakref.ref[Any], function: type, weight: Any) -> Any:

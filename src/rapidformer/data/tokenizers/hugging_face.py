@@ -113,4 +113,10 @@ def _describe_failure(location: str, is_local: bool, error: Exception) -> str:
             "--tokenizer-name-or-path, or give a local folder."
         )
     text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return (
+            f"The tokenizer of {location} comes with its own Python code, which is not run here. "
+            "If it is a fast one, tokenizer.backend_tokenizer.save('FOLDER/tokenizer.json') makes "
+            "one without code, for --tokenizer-name-or-path FOLDER."
+        )
     return f"The tokenizer of {location} cannot be loaded: {text[:300]}"

@@ -7,7 +7,6 @@ words may have 200 characters, as in Google's BERT and in Megatron; the library'
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.data.tokenizers.base import Tokenizer, add_tokens, hash_parts
 from rapidformer.errors import DataError
+from rapidformer.strict_json import parse_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -166,11 +166,11 @@ def _load_wordpieces(path: Path) -> dict[str, int]:
 def _load_json_vocabulary(path: Path) -> dict[str, int]:
     """GPT-2's vocab.json: an object that maps tokens to ids."""
     try:
-        vocab = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+        vocab = parse_json(_read_text(path))
+    except ValueError as error:
         raise DataError(
-            f"The vocabulary {path} is not JSON (line {error.lineno}: {error.msg}): BPE needs a "
-            "vocab.json with tokens and ids."
+            f"The vocabulary {path} is not JSON ({error}): BPE needs a vocab.json with tokens and "
+            "ids."
         ) from None
     if not isinstance(vocab, dict) or not vocab:
         raise DataError(f'The vocabulary {path} must be a JSON object such as {{"the": 262}}.')

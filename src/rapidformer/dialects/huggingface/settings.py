@@ -15,6 +15,7 @@ from numbers import Number
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
@@ -255,8 +256,8 @@ def _get_deepspeed_file(arguments: NamedFields) -> Path:
 
 def _write_deepspeed(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Every process writes the same text, each by way of a file of its own.
-    staging = path.with_name(f".deepspeed-{os.getpid()}.json")
+    # Every process, of any node, writes the same text, each by way of a file of its own.
+    staging = path.with_name(f".deepspeed-{uuid4().hex}.json")
     staging.write_text(json.dumps(content, indent=2), encoding="utf-8")
     staging.replace(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,9 +15,12 @@ from torch import nn
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, replace_adapter
+from rapidformer.models.adapters import get_inner
 from rapidformer.models.weight_names import compare_names
 from rapidformer.training.run_folder import BEST, LAST
 
+_LAYERS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)\.")
+"""What peft puts into the name of a layer: one with an adapter, or trained beside it."""
 _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -37,7 +41,8 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
             f"{folder} holds no weights: a run's folder has {LAST}/{_FILES[0]}, a model's "
             f"{' or '.join(_FILES)}."
         )
-    weights = _read(source)
+    model = get_inner(model)
+    weights = _put_under_adapter(model, _read(source))
     named = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(named[name]) for name in weights if name in named}  # a tied weight: by any name
     wanted = {
@@ -53,6 +58,19 @@ def load_weights(model: nn.Module, folder: Path, *, best: bool) -> None:
         )
     model.load_state_dict(weights, strict=False)
     get_logger().info(f"weights loaded from {source}")
+
+
+def _put_under_adapter(
+    model: nn.Module, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A merged model's weights by the names that they have in one with a LoRA that adds nothing."""
+    now = model.state_dict()
+    added = [weight for name, weight in now.items() if ".lora_B." in name]
+    if not added or any(weight.any() for weight in added):
+        return weights
+    own = {name: w for name, w in now.items() if ".lora_" in name or ".original_module." in name}
+    under = {_LAYERS.sub(".", name): name for name in now if name not in own}
+    return {**own, **{under.get(name, name): weight for name, weight in weights.items()}}
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ A model instance with data sets of its own runs as Hugging Face's trainer does.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import configure_logging, get_logger, say_once, warn_once
 from rapidformer.models.adapter_config import build_config
 from rapidformer.models.adapter_folder import is_adapter_folder
+from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import is_model_folder
 from rapidformer.tasks.evaluation.evaluating import evaluate_task
 from rapidformer.tasks.evaluation.predicting import predict_task
@@ -131,6 +133,7 @@ class MindFormersTrainer(Trainer):
         self._engine = engine
 
     def _set_up_instance(self, model: nn.Module, named: dict[str, Any]) -> None:
+        self._adds_adapter = bool(self._adapters) and find_adapter(model) is None
         optimizers = named.get("optimizers")
         pair = optimizers if isinstance(optimizers, tuple) else (optimizers, None)
         same = ("data_collator", "train_dataset", "eval_dataset", "compute_metrics")
@@ -203,7 +206,8 @@ class MindFormersTrainer(Trainer):
         """True: the newest of this output folder; a text: a path or a model's name."""
         checkpoint = checkpoint or self._checkpoint
         if not checkpoint:
-            return self._find_adapter() if self._adapters else {}
+            adapter = self._find_adapter(is_adapter_folder) if self._adapters else None
+            return {} if adapter is None else {"pretrained_model_name_or_path": adapter}
         name = MODELS.get(str(checkpoint), str(checkpoint))
         if checkpoint is True:
             folder = self._trained or _find_model(self._output)
@@ -214,18 +218,24 @@ class MindFormersTrainer(Trainer):
             name = str(folder)
         return {"pretrained_model_name_or_path": name}
 
-    def _find_adapter(self) -> dict[str, Any]:
+    def _find_adapter(self, is_one: Callable[[Path], bool]) -> str | None:
         """The adapter of an earlier run: ``pet_method`` says that one is meant."""
         folder = _find_model(self._output)
         method = self._named["pet_method"]
-        if folder is None or not is_adapter_folder(str(folder)):
+        if folder is None or not is_one(folder):
             warn_once(
                 f"pet_method={method!r}: {self.args.output_dir} holds no trained adapter, so the "
                 "model is used without one. Give the checkpoint of the adapter."
             )
-            return {}
+            return None
         say_once(f"pet_method={method!r}: the adapter in {folder} is used.")
-        return {"pretrained_model_name_or_path": str(folder)}
+        return str(folder)
+
+    def _find_adapter_of_instance(self) -> str | None:
+        """The same for a model instance whose adapter is neither the user's nor trained here."""
+        is_blank = self._engine is None and not self._has_trained
+        # Without a name of its base, an adapter was merged into the model that was saved.
+        return self._find_adapter(is_model_folder) if self._adds_adapter and is_blank else None
 
     def _load_into_instance(self, checkpoint: Checkpoint) -> None:
         """The same for a model instance, whose weights are replaced."""
@@ -316,7 +326,7 @@ class MindFormersTrainer(Trainer):
     ) -> dict[str, Any]:
         """The metrics on the evaluation data: of what was trained here, or of the model."""
         if self._is_instance:
-            self._load_into_instance(eval_checkpoint)
+            self._load_into_instance(eval_checkpoint or self._find_adapter_of_instance())
             return super().evaluate(eval_dataset, **options)
         if eval_dataset is not None:
             self.eval_dataset = eval_dataset
@@ -349,7 +359,7 @@ class MindFormersTrainer(Trainer):
     ) -> Any:
         """Answers to a text, a list of texts, a file with a text per line, or a data set."""
         if self._is_instance:
-            self._load_into_instance(predict_checkpoint)
+            self._load_into_instance(predict_checkpoint or self._find_adapter_of_instance())
             engine, before = self.engine, self.engine.args
             if batch_size is not None:
                 engine.args = before.replace("predict()", eval_micro_batch_size=batch_size)
