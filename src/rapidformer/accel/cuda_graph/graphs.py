@@ -123,11 +123,7 @@ class GraphedPasses:
         steps: Sequence[Callable[..., Any]],
         graphed_update: GraphedUpdate | None = None,
     ) -> Outcome | None:
-        """Run the passes of an update; None if they must run without a graph.
-
-        ``steps`` is the user's code that ``run_forward`` calls. If a ``graphed_update`` is given,
-        a graph may update the weights as well.
-        """
+        """Run the passes of an update, maybe with the update itself; None: without a graph."""
         if self.problem is not None:
             return None
         if any(parameter.grad is not None for parameter in self._parameters):

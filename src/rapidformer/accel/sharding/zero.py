@@ -194,11 +194,7 @@ def _refuse_copy(memo: Any) -> NoReturn:
 
 
 def require_steady_depth(model: nn.Module, blocks: tuple[str, ...]) -> None:
-    """Refuse a depth that depends on the data (LayerDrop, early exit), before anything is gathered.
-
-    All ranks gather a block's weights together. If one of them skips a block, its next call meets
-    the others' call of another block: the run hangs, or continues with the wrong weights.
-    """
+    """Refuse a depth that depends on the data (LayerDrop, early exit): ranks gather together."""
     depth = _Depth()
     skip = torch.compiler.disable
     model.register_forward_pre_hook(skip(depth.start), prepend=True, with_kwargs=True)

@@ -8,6 +8,7 @@ Here every rank changes its own slice; only reading items asks the other ranks f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import EllipsisType, NoneType
 from typing import Any
 
@@ -81,7 +82,7 @@ def _get_items(self: Any, index: Any) -> Any:
     )
 
 
-def _build_method(name: str) -> Callable[..., Any]:
+def _build_method(name: str, _: Any) -> Callable[..., Any]:
     """A method of split tensors that takes plain ones, which are the same on every rank."""
     own, step = getattr(Tensor, name), getattr(Tensor, _ELEMENTWISE[name])
 
@@ -100,7 +101,7 @@ CHANGING_ITEMS = Patch(
     lambda: [
         Entry(DTensor, "__setitem__", lambda _: _set_items),
         Entry(DTensor, "__getitem__", lambda _: _get_items),
-        *(Entry(DTensor, name, lambda _, name=name: _build_method(name)) for name in _ELEMENTWISE),
+        *(Entry(DTensor, name, partial(_build_method, name)) for name in _ELEMENTWISE),
     ]
 )
 """Inside, split tensors can be changed like whole ones."""

@@ -287,11 +287,7 @@ def _cut_module(
 def _cut_fused(
     module: nn.Module, parts: int, mesh: DeviceMesh, *, is_whole: bool
 ) -> dict[str, _Cut]:
-    """Fused matrices, each of them split over the ranks.
-
-    The bias stays whole and is sliced when read: FSDP, which shards dimension 0 as well, would join
-    its strided slices in the wrong order. So does a weight that ``is_whole``.
-    """
+    """Fused matrices, each split over the ranks; a bias stays whole: FSDP would join it wrongly."""
     group = mesh.get_group()
 
     def read_rows(whole: Tensor) -> Tensor:

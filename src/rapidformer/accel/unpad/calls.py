@@ -1,8 +1,4 @@
-"""A call of a model without padding, and its way back: the same call with padding.
-
-The way back is taken when something reads a value for padding, which does not exist. The stack runs
-again, padded, and whatever was computed from its output is computed again from there.
-"""
+"""A call of a model without padding, and the same call with it, once padding is read."""
 
 from __future__ import annotations
 
