@@ -101,7 +101,7 @@ CHANGING_ITEMS = Patch(
     lambda: [
         Entry(DTensor, "__setitem__", lambda _: _set_items),
         Entry(DTensor, "__getitem__", lambda _: _get_items),
-        *(Entry(DTensor, name, partial(_build_method, name)) for name in _ELEMENTWISE),
+        *[Entry(DTensor, name, partial(_build_method, name)) for name in _ELEMENTWISE],
     ]
 )
 """Inside, split tensors can be changed like whole ones."""
