@@ -96,6 +96,11 @@ class Unpadded(torch.Tensor):
         return all(call.trusts_labels for call in self._calls)
 
     @property
+    def is_promised(self) -> bool:
+        """Whether nobody is going to read padding."""
+        return all(call.is_promised for call in self._calls)
+
+    @property
     def is_lazy(self) -> bool:
         """Whether there are only tokens, and nobody has asked for padding or written into it."""
         self.take_writes()
@@ -110,7 +115,8 @@ class Unpadded(torch.Tensor):
         """Whether NaN can stand for padding: not among whole numbers, nor in filled rows."""
         if self._tokens is None:
             return True
-        return self._tokens.is_floating_point() and not self.token_layout.rows.is_filled
+        is_seen = self.is_promised or not self.token_layout.rows.is_filled
+        return self._tokens.is_floating_point() and is_seen
 
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
@@ -210,10 +216,14 @@ def settle(tensor: Any) -> Any:
     tensor.take_writes()
     if tensor._settled is not None:
         return tensor._settled
+    has_own_values = tensor._tokens is None and not tensor.is_decided
+    if has_own_values and tensor.is_promised:
+        tensor._settled = tensor.get_value()
+        return tensor._settled
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # A CUDA graph can neither look at values nor branch on them.
         raise RapidformerError("its loss may read padding, which only the host could find out")
-    if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
+    if has_own_values and not _has_nan(tensor.get_value()):
         tensor._settled = tensor.get_value()
         return tensor._settled
     is_late = any(call.is_late for call in tensor._calls)
@@ -244,7 +254,7 @@ def release(output: Any) -> Any:
     """What a model returns: without gradients, only plain tensors, unless padding is not read."""
 
     def change(tensor: Unpadded) -> Tensor:
-        may_stay = torch.is_grad_enabled() or tensor.trusts_labels
+        may_stay = torch.is_grad_enabled() or tensor.is_promised
         return tensor if tensor.is_lazy and may_stay else settle(tensor)
 
     if isinstance(output, Unpadded):

@@ -44,7 +44,7 @@ class Selection:
 
     def take(self, other: Tensor) -> Tensor:
         """The same rows of another tensor."""
-        if isinstance(other, Unpadded) and other.is_lazy and other.trusts_labels:
+        if isinstance(other, Unpadded) and other.is_lazy and other.is_promised:
             other = other.token_layout.spread(other.tokens, 0.0)
         other = settle(other)
         if self.layout is not None:
