@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.fused_loss import chunked
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss, find_head
 from rapidformer.accel.unpad import on_demand
-from rapidformer.accel.unpad.labelled import read_real
 from rapidformer.objectives.logprobs import get_logits, get_token_logprobs, get_token_scores
 
 WORDS, ROWS, LENGTH = 150, 4, 12
@@ -225,33 +224,6 @@ def test_a_label_that_padding_predicts_keeps_padding() -> None:
     found = get_token_logprobs(model.eval(), inputs, labels)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
     assert plain[3, 7] != 0
-
-
-def test_hidden_states_that_are_pooled_leave_padding_out() -> None:
-    """A model without a head, of which only real tokens are read."""
-    inputs, _ = make_batch()
-    config = build("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).config
-    model = AutoModel.from_config(config)
-    is_padding = (inputs["attention_mask"] == 0)[..., None]
-
-    def pool() -> Tensor:
-        with read_real(inputs):
-            hidden = model(**inputs).last_hidden_state
-        assert isinstance(hidden, on_demand.Unpadded) is is_composed
-        return hidden.masked_fill(is_padding, 0).sum(1)
-
-    is_composed, found = False, []
-    for is_composed in (False, True):
-        if is_composed:
-            args = {"log_level": "error", "lr": 0.1, "dynamic_shape": "on"}
-            RapidformerEngine(args=args).compose(model)
-        with torch.no_grad():
-            alone = pool()
-        pooled = pool()
-        weight = model.embeddings.word_embeddings.weight
-        found.append([alone, pooled, *torch.autograd.grad(pooled.pow(2).sum(), weight)])
-    for plain, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
 
 class Largest(TorchDispatchMode):

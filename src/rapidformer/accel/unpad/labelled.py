@@ -37,16 +37,6 @@ def read_labelled(
     return inside(_PROMISE, _Promise(labels if is_usual else None))
 
 
-def read_real(inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Inside, a call of a model returns hidden states of which only those of real tokens are read.
-
-    Whoever reads padding nevertheless gets NaN.
-    """
-    mask = inputs.get("attention_mask")
-    # One label per row: it says nothing about tokens.
-    return inside(_PROMISE, _Promise(mask[:, 0] if isinstance(mask, Tensor) else None))
-
-
 def is_promised() -> bool:
     """Whether only labelled tokens of the current call's logits are read."""
     return _PROMISE.get() is not None

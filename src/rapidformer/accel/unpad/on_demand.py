@@ -97,7 +97,7 @@ class Unpadded(torch.Tensor):
 
     @property
     def is_promised(self) -> bool:
-        """Whether nobody is going to read padding."""
+        """Whether somebody has promised to read only what predicts labels."""
         return all(call.is_promised for call in self._calls)
 
     @property
@@ -115,8 +115,7 @@ class Unpadded(torch.Tensor):
         """Whether NaN can stand for padding: not among whole numbers, nor in filled rows."""
         if self._tokens is None:
             return True
-        is_seen = self.is_promised or not self.token_layout.rows.is_filled
-        return self._tokens.is_floating_point() and is_seen
+        return self._tokens.is_floating_point() and not self.token_layout.rows.is_filled
 
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
@@ -216,14 +215,10 @@ def settle(tensor: Any) -> Any:
     tensor.take_writes()
     if tensor._settled is not None:
         return tensor._settled
-    has_own_values = tensor._tokens is None and not tensor.is_decided
-    if has_own_values and tensor.is_promised:
-        tensor._settled = tensor.get_value()
-        return tensor._settled
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # A CUDA graph can neither look at values nor branch on them.
         raise RapidformerError("its loss may read padding, which only the host could find out")
-    if has_own_values and not _has_nan(tensor.get_value()):
+    if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
         tensor._settled = tensor.get_value()
         return tensor._settled
     is_late = any(call.is_late for call in tensor._calls)

@@ -110,12 +110,11 @@ def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:
 
 
 def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
-    """The logits (or hidden states) of real tokens, and the gradients of ``weights``."""
+    """The logits of real tokens, and the gradients of ``weights``."""
     outputs = forward(dict(batch))
     if hasattr(outputs, "start_logits"):
         raise ModelError("its loss compares all positions of a row, padding included")
-    # A model without a head returns hidden states.
-    logits = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    logits = outputs.logits
     if "labels" in batch:
         logits = logits[batch["labels"] != -100]
     elif logits.dim() == 3 and "attention_mask" in batch:
