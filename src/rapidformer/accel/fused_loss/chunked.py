@@ -57,6 +57,8 @@ class Recipe:
     """Whether each row's loss is wanted, not their sum."""
     has_statistics: bool = False
     """Whether each row's entropy, mean logit and whether its label is the best one are wanted."""
+    labelled: Tensor | None = None
+    """Which rows have a label, if that is known."""
     divergence: Divergence | None = None
     """Set if the loss is a divergence from a teacher. Its statistics are divergences and losses."""
 
@@ -88,7 +90,7 @@ def compute_losses(
     teacher: Teacher | None = None,
 ) -> Losses:  # fmt: skip
     """The cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
-    selection = select_labelled(hidden, labels, recipe.ignore_index)
+    selection = select_labelled(hidden, labels, recipe.ignore_index, recipe.labelled)
     hidden, labels = selection.rows, selection.labels
     teacher = None if teacher is None else teacher.map_rows(selection.take)
     if recipe.words is not None:  # as torch's own loss does

@@ -174,7 +174,7 @@ def _build_head(
         own, length = region.slice(labels[None])[0], len(labels)
         if teacher is not None:
             teacher = teacher.map_rows(lambda rows: region.slice(rows[None])[0])
-        rows = region.enter(hidden[None])[0]
+        rows, recipe = region.enter(hidden[None])[0], dataclasses.replace(recipe, labelled=None)
         losses = compute_losses(rows, weight, bias, own, recipe, teacher)
         return losses.map(functools.partial(_join_tokens, region, length, recipe.is_by_row))
 
