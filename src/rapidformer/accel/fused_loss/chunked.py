@@ -14,6 +14,7 @@ gradient is as large as they are, and is computed in the backward pass only.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,19 +145,20 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
             return *_differentiate_plainly(ctx, gradient), None, None, None
-        inputs = (*ctx.saved_tensors, ctx.recipe, ctx.teacher)
+        hidden, weight, bias, labels = ctx.saved_tensors
+        compute = functools.partial(_compute, hidden, weight, bias, labels, ctx.recipe, ctx.teacher)
         # Drop our reference, so that a gradient can become ``.grad`` without a copy. A second
         # backward pass through the same graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            *_, gradients = _compute(*inputs, ctx.now)
+            *_, gradients = compute(ctx.now)
         for computed in gradients:
             if computed is not None and ctx.recipe.is_by_row:
                 computed *= gradient[:, None]
             elif computed is not None:
                 multiply_all([computed], gradient)  # faster than mul_ with a scalar on a GPU
         if any(ctx.later):
-            *_, later = _compute(*inputs, ctx.later, gradient.expand(len(inputs[0])))
+            *_, later = compute(ctx.later, gradient.expand(len(hidden)))
             gradients = [a if b is None else b for a, b in zip(gradients, later, strict=True)]
         return *gradients, None, None, None
 
@@ -180,7 +182,8 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         )
     hidden, weight, bias, labels = ctx.saved_tensors
     # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
-    hidden, weight, bias = (x if x is None else x.view_as(x) for x in (hidden, weight, bias))
+    hidden = hidden.view_as(hidden)
+    weight, bias = (None if each is None else each.view_as(each) for each in (weight, bias))
     product = hidden
     if weight is not None:
         # Cast by hand: autocast has ended by now.
