@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
+from rapidformer.accel.fused_loss.chunked import Recipe, compute_losses, sum_losses
+from rapidformer.accel.fused_loss.divergence import Divergence, Teacher
 from rapidformer.accel.fused_loss.scoring import score
 
 pytestmark = [
@@ -88,3 +89,47 @@ def test_all_gradients_against_fp32(dtype: torch.dtype) -> None:
     for reference, mine in zip(*found, strict=True):
         difference = (mine - reference).norm() / reference.norm()
         assert difference < 5e-3
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_losses_and_divergences_of_each_row_without_waiting_for_the_host(has_head: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3000, 256, device="cuda")
+    weight = torch.randn(40000, 256, device="cuda").mul_(0.05)
+    other = torch.randn(40000, 256, device="cuda").mul_(0.05)
+    labels = torch.randint(40000, (3000,), device="cuda")
+    labels[::3] = -100
+    factors = torch.randn(3000, device="cuda")
+    is_kept = labels != -100
+
+    def compute(kind: torch.dtype, recipe: Recipe) -> list[torch.Tensor]:
+        leaves = [each.to(kind, copy=True).requires_grad_() for each in (hidden, weight)]
+        rows, table = (leaves[0], leaves[1]) if has_head else (functional.linear(*leaves), None)
+        teacher = None
+        if recipe.divergence is not None:
+            teacher = Teacher(hidden.to(kind), other.to(kind))
+        losses, statistics = compute_losses(rows, table, None, labels, recipe, teacher)
+        (losses * factors if recipe.is_by_row else losses).sum().backward()
+        assert statistics is not None
+        return [losses.detach(), statistics, *(leaf.grad.float() for leaf in leaves)]
+
+    recipes = [
+        Recipe(is_by_row=True, has_statistics=True),
+        Recipe(is_by_row=True, has_statistics=True, steps=(lambda x: 3 * torch.tanh(x / 3),)),
+        Recipe(divergence=Divergence(0.3, 1.5, 0.7, 0.3)),
+    ]
+    for recipe in recipes:
+        exact = compute(torch.float32, recipe)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = compute(torch.bfloat16, recipe)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for number, (mine, reference) in enumerate(zip(found, exact, strict=True)):
+            if recipe.is_by_row and number == 1:  # of two nearly equal words, either may be best
+                mine, reference = mine[:2], reference[:2]
+            assert (mine - reference).norm() / reference.norm() < 1e-2
+    plain = functional.linear(hidden, weight)
+    expected = functional.cross_entropy(plain, labels, reduction="none")
+    torch.testing.assert_close(compute(torch.float32, recipes[0])[0], expected)
+    assert bool((expected[~is_kept] == 0).all())
