@@ -25,3 +25,9 @@ def get_token_logprobs(
     )
     logprobs = -losses.view(labels.shape)
     return functional.pad(logprobs, (1, 0)) if is_shifted else logprobs
+
+
+def get_logits(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The model's logits, for a function that takes them in chunks."""
+    logits: Tensor = model(**inputs).logits
+    return logits
