@@ -36,9 +36,11 @@ class Distillation(Objective):
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         labels = batch["labels"]
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        student = get_logits(model, self.get_inputs(model, inputs))
+        student = get_logits(model, self.get_inputs(model, inputs), labels)
         # Second: in a pipeline, only the stage that has the student's logits asks the teacher.
-        teacher = ask(context, "teacher", lambda m: get_logits(m, self.get_inputs(m, inputs)))
+        teacher = ask(
+            context, "teacher", lambda m: get_logits(m, self.get_inputs(m, inputs), labels)
+        )
         sums = self.sum(student, teacher, labels)
         count = (labels[:, 1:] != -100).sum().clamp(min=1)
         return {
