@@ -98,6 +98,7 @@ def run_layouts(cases: list[tuple[dict[str, Any], Path | None]]) -> list[Seen]:
     return [run(settings, adapter) for settings, adapter in cases]
 
 
+@pytest.mark.slow
 def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path) -> None:
     """Also a run that is resumed under another layout."""
     begun = {"epochs": 1, "save": str(tmp_path / "run")}

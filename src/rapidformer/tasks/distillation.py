@@ -88,7 +88,7 @@ class Distillation(CausalLM):
         size = sum(parameter.numel() for parameter in teacher.parameters())
         where = ", whole on every rank" if layout is _WHOLE else ", sharded" if layout else ""
         get_logger().info(
-            "teacher   %s: %.1f M parameters%s%s", args.teacher, size / 1e6, where,
+            "teacher   %s: %s parameters%s%s", args.teacher, f"{size:,}", where,
             "" if args.teacher_precision is None else f", in {args.teacher_precision}",
         )  # fmt: skip
         return {"teacher": FrozenModel(teacher, args.teacher_precision, layout)}
@@ -172,8 +172,12 @@ def _check_vocabulary(args: Settings) -> None:
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
 
-    theirs = _get_teacher_settings(args)
-    ours, taught = load_tokenizer(args).get_vocab(), load_tokenizer(theirs).get_vocab()
+    theirs, ours = _get_teacher_settings(args), load_tokenizer(args).get_vocab()
+    try:
+        taught = load_tokenizer(theirs).get_vocab()
+        size = getattr(load_config(theirs), "vocab_size", None)
+    except ModelError as error:
+        raise ModelError(f"--teacher {args.teacher}: {error}") from None
     names, others = ({number: token for token, number in v.items()} for v in (ours, taught))
     shared = range(min(max(names, default=0), max(others, default=0)) + 1)
     number = next((n for n in shared if names.get(n) != others.get(n)), None)
@@ -184,7 +188,6 @@ def _check_vocabulary(args: Settings) -> None:
             f"{others.get(number)!r} there and {names.get(number)!r} here. Distributions can only "
             "be compared token by token: choose a teacher with the student's tokenizer."
         )
-    size = getattr(load_config(theirs), "vocab_size", None)
     if size is not None and max(names, default=0) >= size:
         raise ModelError(
             f"--teacher {args.teacher} knows {size} tokens, and the tokenizer of {student} has "
