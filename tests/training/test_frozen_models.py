@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError
 from tests.processes import run_in_processes
-from tests.training.preferring import Seen, answer, build_model, make_pairs, run
+from tests.training.preferring import Dpo, Seen, answer, build_model, make_pairs, run
 
 ZERO = "zero_{}_memory_optimization"
 LORA = {"lora_rank": 2}
@@ -187,6 +187,9 @@ def test_weights_of_a_checkpoint_are_the_reference_of_a_new_run(tmp_path: Path) 
     assert abs(second[pair][0][1] - first[pair][0][1]) > 1e-3
 
 
-def test_streams_have_no_rows_to_number(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"--precompute-reference needs rows with number"):
         run({"precompute_reference": True, "train_iters": 1}, pairs=iter(make_pairs()))
+    monkeypatch.setattr(Dpo, "asks_known_rows", False)
+    with pytest.raises(ConfigurationError, match=r"asks the reference about rows that are known"):
+        run({"precompute_reference": True})
