@@ -38,6 +38,14 @@ _ADAPTER_TASKS = {
     "CAUSAL_LM": "causal_lm", "SEQ_2_SEQ_LM": "seq2seq_lm", "SEQ_CLS": "sequence_classification",
     "TOKEN_CLS": "token_classification", "QUESTION_ANS": "question_answering",
 }  # fmt: skip
+# The models that a task's training asks, and how: evaluation asks them again.
+_ASKED = {
+    "distillation": (
+        "teacher", "divergence", "distillation_beta", "distillation_temperature",
+        "distillation_alpha", "teacher_precision",
+    ),
+    "preference": ("pretrained_model_name_or_path",),
+}  # fmt: skip
 _DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
 # Which rows were held out, which samples pre-training took: only with the run's own data.
 _SPLITTING = ("validation_split", "seed")
@@ -129,6 +137,9 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     if file is None:
         return args
     stored = _read(file)
+    start = str(stored.get("load") or "")
+    if stored.get("pretrained_model_name_or_path") is None and is_model_folder(Path(start)):
+        stored["pretrained_model_name_or_path"] = start  # what the run itself began with
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
     if command == "train":
@@ -139,8 +150,10 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
             return args
     if command == "predict" and not has_data:
         names.remove("data_name")  # on its own, it would name a data set to predict on
-    if command == "predict" and stored.get("task") == "causal_lm":
+    if command == "predict" and stored.get("task") in ("causal_lm", "distillation"):
         names.remove("seq_length")  # answers and conversations may fill the model's whole context
+    if command == "evaluate":
+        names += _ASKED.get(str(stored.get("task")), ())
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()

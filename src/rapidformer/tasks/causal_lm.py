@@ -63,7 +63,7 @@ _DEFAULT_NEW_TOKENS_IN_CHAT = 512
 class CausalLM(LanguageModel):
     name = "causal_lm"
     # The documents of the original system spell it "casual".
-    aliases = ("casual_lm", "clm", "language_modeling", "text_generation")
+    aliases: tuple[str, ...] = ("casual_lm", "clm", "language_modeling", "text_generation")
     description = (
         "predict the next token in plain text, conversations or answers to prompts (GPT-type "
         "models)"
@@ -73,7 +73,7 @@ class CausalLM(LanguageModel):
     )  # fmt: skip
     auto_class = "AutoModelForCausalLM"
     answer_keys = frozenset({"generated"})
-    metrics = ("perplexity", "accuracy", "loss")
+    metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
     row_extras = ("shown", "expected")
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-from rapidformer.accel.dropout_seeds import DROPOUTS, has_dropout
+from rapidformer.accel.dropout_seeds import apply_no_dropout, has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
@@ -259,7 +259,7 @@ class VerifiedRun(Recorder):
         torch.backends.cudnn.allow_tf32 = False
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             model.float()
-        apply_no_dropout(model)
+        apply_no_dropout(model, changes_config=True)
 
     def after_compose(self, engine: Any) -> None:
         super().after_compose(engine)
@@ -323,14 +323,3 @@ def apply_visible_decay(optimizer: Optimizer) -> None:
         is_apart = group.get("decoupled_weight_decay") is True or isinstance(optimizer, SGD)
         if rate > 0 and decay > 0 and is_apart:
             group["weight_decay"] = max(decay, _VISIBLE_DECAY / rate)
-
-
-def apply_no_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to zero: in layers, and in attributes passed to functions."""
-    for module in model.modules():
-        if isinstance(module, DROPOUTS):
-            module.p = 0.0
-        for owner in (module, getattr(module, "config", None)):
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(owner, name, 0.0)

@@ -294,6 +294,7 @@ class TrainerTemplate(Template):
         # Its own way to save a model is part of each checkpoint.
         self.engine.checkpoints.holds_model = not trainer.overrides("save_model")
         self.engine.model.skips_cache = not trainer.args.use_cache
+        self.frozen_models.before_compose()
         trainer.compose(self.engine)
         return trainer.model
 

@@ -21,6 +21,7 @@ from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.strict_json import drop_not_finite, format_json
 from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.evaluation.frozen import add_frozen_models
 from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
 from rapidformer.tasks.metrics.tally import ReportTable, Tally, start_table
 from rapidformer.tasks.registry import get_task
@@ -83,6 +84,7 @@ def evaluate_task(
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
     started = time.perf_counter()
     model = compose_task_model(engine, task, prepared)
+    prepared = add_frozen_models(engine, task, prepared)
     loader = engine.data.build_loader(
         prepared.get_split(name), prepared.collate, shuffle=False,
         batch_size=args.eval_micro_batch_size, is_training=False,
