@@ -44,6 +44,6 @@ def find_preference_problems(args: Settings) -> Iterator[str]:
             "most half of the pairs may be labelled the wrong way round."
         )
     if args.length_normalized is False and loss in _ALWAYS_NORMALIZED:
-        yield f"--no-length-normalized: --loss {loss} is defined by means over tokens. Leave it out."
+        yield f"--no-length-normalized: --loss {loss} is one of means over tokens. Leave it out."
     if args.length_normalized and loss == "kto":
-        yield "--length-normalized: --loss kto is defined by sums over tokens. Leave it out."
+        yield "--length-normalized: --loss kto is one of sums over tokens. Leave it out."

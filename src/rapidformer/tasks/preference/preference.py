@@ -114,7 +114,11 @@ class Preference(CausalLM):
 
         if not self.build_objective(args).frozen:
             return {}
-        return {REFERENCE: self.build_model(args, prepared)}
+        whole = args.replace(
+            "the reference", zero_3_memory_optimization=False, fsdp_memory_optimization=False,
+            tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        )  # fmt: skip
+        return {REFERENCE: self.build_model(whole, prepared)}
 
     def build_compared_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
         from rapidformer.objectives.reference import REFERENCE
