@@ -14,6 +14,15 @@ _ALWAYS_NORMALIZED = ("simpo", "orpo")
 
 def find_preference_problems(args: Settings) -> Iterator[str]:
     """Every rule that the settings of --task preference or reward break."""
+    if args.task not in ("preference", "reward"):
+        return
+    if args.packing:
+        yield (
+            f"--packing: --task {args.task} keeps the answers of a pair in rows of their own, and "
+            "padding is not computed anyway (--dynamic-shape). Leave it out."
+        )
+    if args.train_on_prompts:
+        yield f"--train-on-prompts: --task {args.task} compares answers. Leave it out."
     if args.task == "reward" and args.center_rewards_coefficient < 0:
         yield (
             "--center-rewards-coefficient must not be negative, got "
