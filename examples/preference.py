@@ -22,7 +22,7 @@ RUDE = ["no", "whatever", "boring", "silly", "never"]
 OTHER = ["the", "sky", "sea", "is", "blue", "green", "and", "I", "you", "we", "see", "it", "."]
 ASKED = ["what", "who", "where", "how", "?"]
 SHAPE = ("--seq-length", "32", "--nproc-per-node", "1", "--save", "run", "--overwrite")
-TRAINING = ("--epochs", "2", "--micro-batch-size", "16", "--lr", "3e-3", "--log-interval", "10",
+TRAINING = ("--epochs", "1", "--micro-batch-size", "16", "--lr", "3e-3", "--log-interval", "5",
             "--eval-on-start", "--metric-for-best-model", "rewards/accuracies")  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def write_pairs(folder: Path) -> None:
         dice.shuffle(words)
         return "".join(f" {word}" for word in words)
 
-    for split, count in (("train", 400), ("validation", 200)):
+    for split, count in (("train", 320), ("validation", 100)):
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(count):
                 prompt = " ".join(dice.choices(ASKED + OTHER, k=dice.randint(2, 6)))
