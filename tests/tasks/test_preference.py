@@ -210,6 +210,11 @@ def test_bad_labels_and_missing_columns_are_named() -> None:
         ({"loss": "robust", "label_smoothing": 0.6}, "must be below 0.5"),
         ({"loss": "simpo", "length_normalized": False}, "simpo is one of means over tokens"),
         ({"beta": 0.0}, "--beta must be positive, got 0.0"),
+        (
+            {"loss": "kto", "precompute_reference": True},
+            "asks it about prompts with the answers of",
+        ),
+        ({"packing": True}, "keeps the answers of a pair in rows of their own"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], text: str) -> None:

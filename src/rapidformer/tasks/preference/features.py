@@ -254,12 +254,10 @@ class PairCollator:
             for sample in samples
             for place in range(2)
         ]
-        batch = self.pad(rows)
-        for name in ("margin", "reference_logps"):  # one number for each row
-            if name in samples[0]:
-                values = [sample[name] for sample in samples]
-                table = torch.tensor(values, dtype=torch.float32).view(len(samples), -1)
-                batch[name] = table.expand(-1, 2).flatten()
+        # First, a tensor with one value for each pair: batches are counted by it.
+        batch = {"pair": torch.arange(len(samples)), **self.pad(rows)}
+        if "margin" in samples[0]:
+            batch["margin"] = torch.tensor([sample["margin"] for sample in samples])
         return batch
 
 
@@ -274,9 +272,6 @@ class AnswerCollator:
 
         batch = self._pad(samples, "")
         batch["desirable"] = torch.tensor([sample["desirable"] for sample in samples])
-        if "reference_logps" in samples[0]:
-            values = [sample["reference_logps"] for sample in samples]
-            batch["reference_logps"] = torch.tensor(values, dtype=torch.float32)
         if "other_input_ids" in samples[0]:
             others = self._pad(samples, "other_")
             batch |= {f"other_{name}": value for name, value in others.items()}
