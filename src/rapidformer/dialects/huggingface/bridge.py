@@ -280,6 +280,7 @@ class TrainerTemplate(Template):
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.updates.has_own_parts = False
         self.engine.model.skips_cache = not trainer.args.use_cache
+        self.frozen_models.before_compose()
         trainer.compose(self.engine)
         return trainer.model
 
