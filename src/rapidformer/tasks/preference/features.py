@@ -27,6 +27,7 @@ from rapidformer.tasks.chat.features import (
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
 from rapidformer.tasks.preference.columns import PreferenceColumns
 from rapidformer.tasks.preference.examples import Example, read_examples, unpair
+from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
     drop_columns,
@@ -44,6 +45,7 @@ _TIE = "both answers are the same (a tie)"
 _TOO_LONG = "longer than --seq-length"
 _TURNS = ChatColumns(messages="messages", tools="tools")
 _TEXTS = ChatColumns(prompt="prompt", response="response", context="context", system="system")
+_MOST_BALANCE = 4 / 3
 _NOTES = ("left_out", "is_cut", "row")
 
 
@@ -232,6 +234,20 @@ def _report(features: Any, split: str, encoder: PreferenceEncoder) -> None:
         warn(
             "%s: answers of %d of %d samples are longer than %d tokens and were cut (--seq-length)",
             split, cut, len(features), encoder.chat.length,
+        )  # fmt: skip
+
+
+def check_balance(features: Any, settings: LossSettings) -> None:
+    """KTO wants good answers to weigh as much as bad ones in all, up to a third more."""
+    good = sum(get_column(features, "desirable"))
+    bad = len(features) - good
+    weights = settings.desirable_weight * good, settings.undesirable_weight * bad
+    if good and bad and not 1 <= weights[0] / max(weights[1], 1e-9) <= _MOST_BALANCE:
+        wanted = settings.undesirable_weight * bad / good
+        warn(
+            "train: %d desirable and %d undesirable answers weigh %.3g to 1 in all, and KTO wants "
+            "1 to 1.33: use a --desirable-weight from %.3g to %.3g.",
+            good, bad, weights[0] / max(weights[1], 1e-9), wanted, wanted * _MOST_BALANCE,
         )  # fmt: skip
 
 
