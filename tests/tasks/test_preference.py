@@ -263,6 +263,35 @@ def test_ties_and_pairs_that_do_not_fit_are_counted(
     assert "dropped 2 of 4 examples: longer than --seq-length (rows 3, 4)" in caplog.text
 
 
+def test_chat_template_and_the_last_answer(tmp_path: Path) -> None:
+    """Earlier answers belong to the prompt; a row's own variables go to the template."""
+    from tests.tasks.test_chat import CHATML, build_tokenizer
+
+    folder = make_model(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ note }}" + CHATML
+    tokenizer.save_pretrained(folder)
+    before = [_USER, {"role": "assistant", "content": "blue"}, _USER]
+    rows = [
+        {"prompt": before, "chosen": [_GOOD], "rejected": [_BAD]},
+        {"chosen": [*before, _GOOD], "rejected": [*before, _BAD]},
+    ]
+    args = Settings(
+        task="preference", pretrained_model_name_or_path=str(folder), from_scratch=True,
+        seq_length=64,
+    )  # fmt: skip
+    for row in rows:
+        noted = [{**row, "chat_template_kwargs": {"note": "grey"}}]
+        prepared = get_task("preference").prepare(args, {"train": noted})
+        sample = prepared.train[0]
+        for place, answer in enumerate(("so", "no")):
+            ids, labels = sample["input_ids"][place], sample["labels"][place]
+            trained = [label for label in labels if label != -100]
+            assert tokenizer.decode(trained) == f"{answer}<|im_end|>"
+            assert tokenizer.decode(ids).count("<|im_start|>") == 4
+            assert tokenizer.decode(ids).startswith("grey")
+
+
 def test_reference_is_where_the_run_starts(folder: Path) -> None:
     """The first loss is ln 2; dropout is off; pairs are unpaired for KTO."""
     run = run_ours("preference", folder, make_pairs(4), micro_batch_size=4, hidden_dropout=None)
