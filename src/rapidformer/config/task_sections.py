@@ -19,6 +19,10 @@ def _read_by(*tasks: str, default: _T) -> _T:
     return value
 
 
+_CHATS = ("causal_lm", "preference", "reward")
+"""Tasks whose rows may be conversations."""
+
+
 @dataclass(kw_only=True, frozen=True)
 class RunArguments:
     """What to run"""
@@ -228,25 +232,55 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: exclude end-of-document tokens from the loss"""
-    messages_column: str | None = _read_by("causal_lm", default=None)
+    messages_column: str | None = _read_by(*_CHATS, default=None)
     """column with the turns of a conversation (default: found by name)"""
-    prompt_column: str | None = _read_by("causal_lm", default=None)
+    prompt_column: str | None = _read_by(*_CHATS, default=None)
     """column with the prompt (default: found by name)"""
-    response_column: str | None = _read_by("causal_lm", default=None)
+    response_column: str | None = _read_by(*_CHATS, default=None)
     """column with the response to the prompt (default: found by name)"""
-    system_column: str | None = _read_by("causal_lm", default=None)
+    system_column: str | None = _read_by(*_CHATS, default=None)
     """column with the system message of a prompt (default: found by name)"""
-    tools_column: str | None = _read_by("causal_lm", default=None)
+    tools_column: str | None = _read_by(*_CHATS, default=None)
     """column with the tools that a conversation may call (default: tools, if there)"""
-    chat_template: str | None = _read_by("causal_lm", default=None)
+    chat_template: str | None = _read_by(*_CHATS, default=None)
     """Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
-    chat_template_kwargs: str | None = _read_by("causal_lm", default=None)
+    chat_template_kwargs: str | None = _read_by(*_CHATS, default=None)
     """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
     train_on_prompts: bool = _read_by("causal_lm", default=False)
     """compute the loss on whole conversations, not only on the responses"""
     packing: bool = _read_by("causal_lm", default=False)
     """pack several examples into a row of --seq-length; each attends only to itself"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class PreferenceArguments:
+    """Preferences"""
+
+    loss: str | None = _read_by("preference", default=None)
+    """how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust, apo_zero, simpo,
+    orpo or kto"""
+    beta: float | None = _read_by("preference", default=None)
+    """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
+    ratio (default: 0.1; 2 for simpo)"""
+    simpo_gamma: float = _read_by("preference", default=1.0)
+    """SimPO: the margin by which the chosen answer must be better"""
+    length_normalized: bool | None = _read_by("preference", default=None)
+    """divide each log-probability by the tokens of its answer (default: for ipo, simpo and orpo)"""
+    sft_weight: float = _read_by("preference", default=0.0)
+    """weight of an additional likelihood of the chosen answers, a mean over their tokens"""
+    desirable_weight: float = _read_by("preference", default=1.0)
+    """KTO: weight of desirable answers"""
+    undesirable_weight: float = _read_by("preference", default=1.0)
+    """KTO: weight of undesirable answers"""
+    center_rewards_coefficient: float = _read_by("reward", default=0.0)
+    """weight of the squared sum of both rewards, which keeps them around 0, such as 0.01"""
+    chosen_column: str | None = _read_by("preference", "reward", default=None)
+    """column with the better answer (default: found by name)"""
+    rejected_column: str | None = _read_by("preference", "reward", default=None)
+    """column with the worse answer (default: found by name)"""
+    margin_column: str | None = _read_by("reward", default=None)
+    """column with the margin by which the better answer is better (default: margin, if there)"""
 
 
 @dataclass(kw_only=True, frozen=True)

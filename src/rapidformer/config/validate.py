@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
+from rapidformer.config.preference_rules import find_preference_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
@@ -63,7 +64,8 @@ def find_problems(args: Settings) -> list[str]:
         *_check_ranges(args), *_check_learning_rate(args), *_check_length(args),
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
-        *_check_adapters(args), *_check_chat(args), *_check_run_folder(args), *_check_files(args),
+        *_check_adapters(args), *_check_chat(args), *find_preference_problems(args),
+        *_check_run_folder(args), *_check_files(args),
     ]  # fmt: skip
 
 
@@ -160,7 +162,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
     split = [name for name in AXES_OF_A_SAMPLE if getattr(args, name) > 1]
-    if args.label_smoothing and split:
+    if args.label_smoothing and split and args.task != "preference":
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
             "one of them."

@@ -85,6 +85,8 @@ class Task(ABC):
     """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
     """True if position i predicts label i+1, so that the first label of a row does not count."""
+    smooths_labels: bool = True
+    """Whether --label-smoothing is about the model's own loss, not about the objective's."""
     uses_dropout: bool = True
     """False: models are trained without dropout, which would blur what the objective compares."""
     reads_as: tuple[str, ...] = ()

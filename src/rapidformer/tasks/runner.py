@@ -30,6 +30,7 @@ class TaskFinetuner(Finetuner):
         super().__init__(engine)
         self.task, self.splits = task, splits
         self.has_shifted_labels = task.has_shifted_labels
+        self.smooths_labels = task.smooths_labels
         self.uses_dropout = task.uses_dropout
         self.prepared: PreparedData | None = None
 

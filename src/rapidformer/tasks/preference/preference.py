@@ -1,0 +1,147 @@
+"""Learn which of two answers is better, or whether an answer is good: DPO and its relatives.
+
+The reference is what the run started from, and dropout is off: policy and reference must differ by
+what was learnt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
+from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
+from rapidformer.tasks.evaluation.generating import generate_records
+from rapidformer.tasks.preference.columns import (
+    ANSWER,
+    LABEL,
+    PAIR_ROLES,
+    find_preference_columns,
+)
+from rapidformer.tasks.rows.rows import get_splits, to_rows
+from rapidformer.tasks.text.text import build_text_collator, load_text_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.objectives import Objective
+    from rapidformer.tasks.metrics.tally import Tally
+
+
+class Preference(CausalLM):
+    name = "preference"
+    aliases = ("dpo", "kto", "orpo", "simpo", "preferences")
+    description = (
+        "learn which of two answers is better (DPO, IPO, SimPO, ORPO, ...) or whether an answer "
+        "is good (KTO)"
+    )
+    notes = (
+        "Every loss is a mean over the pairs of the global batch; KTO's baseline is that of the "
+        "global batch, too. ORPO's likelihood is that of prompt and chosen answer, per token."
+    )
+    columns = (*PAIR_ROLES, ANSWER, LABEL)
+    best_metric = "loss"
+    metrics = (
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+        "logps/chosen", "logps/rejected", "sft_loss", "nll_loss", "log_odds_ratio",
+        "log_odds_chosen", "kl",
+    )  # fmt: skip
+    smooths_labels = False
+    uses_dropout = False
+    reads_as = ("causal_lm",)
+
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        if has_answers:
+            find_preference_columns(rows, args, may_be_single=args.loss == "kto")
+        else:
+            super().check_columns(rows, args, has_answers=False)
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.tasks.preference.features import (
+            AnswerCollator,
+            PairCollator,
+            RotatedRows,
+            build_preference_encoder,
+            check_balance,
+            encode_preferences,
+        )
+        from rapidformer.tasks.preference.losses import LossSettings
+
+        parts = load_text_parts(args)
+        check_is_causal(parts.config, args)
+        tables = get_splits(args, splits)
+        is_paired = args.loss != "kto"
+        columns = find_preference_columns(
+            next(iter(tables.values())), args, may_be_single=not is_paired
+        )
+        encoder = build_preference_encoder(
+            parts.tokenizer, columns, args, parts.length, is_paired=is_paired
+        )
+        features = {
+            split: encode_preferences(rows, split, encoder, args.preprocessing_workers)
+            for split, rows in tables.items()
+        }
+        labelled = {split: rows is not None for split, rows in features.items()}
+        for split, rows in features.items():
+            # An evaluation compares prompts with the answers before them in the split.
+            if rows is not None and not is_paired and split != "train":
+                features[split] = RotatedRows(rows, parts.length)
+        if not is_paired and features.get("train") is not None:
+            check_balance(features["train"], LossSettings.read(args))
+        pad = build_text_collator(parts.tokenizer, side="right")
+        names = ("chosen", "rejected") if is_paired else ("answer",)
+        collate: Any = (
+            PairCollator(pad, ("input_ids", "labels")) if is_paired else AnswerCollator(pad)
+        )
+        extras = {
+            "mode": "evaluate", "labelled": labelled, "stop_id": encoder.chat.get_stop_id(),
+            "row_names": names, "objective": self.build_objective(args),
+        }  # fmt: skip
+        return parts.prepare(features, extras, collate=collate)
+
+    def build_objective(self, args: Settings) -> Objective:
+        from rapidformer.tasks.preference.losses import LossSettings
+        from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
+
+        settings = LossSettings.read(args)
+        if settings.name == "kto":
+            return KTOObjective(settings, args.seq_length)
+        return PairObjective(settings)
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.objectives import Context
+        from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
+
+        if prepared.extras["mode"] == "predict":
+            return generate_records(model, batch, prepared)
+        objective = prepared.extras["objective"]
+        context = prepared.extras.get("context", Context())
+        if isinstance(objective, KTOObjective):
+            ratios, logps = objective.score(model, batch, context)
+            others = objective.score_others(model, batch, context)
+            columns = {"ratio": ratios.tolist(), "logp": logps.tolist(), "other": others.tolist()}
+            columns["is_good"] = batch["desirable"].bool().tolist()
+            return [{**row, "loss": 0.0, "count": 1} for row in to_rows(columns)]
+        assert isinstance(objective, PairObjective)
+        scores = objective.score(model, batch, context)
+        shown = to_rows({name: values.tolist() for name, values in scores.shown.items()})
+        columns = {"loss": scores.losses.tolist(), "shown": shown, "count": [1] * len(shown)}
+        if scores.likelihood is not None:
+            columns["likelihood"] = scores.likelihood[0].tolist()
+            columns["tokens"] = scores.likelihood[1].tolist()
+        return to_rows(columns)
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.preference.metrics import AnswerTally, PairTally
+        from rapidformer.tasks.preference.objective import KTOObjective
+
+        objective = prepared.extras["objective"]
+        if isinstance(objective, KTOObjective):
+            return AnswerTally(objective.settings.beta, objective.compute_loss)
+        return PairTally(objective.combine, objective.likelihood_name)
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        if prepared.extras["mode"] == "predict":
+            return super().predictions(records, prepared, split)
+        return [dict(record.get("shown", record)) for record in records]
