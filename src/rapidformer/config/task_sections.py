@@ -228,25 +228,51 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: exclude end-of-document tokens from the loss"""
-    messages_column: str | None = _read_by("causal_lm", default=None)
+    messages_column: str | None = _read_by("causal_lm", "grpo", default=None)
     """column with the turns of a conversation (default: found by name)"""
-    prompt_column: str | None = _read_by("causal_lm", default=None)
+    prompt_column: str | None = _read_by("causal_lm", "grpo", default=None)
     """column with the prompt (default: found by name)"""
     response_column: str | None = _read_by("causal_lm", default=None)
     """column with the response to the prompt (default: found by name)"""
-    system_column: str | None = _read_by("causal_lm", default=None)
+    system_column: str | None = _read_by("causal_lm", "grpo", default=None)
     """column with the system message of a prompt (default: found by name)"""
-    tools_column: str | None = _read_by("causal_lm", default=None)
+    tools_column: str | None = _read_by("causal_lm", "grpo", default=None)
     """column with the tools that a conversation may call (default: tools, if there)"""
-    chat_template: str | None = _read_by("causal_lm", default=None)
+    chat_template: str | None = _read_by("causal_lm", "grpo", default=None)
     """Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
-    chat_template_kwargs: str | None = _read_by("causal_lm", default=None)
+    chat_template_kwargs: str | None = _read_by("causal_lm", "grpo", default=None)
     """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
     train_on_prompts: bool = _read_by("causal_lm", default=False)
     """compute the loss on whole conversations, not only on the responses"""
     packing: bool = _read_by("causal_lm", default=False)
     """pack several examples into a row of --seq-length; each attends only to itself"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class GrpoArguments:
+    """Learning from rewards"""
+
+    reward_function: list[str] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """Python files with reward(prompts, answers, **columns), which returns a number for each
+    answer; FILE.py:NAME takes another function"""
+    reward_weights: list[float] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """weight of each reward function in the sum (default: 1)"""
+    num_generations: int = _read_by("grpo", default=8)
+    """answers to each prompt, which are compared with each other"""
+    grpo_loss: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = _read_by("grpo", default="dapo")
+    """mean over all tokens of the update (dapo, bnpo), over answers of their token means (grpo), or
+    over answers times --max-new-tokens (dr_grpo)"""
+    scale_rewards: Literal["group", "batch", "none"] = _read_by("grpo", default="group")
+    """divide advantages by the standard deviation of the group's or the update's rewards"""
+    clip_epsilon: float = _read_by("grpo", default=0.2)
+    """ratios of probabilities below 1 - E and above 1 + E give no gradient"""
+    clip_epsilon_high: float | None = _read_by("grpo", default=None)
+    """the same for ratios above 1 (default: --clip-epsilon)"""
+    kl_beta: float = _read_by("grpo", default=0.0)
+    """weight of the divergence from the model that the run started from; 0 = no such model"""
+    updates_per_generation: int = _read_by("grpo", default=1)
+    """updates that learn from the same answers before new ones are drawn"""
 
 
 @dataclass(kw_only=True, frozen=True)

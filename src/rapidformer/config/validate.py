@@ -28,7 +28,7 @@ _AT_LEAST_ONE = (
     "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
     "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
     "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
-    "lora_rank",
+    "lora_rank", "updates_per_generation",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", *_INTERVALS)
@@ -36,7 +36,7 @@ _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
-    "early_stopping_threshold", "max_rollbacks",
+    "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high", "kl_beta",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -60,6 +60,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
         *_check_adapters(args), *_check_chat(args), *_check_run_folder(args), *_check_files(args),
+        *_check_grpo(args),
     ]  # fmt: skip
 
 
@@ -264,6 +265,32 @@ def _check_adapters(args: Settings) -> Iterator[str]:
         )
     if args.from_scratch:
         yield f"{given} needs a pretrained model: leave out --from-scratch."
+
+
+def _check_grpo(args: Settings) -> Iterator[str]:
+    if args.task != "grpo":
+        return
+    if args.num_generations < 2:
+        yield (
+            f"--num-generations {args.num_generations}: a group needs at least 2 answers to "
+            "compare."
+        )
+    layout = (*AXES_OF_A_SAMPLE, "expert_model_parallel_size")
+    split = [to_flag(name) for name in layout if getattr(args, name) > 1]
+    if args.deepspeed is not None:
+        split.append("--deepspeed")
+    if split:
+        yield (
+            f"--task grpo draws its answers on the GPUs that train, each with the whole model, and "
+            f"{' and '.join(split)} splits it: use more data-parallel ranks, with "
+            "--zero-3-memory-optimization to save memory. A model that needs more than that needs "
+            "an inference server, which rapidformer does not have."
+        )
+    if args.updates_per_generation > 1 and (args.group_by_length or args.tokens_per_micro_batch):
+        yield (
+            "--updates-per-generation repeats each batch, which --group-by-length and "
+            "--tokens-per-micro-batch cannot: give only one of them."
+        )
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:

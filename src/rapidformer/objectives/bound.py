@@ -10,6 +10,7 @@ the run goes on as if there had been one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,10 +44,16 @@ class BoundObjective:
     """Computes the loss of micro-batches with one model."""
 
     def __init__(
-        self, objective: Objective, model: Any, frozen: Mapping[str, nn.Module] | None = None
+        self,
+        objective: Objective,
+        model: Any,
+        frozen: Mapping[str, nn.Module] | None = None,
+        evaluating: Callable[[], AbstractContextManager[None]] = torch.no_grad,
     ) -> None:
+        """``evaluating`` is where ``Objective.expand`` runs."""
         self._objective = objective
         self._model = model
+        self._evaluating = evaluating
         self._frozen = {name: (frozen or {}).get(name) for name in objective.frozen}
         missing = [name for name, module in self._frozen.items() if module is None]
         if missing:
@@ -121,6 +128,12 @@ class BoundObjective:
         ]
         return ForwardResult(sum(shares[1:], start=shares[0]), rows, parts)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._objective.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._objective.load_state_dict(state)
+
     def combine_means(self, means: Mapping[str, float]) -> dict[str, float]:
         """The loss of an evaluation, from the means of its terms over all the data."""
         if not self._weights:
@@ -132,6 +145,9 @@ class BoundObjective:
 
     def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
         """The update with what its micro-batches must know of each other in their batches."""
+        if self._objective.expands:
+            with self._evaluating():
+                update = self._objective.expand(self._model, update, topology, device)
         counts = [self._objective.count(micro_batch) for micro_batch in update]
         if not (self._objective.has_first_pass or counts[0]):
             return update

@@ -8,6 +8,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
+from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
@@ -23,7 +24,7 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Grpo(),
 )  # fmt: skip
 
 

@@ -244,7 +244,10 @@ class Template(ABC):
             self.engine.updates.weights.shifts_labels = (
                 self.has_shifted_labels and not self.engine.model.has_learned_tokens
             )
-        return BoundObjective(self.build_objective(), model, self.provide_frozen_models())
+        return BoundObjective(
+            self.build_objective(), model, self.provide_frozen_models(),
+            self.engine.model.evaluating,
+        )  # fmt: skip
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that runs in a forward step and may be the user's."""
