@@ -72,7 +72,7 @@ def train(toy: Path, **settings: Any) -> Lines:
         "task": "grpo", "pretrained_model_name_or_path": str(toy / "model"),
         "train_data": [str(toy / "train.jsonl")], "save": "none", "log_interval": 1,
         "reward_function": [str(toy / "score.py"), f"{toy / 'score.py'}:brief"],
-        "num_generations": 3, "max_new_tokens": 4, "kl_beta": 0.05, "epochs": 2, "lr": 0.2,
+        "num_generations": 3, "max_new_tokens": 4, "beta": 0.05, "epochs": 2, "lr": 0.2,
         "optimizer": "sgd", "lr_decay_style": "constant", "clip_grad": 0.0, "micro_batch_size": 1,
         "global_batch_size": 4, "temperature": 0.9, **settings,
     }  # fmt: skip
@@ -102,7 +102,7 @@ def test_splits_change_nothing(toy: Path) -> None:
     alone = train(toy, micro_batch_size=4)
     assert len(alone) == 4 and len({line["reward"] for line in alone}) > 1
     assert all(line["reward_std"] > 0 for line in alone) and alone[-1]["kl"] > 0
-    again = {"updates_per_generation": 2, "grpo_loss": "grpo", "scale_rewards": "batch"}
+    again = {"updates_per_generation": 2, "loss": "grpo", "scale_rewards": "batch"}
     twice = train(toy, micro_batch_size=4, lr=1.0, **again)
     rewards = [line["reward"] for line in twice]
     assert rewards[0] == rewards[1] and rewards[3] == rewards[4] and len(set(rewards)) == 4

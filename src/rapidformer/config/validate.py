@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config.grpo_rules import find_grpo_problems
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
+from rapidformer.config.preference_rules import find_preference_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
@@ -36,7 +38,7 @@ _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
-    "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high", "kl_beta",
+    "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -59,8 +61,8 @@ def find_problems(args: Settings) -> list[str]:
         *_check_ranges(args), *_check_learning_rate(args), *_check_length(args),
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
-        *_check_adapters(args), *_check_chat(args), *_check_run_folder(args), *_check_files(args),
-        *_check_grpo(args),
+        *_check_adapters(args), *_check_chat(args), *find_preference_problems(args),
+        *find_grpo_problems(args), *_check_run_folder(args), *_check_files(args),
     ]  # fmt: skip
 
 
@@ -156,7 +158,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
     split = [name for name in AXES_OF_A_SAMPLE if getattr(args, name) > 1]
-    if args.label_smoothing and split:
+    if args.label_smoothing and split and args.task != "preference":
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
             "one of them."
@@ -265,32 +267,6 @@ def _check_adapters(args: Settings) -> Iterator[str]:
         )
     if args.from_scratch:
         yield f"{given} needs a pretrained model: leave out --from-scratch."
-
-
-def _check_grpo(args: Settings) -> Iterator[str]:
-    if args.task != "grpo":
-        return
-    if args.num_generations < 2:
-        yield (
-            f"--num-generations {args.num_generations}: a group needs at least 2 answers to "
-            "compare."
-        )
-    layout = (*AXES_OF_A_SAMPLE, "expert_model_parallel_size")
-    split = [to_flag(name) for name in layout if getattr(args, name) > 1]
-    if args.deepspeed is not None:
-        split.append("--deepspeed")
-    if split:
-        yield (
-            f"--task grpo draws its answers on the GPUs that train, each with the whole model, and "
-            f"{' and '.join(split)} splits it: use more data-parallel ranks, with "
-            "--zero-3-memory-optimization to save memory. A model that needs more than that needs "
-            "an inference server, which rapidformer does not have."
-        )
-    if args.updates_per_generation > 1 and (args.group_by_length or args.tokens_per_micro_batch):
-        yield (
-            "--updates-per-generation repeats each batch, which --group-by-length and "
-            "--tokens-per-micro-batch cannot: give only one of them."
-        )
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:

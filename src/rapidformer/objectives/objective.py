@@ -77,7 +77,15 @@ class Objective(ABC):
         """
         return {}
 
-    def first_pass(self, model: Any, batch: Any) -> Mapping[str, Tensor]:
+    def exchange(self, batch: Any) -> Mapping[str, Tensor]:
+        """Values of each row (dimension 0) that the first pass of other rows needs, if any.
+
+        The first pass gets those of the whole update as ``context.rows``. Whole numbers may differ
+        in width from batch to batch: they are padded with -100.
+        """
+        return {}
+
+    def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         """Values of each row (dimension 0) that other rows' losses depend on; has no gradient.
 
         The loss pass draws the same random numbers again. Its gradient is exact if the loss is

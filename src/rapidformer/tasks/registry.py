@@ -12,6 +12,8 @@ from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
+from rapidformer.tasks.preference.preference import Preference
+from rapidformer.tasks.preference.reward import Reward
 from rapidformer.tasks.question_answering import QuestionAnswering
 from rapidformer.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer.tasks.sequence_classification import SequenceClassification
@@ -24,7 +26,7 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Grpo(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Preference(), Reward(), Grpo(),
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from rapidformer.tasks.chat.columns import (
 )
 from rapidformer.tasks.grpo.rewards import add_up, load_reward_functions, read_answers, score
 from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.preference.preference import without_dropout
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import RowList, get_column_names, get_splits
 from rapidformer.tasks.text.text import (
@@ -89,8 +90,7 @@ class Grpo(CausalLM):
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         # Answers are drawn without dropout: with it, they would be those of another model.
-        still = args.replace("grpo", hidden_dropout=0.0, attention_dropout=0.0)
-        return super().build_model(still, prepared, must_be_trained=must_be_trained)
+        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
 
     def build_objective(self, args: Settings) -> Objective:
         from rapidformer.tasks.grpo.objective import GrpoLoss, GrpoObjective
@@ -106,13 +106,13 @@ class Grpo(CausalLM):
             show_every=int(args.log_interval) if args.log_interval >= 1 else 10,
         )  # fmt: skip
         loss = GrpoLoss(
-            kind=args.grpo_loss, epsilon=args.clip_epsilon, epsilon_high=args.clip_epsilon_high,
-            beta=args.kl_beta, max_tokens=new_tokens,
+            kind=args.loss or "dapo", epsilon=args.clip_epsilon,
+            epsilon_high=args.clip_epsilon_high, beta=args.beta or 0.0, max_tokens=new_tokens,
         )  # fmt: skip
         return GrpoObjective(loss, rollouts, sampling.temperature)
 
     def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        return {"reference": self.build_model(args, prepared)} if args.kl_beta else {}
+        return {"reference": self.build_model(args, prepared)} if args.beta else {}
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         if prepared.extras["mode"] != "reward":
