@@ -20,7 +20,8 @@ from torch import Tensor
 from rapidformer.data.update import Update
 from rapidformer.dist.topology import Topology
 from rapidformer.objectives import Context, Objective, Term, Terms
-from rapidformer.objectives.logprobs import get_token_logprobs
+from rapidformer.objectives.logprobs import get_token_logprobs, get_token_scores
+from rapidformer.objectives.reference import REFERENCE, ask
 from rapidformer.tasks.base import IGNORED_LABEL, Batch
 from rapidformer.tasks.grpo.rollouts import STATISTICS, Rollouts
 
@@ -73,7 +74,7 @@ class GrpoObjective(Objective):
 
     def __init__(self, loss: GrpoLoss, rollouts: Rollouts, temperature: float = 1.0) -> None:
         self._loss, self._rollouts, self._temperature = loss, rollouts, temperature
-        self.frozen = ("reference",) if loss.beta else ()
+        self.frozen = (REFERENCE,) if loss.beta else ()
 
     def expand(
         self, model: Any, update: Update, topology: Topology, device: torch.device
@@ -81,23 +82,28 @@ class GrpoObjective(Objective):
         return self._rollouts.expand(model, update, topology, device, self._get_logps)
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
-        logps = self._get_logps(model, batch)
-        reference = None
+        labels, counted = batch["labels"], batch["labels"] != IGNORED_LABEL
+        scores = get_token_scores(model, _get_inputs(batch), labels, temperature=self._temperature)
+        logps, reference = scores.logprobs, None
         if self._loss.beta:
-            with torch.no_grad():
-                reference = self._get_logps(context.frozen["reference"], batch)
-        counted = batch["labels"] != IGNORED_LABEL
+            reference = ask(context, REFERENCE, lambda frozen: self._get_logps(frozen, batch))
         old = batch.get("old_logps", logps.detach())
         terms = self._loss.compute(logps, old, reference, batch["advantages"], counted)
+        terms["entropy"] = Term.from_sum(scores.entropies.sum(), counted.sum(), weight=0.0)
         shown = zip(self._rollouts.statistics, batch[STATISTICS].unbind(), strict=True)
         return {**{name: Term(value, len(logps), 0.0) for name, value in shown}, **terms}
 
     def _get_logps(self, model: Any, batch: Batch) -> Tensor:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        return get_token_logprobs(model, inputs, batch["labels"], temperature=self._temperature)
+        return get_token_logprobs(
+            model, _get_inputs(batch), batch["labels"], temperature=self._temperature
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self._rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rollouts.load_state_dict(state)
+
+
+def _get_inputs(batch: Batch) -> Batch:
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}

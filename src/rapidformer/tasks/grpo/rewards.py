@@ -6,6 +6,7 @@ one is the user's to mend: the error is one line with the function and the row. 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -174,6 +175,7 @@ def load_reward_functions(args: Settings) -> list[RewardFunction]:
     ]
 
 
+@functools.cache  # the user's code must run once
 def _load(source: str) -> tuple[str, Callable[..., Any]]:
     """``file.py`` has a function ``reward``; ``file.py:name`` has another."""
     file, colon, name = source.rpartition(":")
