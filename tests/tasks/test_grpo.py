@@ -71,8 +71,15 @@ def test_clipping_and_divergence_by_hand() -> None:
     """A ratio of e^0.5 is cut to 1.2 if its answer is good, and counts in full if it is not."""
     logps, old, counted = torch.full((2, 1), 0.5), torch.zeros(2, 1), torch.ones(2, 1).bool()
     worth, reference = torch.tensor([1.0, -1.0]), torch.ones(2, 1)
-    terms = GrpoLoss(beta=0.1).compute(logps, old, reference, worth, counted)
+    plain = GrpoLoss(beta=0.1, corrects_kl=False)
+    terms = plain.compute(logps, old, reference, worth, counted)
     divergence = math.exp(0.5) - 0.5 - 1
+    assert float(terms["kl"].mean) == pytest.approx(divergence)
+    expected = (-1.2 + math.exp(0.5)) / 2 + 0.1 * divergence
+    assert float(terms["loss"].mean) == pytest.approx(expected)
+    plain = GrpoLoss(beta=0.1)
+    terms = plain.compute(logps, old, reference, worth, counted)
+    divergence *= math.exp(0.5)  # by the ratio
     assert float(terms["kl"].mean) == pytest.approx(divergence)
     expected = (-1.2 + math.exp(0.5)) / 2 + 0.1 * divergence
     assert float(terms["loss"].mean) == pytest.approx(expected)
@@ -97,8 +104,8 @@ def make_rollouts() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float) -> None:
+@pytest.mark.parametrize(("beta", "corrects"), [(0.0, False), (0.04, False), (0.04, True)])
+def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float, corrects: bool) -> None:
     """TRL's ``_compute_loss`` in one process with one batch, which is then bnpo's local one."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -110,7 +117,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float) -> N
         importance_sampling_level="token", beta=beta, loss_type=kind, epsilon_low=0.2,
         epsilon_high=0.28, use_vllm=False, current_gradient_accumulation_steps=1,
         max_completion_length=7, model=SimpleNamespace(training=True),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(use_bias_correction_kl=corrects, delta=None, steps_per_generation=1),
         accelerator=SimpleNamespace(
             num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
         ),
@@ -126,7 +133,9 @@ def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float) -> N
     loss.backward()
 
     ours = stored["logps"].clone().requires_grad_()
-    wanted = GrpoLoss(kind=kind, epsilon=0.2, epsilon_high=0.28, beta=beta, max_tokens=7)
+    wanted = GrpoLoss(
+        kind=kind, epsilon=0.2, epsilon_high=0.28, beta=beta, corrects_kl=corrects, max_tokens=7
+    )
     reference = stored["reference"] if beta else None
     terms = wanted.compute(ours, stored["old"], reference, stored["worth"], stored["counted"])
     terms["loss"].mean.backward()

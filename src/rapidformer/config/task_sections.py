@@ -304,6 +304,9 @@ class GrpoArguments:
     """ratios of probabilities below 1 - E and above 1 + E give no gradient"""
     clip_epsilon_high: float | None = _read_by("grpo", default=None)
     """the same for ratios above 1 (default: --clip-epsilon)"""
+    kl_correction: bool = _read_by("grpo", default=True)
+    """weigh the divergence from the reference by the ratio of probabilities, which makes its
+    gradient unbiased"""
     updates_per_generation: int = _read_by("grpo", default=1)
     """updates that learn from the same answers before new ones are drawn"""
 

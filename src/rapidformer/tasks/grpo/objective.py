@@ -35,6 +35,9 @@ class GrpoLoss:
     epsilon_high: float | None = None
     beta: float = 0.0
     """The weight of the divergence from the reference; 0 needs none."""
+    corrects_kl: bool = True
+    """Whether the divergence is weighed by the ratio of probabilities, as the answers are drawn by
+    an older model: its gradient is then unbiased."""
     max_tokens: int = 1
     """The longest possible answer, for dr_grpo."""
 
@@ -50,7 +53,7 @@ class GrpoLoss:
         terms: dict[str, Term] = {}
         if reference is not None:
             change = reference - logps
-            divergence = change.exp() - change - 1
+            divergence = (change.exp() - change - 1) * (ratio if self.corrects_kl else 1)
             losses = losses + self.beta * divergence
             terms["kl"] = Term.from_sum((divergence * mask).sum(), tokens, weight=0.0)
         is_low, is_high = (ratio < low) & (worth < 0), (ratio > high) & (worth > 0)

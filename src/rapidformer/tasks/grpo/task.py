@@ -25,13 +25,20 @@ from rapidformer.tasks.chat.columns import (
     find_chat_columns,
     holds_turns,
 )
-from rapidformer.tasks.grpo.rewards import add_up, load_reward_functions, read_answers, score
+from rapidformer.tasks.grpo.rewards import (
+    RewardFunction,
+    add_up,
+    load_reward_functions,
+    read_answers,
+    score,
+)
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.preference.preference import without_dropout
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import RowList, get_column_names, get_splits
 from rapidformer.tasks.text.text import (
     TEXT,
+    TextParts,
     build_text_collator,
     get_context_length,
     load_text_parts,
@@ -57,19 +64,30 @@ class Grpo(CausalLM):
     best_metric, greater_is_better = "reward", True
     metrics = ("reward", "mean_length")
 
+    def __init__(self, functions: Sequence[RewardFunction] | None = None) -> None:
+        """With functions of a script, or else those of ``--reward-function``."""
+        self._functions = functions
+
+    def _get_functions(self, args: Settings) -> Sequence[RewardFunction]:
+        return load_reward_functions(args) if self._functions is None else self._functions
+
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         columns = find_prompts(rows, args)
         if columns is None:
             find_column(TEXT, get_column_names(rows), args)
         if has_answers:
-            for function in load_reward_functions(args):
+            for function in self._get_functions(args):
                 function.check(get_column_names(rows))
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        functions = load_reward_functions(args)
-        parts = load_text_parts(args)
+        self._get_functions(args)  # before anything slow
+        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
+        args = parts.args
+        functions = self._get_functions(args)
         check_is_causal(parts.config, args)
-        tables = get_splits(args, splits)
         new_tokens = get_new_tokens(args, parts.tokenizer, parts.config)
         limit = args.seq_length or get_context_length(parts.tokenizer, parts.config)
         features, stop_id = {}, None
@@ -93,21 +111,26 @@ class Grpo(CausalLM):
         return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
 
     def build_objective(self, args: Settings) -> Objective:
+        parts = load_text_parts(args)
+        return self.build(args, parts.tokenizer, parts.config)
+
+    def build(self, args: Settings, tokenizer: Any, config: Any) -> Objective:
+        """The objective of a model with this tokenizer and configuration."""
         from rapidformer.tasks.grpo.objective import GrpoLoss, GrpoObjective
         from rapidformer.tasks.grpo.rollouts import Rollouts
         from rapidformer.tasks.grpo.sampling import Sampling
 
-        parts = load_text_parts(args)
-        new_tokens = get_new_tokens(args, parts.tokenizer, parts.config)
+        new_tokens = get_new_tokens(args, tokenizer, config)
         sampling = Sampling.read(args, new_tokens)
         rollouts = Rollouts(
-            sampling, load_reward_functions(args), parts.tokenizer, size=args.num_generations,
+            sampling, self._get_functions(args), tokenizer, size=args.num_generations,
             scale=args.scale_rewards, keeps=args.updates_per_generation > 1,
             show_every=int(args.log_interval) if args.log_interval >= 1 else 10,
         )  # fmt: skip
         loss = GrpoLoss(
             kind=args.loss or "dapo", epsilon=args.clip_epsilon,
-            epsilon_high=args.clip_epsilon_high, beta=args.beta or 0.0, max_tokens=new_tokens,
+            epsilon_high=args.clip_epsilon_high, beta=args.beta or 0.0,
+            corrects_kl=args.kl_correction, max_tokens=new_tokens,
         )  # fmt: skip
         return GrpoObjective(loss, rollouts, sampling.temperature)
 
