@@ -105,7 +105,7 @@ def test_splits_change_nothing(toy: Path) -> None:
     assert len(alone) == 4 and len({line["reward"] for line in alone}) > 1
     assert all(line["reward_std"] > 0 for line in alone) and alone[-1]["kl"] > 0
     again = {
-        "updates_per_generation": 2, "loss": "grpo", "scale_rewards": "batch", "beta": 0.0,
+        "updates_per_generation": 2, "loss": "grpo", "scale_rewards": "batch",
         "lr": 0.2, "clip_epsilon": 0.05,
     }  # fmt: skip
     twice = train(toy, micro_batch_size=4, **again)

@@ -20,6 +20,7 @@ from rapidformer.nearest import find_nearest
 class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
     task_sections.PreferenceArguments, task_sections.GrpoArguments,
+    task_sections.ReferenceArguments, task_sections.DistillationArguments,
     task_sections.GenerationArguments, sections.TrainingLengthArguments,
     sections.OptimizerArguments, sections.AdapterArguments, sections.AccelerationArguments,
     sections.ParallelArguments, sections.CheckpointArguments, sections.LoggingArguments,

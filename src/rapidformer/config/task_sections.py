@@ -276,9 +276,6 @@ class PreferenceArguments:
     """KTO: weight of undesirable answers"""
     center_rewards_coefficient: float = _read_by("reward", default=0.0)
     """weight of the squared sum of both rewards, which keeps them around 0, such as 0.01"""
-    reference_model: str | None = _read_by("preference", default=None)
-    """`rapidformer evaluate`: the model that answers are compared with (default: the one that the
-    run started from)"""
     chosen_column: str | None = _read_by("preference", "reward", default=None)
     """column with the better answer (default: found by name)"""
     rejected_column: str | None = _read_by("preference", "reward", default=None)
@@ -342,3 +339,39 @@ class GenerationArguments:
     """`rapidformer predict`: the system message before a conversation or prompt without one"""
     chat: bool = False
     """`rapidformer predict`: a conversation in the terminal; /new starts over, /exit leaves"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class ReferenceArguments:
+    """Reference model"""
+
+    precompute_reference: bool = False
+    """ask the reference once, before training, and keep its answers in the run's folder: no frozen
+    copy of the model in memory"""
+    reference_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """precision of the frozen copy that is the reference when all weights are trained: half the
+    memory in 16 bits, but rewards no longer start at 0 (default: as the model)"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class DistillationArguments:
+    """Distillation"""
+
+    teacher: str | None = _read_by("distillation", default=None)
+    """model whose answers the student learns: a Hub name, a folder or a run"""
+    divergence: Literal["forward", "reverse", "jsd"] = _read_by("distillation", default="forward")
+    """of teacher and student: forward KL(teacher, student), reverse KL(student, teacher), or the
+    generalised Jensen-Shannon divergence"""
+    distillation_beta: float = _read_by("distillation", default=0.5)
+    """jsd: the teacher's share of the mixture that both are compared with; near 0 it is like the
+    forward, near 1 like the reverse divergence"""
+    distillation_temperature: float = _read_by("distillation", default=1.0)
+    """divides the logits of teacher and student before they are compared"""
+    distillation_alpha: float = _read_by("distillation", default=0.5)
+    """weight of the divergence, times the temperature squared; the label loss weighs 1 - alpha"""
+    teacher_precision: Literal["fp32", "bf16", "fp16"] | None = _read_by(
+        "distillation", default=None
+    )
+    """precision of the teacher's weights and arithmetic (default: as the student)"""
+    shard_teacher: bool = _read_by("distillation", default=False)
+    """split the teacher's weights over the data-parallel ranks, even if the student's are whole"""
