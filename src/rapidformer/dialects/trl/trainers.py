@@ -26,6 +26,7 @@ from rapidformer.engine.reference import build_untouched
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.configuration import get_position_limit
 from rapidformer.objectives import Context, Objective
+from rapidformer.objectives.objective import AskedModel
 from rapidformer.objectives.reference import REFERENCE
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation.evaluating import measure
@@ -145,8 +146,8 @@ class TaskTrainer(Trainer):
         engine = self.engine
         loader = engine.data.adopt_loader(dataloader, is_training=False)
         if self.context is None:  # nothing is trained yet: the model is its own reference
-            frozen = {REFERENCE: build_untouched(engine.model), **self.provide_frozen_models()}
-            self.context = Context(frozen=frozen)
+            frozen: dict[str, nn.Module | AskedModel] = {REFERENCE: build_untouched(engine.model)}
+            self.context = Context(frozen={**frozen, **self.provide_frozen_models()})
         prepared = add_context(self.prepared, self.context)
         with ExitStack() as stack:
             if not self._is_training or self.model.training:

@@ -153,7 +153,7 @@ class RewardTally(Tally):
 
     _reward, _length = 0.0, 0
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._reward += sum(record["reward"] for record in records)
         self._length += sum(record["length"] for record in records)
         self.examples += len(records)
