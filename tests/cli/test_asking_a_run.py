@@ -157,3 +157,15 @@ def test_a_damaged_setting_of_a_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "arguments.yaml").write_text("task: causal_lm\nseq_length: many\n")
     with pytest.raises(ModelError, match=r"arguments\.yaml: seq_length "):
         choose_run_model(arguments_from_mapping({"load": str(tmp_path)}), "evaluate")
+
+
+def test_a_run_that_began_with_load_has_its_model_again(tmp_path: Path) -> None:
+    """`--load ADAPTER --save RUN`: a resumed run starts from that adapter, too."""
+    adapter, run = tmp_path / "adapter", tmp_path / "run"
+    for folder, file in ((adapter, "config.json"), (run, "arguments.yaml")):
+        folder.mkdir()
+        (folder / file).write_text("{}")
+    (run / "arguments.yaml").write_text(f"task: causal_lm\nload: {adapter}\n")
+    resumed = choose_run_model(arguments_from_mapping({"load": str(run)}), "train")
+    assert resumed.load == str(run)
+    assert resumed.pretrained_model_name_or_path == str(adapter)

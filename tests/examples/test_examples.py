@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,13 @@ def test_preference(python: Path, tmp_path: Path) -> None:
     assert 0.35 < first < 0.65
     assert last > 0.9
     assert f"{first:.0%} before training, {last:.0%} after it" in done.stdout
+
+
+def test_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The student learns from its teacher alone."""
+    namespace = runpy.run_path(str(EXAMPLES / "distillation.py"))
+    namespace["main"](tmp_path)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    change = {words[0]: (float(words[1]), float(words[3])) for words in lines if "->" in words}
+    assert change["divergence_loss"][0] > 2 and change["divergence_loss"][1] < 0.2
+    assert change["accuracy"][0] < 0.1 and change["accuracy"][1] > 0.85

@@ -22,7 +22,7 @@ from rapidformer.tasks.preference.losses import (
     compute_reward_losses,
 )
 from rapidformer.tasks.registry import get_task
-from tests.tasks.preference_rig import make_model, make_pairs, run_ours
+from tests.tasks.preference_rig import make_answers, make_model, make_pairs, run_ours
 
 # ---- values computed by hand -------------------------------------------------------------------
 # Policy -10 (4 tokens) and -12 (6 tokens), reference -11 and -11.5.
@@ -210,6 +210,12 @@ def test_bad_labels_and_missing_columns_are_named() -> None:
         ({"loss": "robust", "label_smoothing": 0.6}, "must be below 0.5"),
         ({"loss": "simpo", "length_normalized": False}, "simpo is one of means over tokens"),
         ({"beta": 0.0}, "--beta must be positive, got 0.0"),
+        (
+            {"loss": "kto", "precompute_reference": True},
+            "asks it about prompts with the answers of",
+        ),
+        ({"loss": "kto", "global_batch_size": 1}, "compares prompts with the answers of others"),
+        ({"packing": True}, "keeps the answers of a pair in rows of their own"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], text: str) -> None:
@@ -264,6 +270,40 @@ def test_reference_is_where_the_run_starts(folder: Path) -> None:
     assert run.lines[0]["rewards/margins"] == 0
     prepared = prepare(folder, make_pairs(3), loss="kto")
     assert [sample["desirable"] for sample in prepared.train] == [1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("loss", ["orpo", "kto"])
+def test_evaluation_does_not_depend_on_its_batches(loss: str, folder: Path, tmp_path: Path) -> None:
+    """A last, smaller batch; a mean over tokens; a baseline over the whole split."""
+    import rapidformer
+
+    start = make_model(tmp_path / "start", "gpt2")
+    rows = make_answers(7) if loss == "kto" else make_pairs(7)
+    results = [
+        rapidformer.evaluate(
+            {"validation": rows}, task="preference", loss=loss, load=str(folder),
+            pretrained_model_name_or_path=str(start), eval_micro_batch_size=size,
+            log_level="error", progress=False,
+        ).metrics
+        for size in (7, 2)
+    ]  # fmt: skip
+    names = {"orpo": "nll_loss log_odds_ratio log_odds_chosen rewards/accuracies", "kto": "kl"}
+    assert {"loss", "rewards/margins", "logps/chosen", *names[loss].split()} <= results[0].keys()
+    assert results[0] == pytest.approx(results[1], rel=2e-6)
+    if loss == "orpo":
+        whole = results[0]["nll_loss"] - 0.1 * results[0]["log_odds_ratio"]
+        assert results[0]["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_kto_says_how_to_balance_its_weights(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(folder, make_answers(9), loss="kto")
+    assert "6 desirable and 3 undesirable answers weigh 2 to 1 in all" in caplog.text
+    assert "use a --desirable-weight from 0.5 to 0.667" in caplog.text
+    caplog.clear()
+    prepare(folder, make_answers(9), loss="kto", desirable_weight=0.6)
+    assert "answers weigh" not in caplog.text
 
 
 def test_showing_both_answers(folder: Path) -> None:

@@ -19,14 +19,14 @@ _CASES: dict[str, dict[str, Any]] = {
     "reward": {},
 }
 _LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {"micro_batch_size": 2}) for name in ("sigmoid", "kto")),
-    *((name, {"micro_batch_size": 4, "zero_3_memory_optimization": True})
-      for name in ("kto", "reward")),
-    *((name, {"micro_batch_size": 2, "tensor_model_parallel_size": 2})
-      for name in ("sigmoid", "orpo", "reward")),
+    ("sigmoid", {"micro_batch_size": 2}),
+    ("kto", {"micro_batch_size": 2}),
+    ("kto", {"micro_batch_size": 4, "zero_3_memory_optimization": True}),
+    ("orpo", {"micro_batch_size": 2, "tensor_model_parallel_size": 2}),
+    ("reward", {"micro_batch_size": 2, "tensor_model_parallel_size": 2}),
     ("sigmoid", {"micro_batch_size": 4, "context_parallel_size": 2}),
     ("sigmoid", {"micro_batch_size": 2, "pipeline_model_parallel_size": 2}),
-]  # fmt: skip
+]
 
 
 def run_case(name: str, folder: Path, settings: dict[str, Any]) -> Recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError
 from tests.processes import run_in_processes
-from tests.training.preferring import Seen, answer, build_model, make_pairs, run
+from tests.training.preferring import Dpo, Seen, answer, build_model, make_pairs, run
 
 ZERO = "zero_{}_memory_optimization"
 LORA = {"lora_rank": 2}
@@ -49,8 +50,14 @@ def check_starts_even(seen: Seen) -> None:
         assert abs(seen[pair][1][0] - math.log(2)) > 1e-4
 
 
+@functools.cache
+def run_whole() -> Seen:
+    """Full tuning in one process."""
+    return run({})
+
+
 def test_reference_of_full_tuning_is_a_copy() -> None:
-    seen = run({})
+    seen = run_whole()
     check_reference(seen, answer(build_model()))
     check_starts_even(seen)
 
@@ -102,7 +109,7 @@ def run_layouts(cases: list[tuple[dict[str, Any], Path | None]]) -> list[Seen]:
 def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path) -> None:
     """Also a run that is resumed under another layout."""
     begun = {"epochs": 1, "save": str(tmp_path / "run")}
-    whole, continued, fresh = run({}), run({}, adapter), run(LORA)
+    whole, continued, fresh = run_whole(), run({}, adapter), run(LORA)
     run(begun)
     cases: list[tuple[dict[str, Any], Path | None, Seen]] = [
         ({ZERO.format(3): True}, None, whole),
@@ -110,7 +117,6 @@ def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path
         ({"context_parallel_size": 2}, None, whole),
         ({"pipeline_model_parallel_size": 2}, None, whole),
         ({ZERO.format(1): True}, adapter, continued),
-        ({ZERO.format(3): True}, adapter, continued),
         ({"tensor_model_parallel_size": 2, **LORA}, None, fresh),
         ({ZERO.format(3): True, "load": begun["save"], "save": str(tmp_path / "on")}, None, whole),
     ]
@@ -135,7 +141,7 @@ def test_precomputed_answers_are_those_of_the_reference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     computed = {"precompute_reference": True, "save": str(tmp_path), "log_level": "info"}
-    expected = run({})
+    expected = run_whole()
     for pair, turns in run({**computed, "epochs": 1}).items():
         assert turns[0] == pytest.approx(expected[pair][0], rel=2e-6, abs=2e-6)
     assert "reference computed before training for 6 rows" in caplog.text
@@ -181,6 +187,9 @@ def test_weights_of_a_checkpoint_are_the_reference_of_a_new_run(tmp_path: Path) 
     assert abs(second[pair][0][1] - first[pair][0][1]) > 1e-3
 
 
-def test_streams_have_no_rows_to_number(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"--precompute-reference needs rows with number"):
         run({"precompute_reference": True, "train_iters": 1}, pairs=iter(make_pairs()))
+    monkeypatch.setattr(Dpo, "asks_known_rows", False)
+    with pytest.raises(ConfigurationError, match=r"asks the reference about rows that are known"):
+        run({"precompute_reference": True})

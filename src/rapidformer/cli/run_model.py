@@ -142,6 +142,9 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     if file is None:
         return args
     stored = _read(file)
+    start = str(stored.get("load") or "")
+    if stored.get("pretrained_model_name_or_path") is None and is_model_folder(Path(start)):
+        stored["pretrained_model_name_or_path"] = start  # what the run itself began with
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
     if command == "train":

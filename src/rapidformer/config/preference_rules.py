@@ -42,6 +42,14 @@ def find_preference_problems(args: Settings) -> Iterator[str]:
     if args.sft_weight and loss in ("orpo", "kto"):
         why = "has a likelihood term of its own" if loss == "orpo" else "has no chosen answers"
         yield f"--sft-weight {args.sft_weight}: --loss {loss} {why}. Leave it out."
+    if args.precompute_reference and loss in ("simpo", "orpo", "kto"):
+        why = "asks it about prompts with the answers of others" if loss == "kto" else "has none"
+        yield f"--precompute-reference computes a reference, and --loss {loss} {why}. Leave it out."
+    if loss == "kto" and args.global_batch_size == 1:
+        yield (
+            "--global-batch-size 1: --loss kto compares prompts with the answers of others in the "
+            "batch. Use at least 2."
+        )
     if args.label_smoothing and loss not in _SMOOTHED:
         yield (
             f"--label-smoothing is part of --loss {', '.join(_SMOOTHED)}, not of {loss}: leave it "

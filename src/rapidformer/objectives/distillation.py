@@ -43,11 +43,11 @@ class Distillation(Objective):
         )
         sums = self.sum(student, teacher, labels)
         count = (labels[:, 1:] != -100).sum().clamp(min=1)
-        return {
-            "loss": Term(sums.loss / count),
-            "divergence_loss": Term(sums.divergence / count, weight=0.0),
-            "label_loss": Term(sums.label_loss / count, weight=0.0),
-        }
+        shown = {"divergence_loss": sums.divergence}
+        if self.alpha < 1:
+            shown["label_loss"] = sums.label_loss
+        terms = {name: Term(total / count, weight=0.0) for name, total in shown.items()}
+        return {"loss": Term(sums.loss / count), **terms}
 
     def sum(self, student: Tensor, teacher: Tensor, labels: Tensor) -> DivergenceSums:
         """The sums over the labelled tokens, from the logits of both."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.accel.fused_loss.divergence import Divergence
 from rapidformer.accel.fused_loss.followed import compute_logit_losses
+from rapidformer.accel.unpad.labelled import find_labelled_rows
 from rapidformer.objectives.logprobs import flatten_rows
 
 
@@ -43,6 +44,8 @@ def sum_divergences(
     rows, targets = flatten_rows(student, labels, is_shifted=is_shifted)
     others, _ = flatten_rows(teacher, labels, is_shifted=is_shifted)
     divergence = Divergence(beta, temperature, divergence_weight, label_weight)
-    sums = compute_logit_losses(rows, targets, Recipe(divergence=divergence), others)
+    labelled = find_labelled_rows(labels, is_shifted=is_shifted)
+    recipe = Recipe(divergence=divergence, labelled=labelled)
+    sums = compute_logit_losses(rows, targets, recipe, others)
     assert sums.statistics is not None
     return DivergenceSums(sums.values, *sums.statistics.unbind())

@@ -8,6 +8,7 @@ unless the model has a head that cannot wait (``--fused-loss``) or a small vocab
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from rapidformer.accel.cache import takes_use_cache
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.accel.fused_loss.followed import compute_logit_losses
 from rapidformer.accel.fused_loss.fused_loss import deferring
-from rapidformer.accel.unpad.labelled import read_labelled
+from rapidformer.accel.unpad.labelled import find_labelled_rows, read_labelled
 
 
 class TokenScores(NamedTuple):
@@ -91,6 +92,7 @@ def _score(
     rows, targets = flatten_rows(logits, labels, is_shifted=is_shifted)
     if temperature != 1.0:
         rows = rows.float() / temperature
+    recipe = replace(recipe, labelled=find_labelled_rows(labels, is_shifted=is_shifted))
     losses, statistics = compute_logit_losses(rows, targets, recipe)
     width = labels.shape[1] - is_shifted
     found = [-losses, *([] if statistics is None else statistics.unbind())]

@@ -73,6 +73,9 @@ class Objective(ABC):
     frozen: tuple[str, ...] = ()
     """The frozen models that it needs besides the one that learns. ``reference``, the model that
     the run started from, is made by the run; others (``teacher``) are given to it."""
+    asks_known_rows = True
+    """Whether the reference is asked about the rows of the data alone, so that it can be asked
+    before training; not if answers are generated, or joined with other rows' prompts."""
     has_first_pass = False
     """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
     expands = False

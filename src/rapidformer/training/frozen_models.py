@@ -68,11 +68,18 @@ class FrozenModels:
         """The data of a run, whose rows will know the answers of a precomputed reference."""
         if not (self._engine.args.precompute_reference and self.needs_reference):
             return train, validation, test, collate
+        objective = self._build_objective()
+        if objective.has_first_pass or not objective.asks_known_rows:
+            raise ConfigurationError(
+                "--precompute-reference: this objective also asks the reference about rows that "
+                "are known only in training: leave it out."
+            )
         self._collate = AnswerCollator(collate)
         named = {"train": train, "validation": validation, "test": test}
         answered = {n: AnsweredRows(data, n) for n, data in named.items() if data is not None}
         self._answered = list(answered.values())
-        return (*map(answered.get, named), self._collate)
+        train, validation, test = map(answered.get, named)
+        return train, validation, test, self._collate
 
     def before_compose(self) -> None:
         """Let the engine keep a copy of the model that is about to be trained, if one is needed."""

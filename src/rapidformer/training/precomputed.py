@@ -169,7 +169,8 @@ class ReferenceFolder:
             return None
         try:
             with safe_open(file, "pt") as stored:
-                answers, hashes = stored.get_tensor("logps"), stored.get_tensor("hashes")
+                answers: Tensor = stored.get_tensor("logps")
+                hashes: Tensor = stored.get_tensor("hashes")
                 weights = (stored.metadata() or {}).get("weights")
         except (SafetensorError, OSError) as reason:
             raise CheckpointError(f"{file} is damaged ({reason}). {_REMEDY}") from None

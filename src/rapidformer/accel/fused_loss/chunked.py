@@ -14,6 +14,7 @@ gradient is as large as they are, and is computed in the backward pass only.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class Recipe:
     """Whether each row's loss is wanted, not their sum."""
     has_statistics: bool = False
     """Whether each row's entropy, mean logit and whether its label is the best one are wanted."""
+    labelled: Tensor | None = None
+    """Which rows have a label, if that is known."""
     divergence: Divergence | None = None
     """Set if the loss is a divergence from a teacher. Its statistics are divergences and losses."""
 
@@ -88,7 +91,7 @@ def compute_losses(
     teacher: Teacher | None = None,
 ) -> Losses:  # fmt: skip
     """The cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
-    selection = select_labelled(hidden, labels, recipe.ignore_index)
+    selection = select_labelled(hidden, labels, recipe.ignore_index, recipe.labelled)
     hidden, labels = selection.rows, selection.labels
     teacher = None if teacher is None else teacher.map_rows(selection.take)
     if recipe.words is not None:  # as torch's own loss does
@@ -142,19 +145,20 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
             return *_differentiate_plainly(ctx, gradient), None, None, None
-        inputs = (*ctx.saved_tensors, ctx.recipe, ctx.teacher)
+        hidden, weight, bias, labels = ctx.saved_tensors
+        compute = functools.partial(_compute, hidden, weight, bias, labels, ctx.recipe, ctx.teacher)
         # Drop our reference, so that a gradient can become ``.grad`` without a copy. A second
         # backward pass through the same graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            *_, gradients = _compute(*inputs, ctx.now)
+            *_, gradients = compute(ctx.now)
         for computed in gradients:
             if computed is not None and ctx.recipe.is_by_row:
                 computed *= gradient[:, None]
             elif computed is not None:
                 multiply_all([computed], gradient)  # faster than mul_ with a scalar on a GPU
         if any(ctx.later):
-            *_, later = _compute(*inputs, ctx.later, gradient.expand(len(inputs[0])))
+            *_, later = compute(ctx.later, gradient.expand(len(hidden)))
             gradients = [a if b is None else b for a, b in zip(gradients, later, strict=True)]
         return *gradients, None, None, None
 
@@ -178,7 +182,8 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         )
     hidden, weight, bias, labels = ctx.saved_tensors
     # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
-    hidden, weight, bias = (x if x is None else x.view_as(x) for x in (hidden, weight, bias))
+    hidden = hidden.view_as(hidden)
+    weight, bias = (None if each is None else each.view_as(each) for each in (weight, bias))
     product = hidden
     if weight is not None:
         # Cast by hand: autocast has ended by now.

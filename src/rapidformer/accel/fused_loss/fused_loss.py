@@ -124,8 +124,13 @@ def apply_fused_loss(
     extend(head, "loss", functools.partial(_build_head, always=always, gather=gather))
 
 
-def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The overlay of a head: its first call defers, a second one computes logits or the loss."""
+def _build_head(
+    cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor], is_brief: bool = False
+) -> dict[str, Any]:
+    """The overlay of a head: its first call defers, a second one computes logits or the loss.
+
+    ``is_brief``: it may be gone by the second one.
+    """
 
     def forward(
         self: nn.Linear,
@@ -145,7 +150,9 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
                 # Cast now: autocast may have ended when the logits are needed.
                 hidden = hidden.to(dtype)
                 lend = functools.partial(_lend, self, gather)
-                head = Head(self, functools.partial(self, is_wanted=True), lend, hidden)
+                # A call of the module gathers its weight, if it is sharded.
+                call = functools.partial(forward, self) if is_brief else self
+                head = Head(self, call, lend, hidden)
                 width = self.out_features if words is None else words.length
                 return defer(head, hidden, width, dtype)
             result: Tensor = cls.forward(self, hidden)
@@ -167,7 +174,7 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         own, length = region.slice(labels[None])[0], len(labels)
         if teacher is not None:
             teacher = teacher.map_rows(lambda rows: region.slice(rows[None])[0])
-        rows = region.enter(hidden[None])[0]
+        rows, recipe = region.enter(hidden[None])[0], dataclasses.replace(recipe, labelled=None)
         losses = compute_losses(rows, weight, bias, own, recipe, teacher)
         return losses.map(functools.partial(_join_tokens, region, length, recipe.is_by_row))
 
@@ -203,7 +210,9 @@ def deferring(model: nn.Module) -> Iterator[None]:
         yield
         return
     with WATCHING:
-        build = functools.partial(_build_head, always=True, gather=gather_with_gradient)
+        build = functools.partial(
+            _build_head, always=True, gather=gather_with_gradient, is_brief=True
+        )
         extend(head, "loss", build)
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +27,13 @@ class Head:
     def __init__(
         self,
         module: nn.Linear,
-        compute: Callable[[Tensor], Tensor],
+        call: Callable[..., Any],
         lend: Callable[[], tuple[Tensor, Tensor | None, VocabularySlice | None]],
         hidden: Tensor,
     ) -> None:
-        self.compute_losses: Callable[..., Losses] = module
+        self.compute_losses: Callable[..., Losses] = call
         """Rows of hidden states, their labels, a recipe and maybe a teacher -> the losses."""
-        self.compute = compute
+        self.compute: Callable[[Tensor], Tensor] = functools.partial(call, is_wanted=True)
         self.lend = lend
         """Weight, bias and slice of the vocabulary, without gradients: of a head that teaches."""
         self._module = module

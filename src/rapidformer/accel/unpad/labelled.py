@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.rows import send
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.accel.unpad.token_attention import inside
+from rapidformer.data.batch import find_host_copy
 from rapidformer.models.own_loss import shifts_labels
+
+_IGNORED = -100
 
 
 class _Promise(NamedTuple):
@@ -46,3 +50,15 @@ def find_promised_labels(given: Mapping[str, Any]) -> Tensor | None:
     """The labels that a call was promised for, unless it has labels of its own."""
     promise = _PROMISE.get()
     return None if promise is None or given.get("labels") is not None else promise.labels
+
+
+def find_labelled_rows(labels: Tensor, *, is_shifted: bool) -> Tensor | None:
+    """Which of the flattened predictions have a label; None if the device would have to be asked.
+
+    So it is for a step that a CUDA graph replays, where no tensor's size may depend on values.
+    """
+    known = find_host_copy(labels)
+    if known is None:
+        return None
+    targets = known[:, 1:] if is_shifted else known
+    return send((targets != _IGNORED).flatten().nonzero().squeeze(1), labels.device)

@@ -96,6 +96,11 @@ class Unpadded(torch.Tensor):
         return all(call.trusts_labels for call in self._calls)
 
     @property
+    def is_promised(self) -> bool:
+        """Whether somebody has promised to read only what predicts labels."""
+        return all(call.is_promised for call in self._calls)
+
+    @property
     def is_lazy(self) -> bool:
         """Whether there are only tokens, and nobody has asked for padding or written into it."""
         self.take_writes()
@@ -244,7 +249,7 @@ def release(output: Any) -> Any:
     """What a model returns: without gradients, only plain tensors, unless padding is not read."""
 
     def change(tensor: Unpadded) -> Tensor:
-        may_stay = torch.is_grad_enabled() or tensor.trusts_labels
+        may_stay = torch.is_grad_enabled() or tensor.is_promised
         return tensor if tensor.is_lazy and may_stay else settle(tensor)
 
     if isinstance(output, Unpadded):

@@ -115,7 +115,7 @@ class Rows:
 
     def move_to(self, device: torch.device | None) -> Rows:
         """The same rows with their tensors on the device."""
-        places, columns = _send(self.places, device), _send(self.columns, device)
+        places, columns = send(self.places, device), send(self.columns, device)
         return replace(self, places=places, columns=columns)
 
     @cached_property
@@ -140,7 +140,7 @@ class Rows:
 
     def _compute_ends(self, added: int) -> Tensor:
         ends = np.cumsum([0, *self.lengths, *[0] * added], dtype=np.int32)
-        return _send(torch.from_numpy(ends), self.places.device)
+        return send(torch.from_numpy(ends), self.places.device)
 
     def extend_ends(self, other: Rows) -> None:
         """Add empty rows until there are as many ``ends`` as in ``other``."""
@@ -154,7 +154,7 @@ class Rows:
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
         start = (lengths.cumsum(0) - lengths)[row]
         place = row * self.longest + torch.arange(len(row)) - start
-        return _send(place, self.places.device)
+        return send(place, self.places.device)
 
     def is_padded(self, tensor: Tensor) -> bool:
         """Whether a tensor has a value for every position of the padded batch."""
@@ -244,6 +244,12 @@ class Layout:
             tokens = torch.cat([tokens, zeros], 1)
         return tokens
 
+    def find_tokens(self, places: Tensor) -> Tensor:
+        """Which tokens stand at these places; there must be one at each."""
+        numbers = torch.arange(len(self.places), device=places.device)
+        tokens = numbers.new_zeros(self.size + 1).index_copy_(0, self.places, numbers)
+        return tokens[places]
+
     def covers(self, is_used: Tensor) -> bool:
         """Whether everything marked in [places] is a real token; waits for the device."""
         return int(is_used.sum()) == int(self.select(is_used).sum())
@@ -285,7 +291,8 @@ def scatter(packed: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Ten
     return padded
 
 
-def _send(tensor: Tensor, device: torch.device | None) -> Tensor:
+def send(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A tensor in host memory on a device, for which nothing waits."""
     if device is None or tensor.device == device:
         return tensor
     if device.type == "cuda" and tensor.device.type == "cpu":

@@ -23,7 +23,7 @@ from rapidformer.accel.unpad.on_demand import (
     replay_later,
     settle,
 )
-from rapidformer.accel.unpad.rows import Layout
+from rapidformer.accel.unpad.rows import Layout, gather
 
 _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
 """Where an activation takes ``inplace``, if not as its second argument."""
@@ -44,7 +44,7 @@ class Selection:
 
     def take(self, other: Tensor) -> Tensor:
         """The same rows of another tensor."""
-        if isinstance(other, Unpadded) and other.is_lazy and other.trusts_labels:
+        if isinstance(other, Unpadded) and other.is_lazy and other.is_promised:
             other = other.token_layout.spread(other.tokens, 0.0)
         other = settle(other)
         if self.layout is not None:
@@ -60,19 +60,23 @@ class Selection:
         return values if self.layout is None else self.layout.spread(values[None], 0.0)
 
 
-def select_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> Selection:
-    """The rows of ``hidden``, [rows, size], that may have a label."""
-    count, layout, index = len(labels), None, None
+def select_labelled(
+    hidden: Tensor, labels: Tensor, ignored: int, index: Tensor | None = None
+) -> Selection:
+    """The rows of ``hidden``, [rows, size], that may have a label; ``index`` has those that do."""
+    count, layout = len(labels), None
     picked = pick_labelled(hidden, labels, ignored)
     if picked is None:
         rows = settle(hidden)
     else:
         rows, labels = picked
         layout = hidden.token_layout  # type: ignore[attr-defined]
-    if rows.device.type == "cpu":
+        index = None if index is None else layout.find_tokens(index)
+    if index is None and rows.device.type == "cpu":
         # Not on a GPU: the host would wait to learn how many rows are selected.
         index = (labels != ignored).nonzero().squeeze(1)
-        rows, labels = rows[index], labels[index]
+    if index is not None:
+        rows, labels = gather(rows[None], index)[0], labels[index]
     return Selection(rows, labels, count, layout, index)
 
 

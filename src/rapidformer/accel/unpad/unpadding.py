@@ -177,22 +177,24 @@ def _extend_model(
             is_by_position = packs and batches.is_packed(kwargs)
             if find_watched(inner_modules) or not (removal.is_on or is_by_position):
                 return run()
+            if promised is not None and not is_by_position:
+                rows = batches.find_rows(self, known, rounds_up=rounds_up)
+                if rows is None:
+                    return run()
+                return _call_without_padding(self, run, rows, removal, is_promised=True)
             if is_by_position:
                 rows = batches.find_packed_rows(self, known, rounds_up=rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
-            if promised is None and not _may_lack_padding(
-                self, removal, has_label_per_token=is_labelled
-            ):
+            if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):
                 return run()
-            rows = find(self, known, rounds_up=rounds_up)
+            rows = find(self, kwargs, rounds_up=rounds_up)
             if rows is None:
                 return run()
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
-            is_promised = promised is not None
-            return _call_without_padding(self, run, rows, removal, is_promised=is_promised)
+            return _call_without_padding(self, run, rows, removal)
 
         return {"forward": forward}
 

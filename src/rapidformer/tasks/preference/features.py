@@ -27,6 +27,7 @@ from rapidformer.tasks.chat.features import (
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
 from rapidformer.tasks.preference.columns import PreferenceColumns
 from rapidformer.tasks.preference.examples import Example, read_examples, unpair
+from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
     drop_columns,
@@ -44,6 +45,7 @@ _TIE = "both answers are the same (a tie)"
 _TOO_LONG = "longer than --seq-length"
 _TURNS = ChatColumns(messages="messages", tools="tools")
 _TEXTS = ChatColumns(prompt="prompt", response="response", context="context", system="system")
+_MOST_BALANCE = 4 / 3
 _NOTES = ("left_out", "is_cut", "row")
 
 
@@ -235,6 +237,20 @@ def _report(features: Any, split: str, encoder: PreferenceEncoder) -> None:
         )  # fmt: skip
 
 
+def check_balance(features: Any, settings: LossSettings) -> None:
+    """KTO wants good answers to weigh as much as bad ones in all, up to a third more."""
+    good = sum(get_column(features, "desirable"))
+    bad = len(features) - good
+    weights = settings.desirable_weight * good, settings.undesirable_weight * bad
+    if good and bad and not 1 <= weights[0] / max(weights[1], 1e-9) <= _MOST_BALANCE:
+        wanted = settings.undesirable_weight * bad / good
+        warn(
+            "train: %d desirable and %d undesirable answers weigh %.3g to 1 in all, and KTO wants "
+            "1 to 1.33: use a --desirable-weight from %.3g to %.3g.",
+            good, bad, weights[0] / max(weights[1], 1e-9), wanted, wanted * _MOST_BALANCE,
+        )  # fmt: skip
+
+
 # ---- batches -----------------------------------------------------------------------------------
 
 
@@ -254,12 +270,10 @@ class PairCollator:
             for sample in samples
             for place in range(2)
         ]
-        batch = self.pad(rows)
-        for name in ("margin", "reference_logps"):  # one number for each row
-            if name in samples[0]:
-                values = [sample[name] for sample in samples]
-                table = torch.tensor(values, dtype=torch.float32).view(len(samples), -1)
-                batch[name] = table.expand(-1, 2).flatten()
+        # First, a tensor with one value for each pair: batches are counted by it.
+        batch = {"pair": torch.arange(len(samples)), **self.pad(rows)}
+        if "margin" in samples[0]:
+            batch["margin"] = torch.tensor([sample["margin"] for sample in samples])
         return batch
 
 
@@ -274,9 +288,6 @@ class AnswerCollator:
 
         batch = self._pad(samples, "")
         batch["desirable"] = torch.tensor([sample["desirable"] for sample in samples])
-        if "reference_logps" in samples[0]:
-            values = [sample["reference_logps"] for sample in samples]
-            batch["reference_logps"] = torch.tensor(values, dtype=torch.float32)
         if "other_input_ids" in samples[0]:
             others = self._pad(samples, "other_")
             batch |= {f"other_{name}": value for name, value in others.items()}

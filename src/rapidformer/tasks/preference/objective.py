@@ -31,7 +31,7 @@ from rapidformer.tasks.preference.losses import (
     compute_reward_losses,
 )
 
-_OWN = ("labels", "margin", "desirable", "reference_logps")
+_OWN = ("pair", "labels", "margin", "desirable", "reference_logps")
 """What a batch has besides the model's inputs."""
 
 
@@ -141,8 +141,8 @@ class RewardObjective(Objective):
         """The loss of each pair and the rewards of its answers."""
         rewards = model(**get_inputs(batch)).logits.float().squeeze(-1)
         chosen, rejected = split_pairs(rewards)
-        margin = batch["margin"][::2] if "margin" in batch else None
-        return compute_reward_losses(chosen, rejected, margin, self.centering), chosen, rejected
+        losses = compute_reward_losses(chosen, rejected, batch.get("margin"), self.centering)
+        return losses, chosen, rejected
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         losses, chosen, rejected = self.score(model, batch)

@@ -67,8 +67,10 @@ class Preference(CausalLM):
             PairCollator,
             RotatedRows,
             build_preference_encoder,
+            check_balance,
             encode_preferences,
         )
+        from rapidformer.tasks.preference.losses import LossSettings
 
         args = parts.args
         check_is_causal(parts.config, args)
@@ -88,6 +90,8 @@ class Preference(CausalLM):
             # An evaluation compares prompts with the answers before them in the split.
             if rows is not None and not is_paired and split != "train":
                 features[split] = RotatedRows(rows, parts.length)
+        if not is_paired and features.get("train") is not None:
+            check_balance(features["train"], LossSettings.read(args))
         pad = build_text_collator(parts.tokenizer, side="right")
         names = ("chosen", "rejected") if is_paired else ("answer",)
         collate: Any = (

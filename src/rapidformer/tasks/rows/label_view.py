@@ -123,7 +123,7 @@ def _view_answer_row(
     if "desirable" in batch:
         fact = "desirable" if batch["desirable"][place] else "undesirable"
     if place and "margin" in batch:
-        fact = f"margin: {batch['margin'][place]:.6g}"
+        fact = f"margin: {batch['margin'][0]:.6g}"
     shown = None if labels is None else labels[place, :size]
     return ShownRow(name=name, tokens=_read(ids, {}, prepared, shown), fact=fact)
 
