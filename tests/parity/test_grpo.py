@@ -68,14 +68,14 @@ class Recorder(Callback):
 
 
 def train(toy: Path, **settings: Any) -> Lines:
-    """Two epochs of two updates, the second of which is smaller: 4 prompts and 2."""
+    """Two epochs of two updates: 4 prompts and 1, for which a second process has a filler."""
     values = {
         "task": "grpo", "pretrained_model_name_or_path": str(toy / "model"),
         "train_data": [str(toy / "train.jsonl")], "save": "none", "log_interval": 1,
         "reward_function": [str(toy / "score.py"), f"{toy / 'score.py'}:brief"],
         "num_generations": 3, "max_new_tokens": 4, "beta": 0.05, "epochs": 2, "lr": 0.1,
         "optimizer": "sgd", "lr_decay_style": "constant", "clip_grad": 0.0, "micro_batch_size": 1,
-        "global_batch_size": 4, "temperature": 0.9, **settings,
+        "global_batch_size": 4, "temperature": 0.9, "max_train_samples": 5, **settings,
     }  # fmt: skip
     engine = RapidformerEngine(args=values)
     finetuner, heard = TaskFinetuner(engine, get_task("grpo")), Recorder()
@@ -136,5 +136,5 @@ def test_a_failing_function_loses_nothing(toy: Path, tmp_path: Path) -> None:
     functions = [f"{toy / 'score.py'}:broken"]
     with pytest.raises(DataError, match=r"function broken failed on train, row 6 .*no w5, please"):
         train(toy, save=str(run), save_interval=1, global_batch_size=2, micro_batch_size=2,
-              reward_function=functions, dataloader_type="single")  # fmt: skip
+              reward_function=functions, dataloader_type="single", max_train_samples=6)  # fmt: skip
     assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
