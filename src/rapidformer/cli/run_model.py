@@ -48,7 +48,9 @@ _ASKED = {
         "distillation_alpha", "teacher_precision",
     ),
     "preference": ("pretrained_model_name_or_path",),
+    "grpo": ("reward_function", "reward_weights", "max_new_tokens"),
 }  # fmt: skip
+_ANSWERING = ("causal_lm", "distillation", "preference", "grpo")
 _DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
 # Which rows were held out, which samples pre-training took: only with the run's own data.
 _SPLITTING = ("validation_split", "seed")
@@ -153,8 +155,10 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
             return args
     if command == "predict" and not has_data:
         names.remove("data_name")  # on its own, it would name a data set to predict on
-    if command == "predict" and stored.get("task") in ("causal_lm", "distillation", "preference"):
+    if command == "predict" and stored.get("task") in _ANSWERING:
         names.remove("seq_length")  # answers and conversations may fill the model's whole context
+    if command == "evaluate" and stored.get("task") == "grpo":
+        names.remove("beta")  # only training asks the reference
     if command == "evaluate":
         names += _ASKED.get(str(stored.get("task")), ())
     if command == "evaluate" and not has_data:

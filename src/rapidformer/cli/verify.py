@@ -151,7 +151,9 @@ class _Verification(ChildRuns):
         for line in list_left_out(args):
             _say(f"left out {line}")
         switched = self._start("switched", _count(processes, "process", "processes"))
-        self._batch = max(rows for rows, _ in count_samples(switched))
+        rows = max(rows for rows, _ in count_samples(switched))
+        samples = switched[0].facts["samples"]  # which may have several rows: a pair has two
+        self._batch = samples if samples and rows % samples == 0 else rows
         self._micro_batch = switched[0].facts["micro_batch_size"]
         _say(_describe(switched, self._batch))
         is_cut = self.options.same_micro_batches

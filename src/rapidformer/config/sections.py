@@ -87,7 +87,8 @@ class OptimizerArguments:
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "muon"] = "adam"
     """adam and adamw both mean AdamW with decoupled weight decay"""
     lr: float | None = None
-    """peak learning rate (default: 5e-5 with --task; 1e-6 for preference, 1e-4 for reward)"""
+    """peak learning rate (default: 5e-5 with --task; 1e-6 for preference and grpo, 1e-4 for
+    reward)"""
     min_lr: float = 0.0
     """final learning rate of the decay"""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"

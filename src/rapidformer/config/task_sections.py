@@ -19,7 +19,7 @@ def _read_by(*tasks: str, default: _T) -> _T:
     return value
 
 
-_CHATS = ("causal_lm", "preference", "reward")
+_CHATS = ("causal_lm", "preference", "reward", "grpo")
 """Tasks whose rows may be conversations."""
 
 
@@ -257,12 +257,13 @@ class DataArguments:
 class PreferenceArguments:
     """Preferences"""
 
-    loss: str | None = _read_by("preference", default=None)
-    """how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust, apo_zero, simpo,
-    orpo or kto"""
-    beta: float | None = _read_by("preference", default=None)
+    loss: str | None = _read_by("preference", "grpo", default=None)
+    """preference, how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust,
+    apo_zero, simpo, orpo or kto; grpo, what is averaged: all tokens of the update (dapo, the
+    default, or bnpo), answers (grpo), or answers times --max-new-tokens (dr_grpo)"""
+    beta: float | None = _read_by("preference", "grpo", default=None)
     """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
-    ratio (default: 0.1; 2 for simpo)"""
+    ratio (default: 0.1; 2 for simpo; 0 for grpo, which then needs no reference)"""
     simpo_gamma: float = _read_by("preference", default=1.0)
     """SimPO: the margin by which the chosen answer must be better"""
     length_normalized: bool | None = _read_by("preference", default=None)
@@ -281,6 +282,30 @@ class PreferenceArguments:
     """column with the worse answer (default: found by name)"""
     margin_column: str | None = _read_by("reward", default=None)
     """column with the margin by which the better answer is better (default: margin, if there)"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class GrpoArguments:
+    """Learning from rewards"""
+
+    reward_function: list[str] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """Python files with reward(prompts, answers, **columns), which returns a number for each
+    answer; FILE.py:NAME takes another function"""
+    reward_weights: list[float] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """weight of each reward function in the sum (default: 1)"""
+    num_generations: int = _read_by("grpo", default=8)
+    """answers to each prompt, which are compared with each other"""
+    scale_rewards: Literal["group", "batch", "none"] = _read_by("grpo", default="group")
+    """divide advantages by the standard deviation of the group's or the update's rewards"""
+    clip_epsilon: float = _read_by("grpo", default=0.2)
+    """ratios of probabilities below 1 - E and above 1 + E give no gradient"""
+    clip_epsilon_high: float | None = _read_by("grpo", default=None)
+    """the same for ratios above 1 (default: --clip-epsilon)"""
+    kl_correction: bool = _read_by("grpo", default=True)
+    """weigh the divergence from the reference by the ratio of probabilities, which makes its
+    gradient unbiased"""
+    updates_per_generation: int = _read_by("grpo", default=1)
+    """updates that learn from the same answers before new ones are drawn"""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config.grpo_rules import find_grpo_problems
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
 from rapidformer.config.preference_rules import find_preference_problems
 from rapidformer.config.schema import get_settings
@@ -26,7 +27,7 @@ _AT_LEAST_ONE = (
     "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
     "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
     "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
-    "lora_rank",
+    "lora_rank", "updates_per_generation",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = (
@@ -40,7 +41,7 @@ _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
-    "early_stopping_threshold", "max_rollbacks",
+    "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -65,7 +66,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
         *_check_adapters(args), *_check_chat(args), *find_preference_problems(args),
-        *_check_run_folder(args), *_check_files(args),
+        *find_grpo_problems(args), *_check_run_folder(args), *_check_files(args),
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ the run goes on as if there had been one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -49,9 +50,12 @@ class BoundObjective:
         objective: Objective,
         model: Any,
         frozen: Mapping[str, nn.Module | AskedModel] | None = None,
+        evaluating: Callable[[], AbstractContextManager[None]] = torch.no_grad,
     ) -> None:
+        """``evaluating`` is where ``Objective.expand`` runs."""
         self._objective = objective
         self._model = model
+        self._evaluating = evaluating
         given = frozen or {}
         missing = [name for name in objective.frozen if name not in given]
         if missing:
@@ -129,6 +133,12 @@ class BoundObjective:
         ]
         return ForwardResult(sum(shares[1:], start=shares[0]), rows, parts)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._objective.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._objective.load_state_dict(state)
+
     def combine_means(self, means: Mapping[str, float]) -> dict[str, float]:
         """The loss of an evaluation, from the means of its terms over all the data."""
         if not self._weights:
@@ -140,6 +150,9 @@ class BoundObjective:
 
     def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
         """The update with what its micro-batches must know of each other in their batches."""
+        if self._objective.expands:
+            with self._evaluating():
+                update = self._objective.expand(self._model, update, topology, device)
         if topology.pipeline > 1 and REFERENCE in self._objective.frozen:
             update = self._ask_reference(update, device)
         counts = [self._objective.count(micro_batch) for micro_batch in update]

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from rapidformer.data.update import MicroBatch
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.topology import Topology
 
 Count = float | Tensor
 T = TypeVar("T")
@@ -76,6 +78,8 @@ class Objective(ABC):
     before training; not if answers are generated, or joined with other rows' prompts."""
     has_first_pass = False
     """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
+    expands = False
+    """Whether the update that is learnt from is made by ``expand``."""
 
     @abstractmethod
     def compute(self, model: Any, batch: Any, context: Context) -> Term | Terms:
@@ -107,6 +111,25 @@ class Objective(ABC):
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What to pass on of the first pass, from all rows of the update: a baseline, say."""
         return rows
+
+    def expand(
+        self, model: Any, update: Update, topology: Topology, device: torch.device
+    ) -> Update:
+        """The update to learn from, made of the loader's: its prompts with answers, say.
+
+        Comes before all else, on every rank, with the model evaluating and without gradient.
+        Random numbers must follow from the samples alone (``get_sample_seeds``), so that ranks and
+        micro-batches change nothing.
+        """
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know of it, as JSON; every rank calls this."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` returned; every rank gets all of it."""
+        return
 
     def get_reference_inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
         """What the reference is asked about a batch: the model's inputs, and the labels."""

@@ -9,6 +9,7 @@ from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.distillation import Distillation
+from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
@@ -27,6 +28,7 @@ PRETRAINING_DESCRIPTION = (
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
     Seq2SeqLM(), MultipleChoice(), ImageClassification(), Distillation(), Preference(), Reward(),
+    Grpo(),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
 from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun, Tracker, TrackerList
 
-_SHOWN = ("_loss", "accuracy", "/accuracies")
+_SHOWN = ("_loss", "accuracy", "/accuracies", "reward", "kl")
 """Endings of the parts of a loss that are printed beside it."""
 
 

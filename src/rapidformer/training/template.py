@@ -261,7 +261,9 @@ class Template(ABC):
             self.engine.updates.weights.shifts_labels = (
                 self.has_shifted_labels and not self.engine.model.has_learned_tokens
             )
-        return BoundObjective(self.build_objective(), model, self.frozen_models.get())
+        return BoundObjective(
+            self.build_objective(), model, self.frozen_models.get(), self.engine.model.evaluating
+        )
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that runs in a forward step and may be the user's."""

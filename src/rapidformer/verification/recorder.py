@@ -109,6 +109,9 @@ class Recorder(RunObserver):
         trace, clock = self.trace, self._engine.updates.clock
         trace.losses.append((self._loss, self._weight))
         trace.samples.append(self._samples)
+        loader = self._engine.data.train_loader
+        drawn = 0 if loader is None else len(loader.positions)
+        trace.facts["samples"] = max(drawn, trace.facts.get("samples", 0))
         norm = clock.grad_norm  # measured each time that it is asked for
         trace.norms.append(0.0 if norm is None else float(norm))
         trace.gradients.append(collect_gradients(self._model))

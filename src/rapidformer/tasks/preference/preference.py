@@ -20,7 +20,7 @@ from rapidformer.tasks.preference.columns import (
     find_preference_columns,
 )
 from rapidformer.tasks.rows.rows import get_splits, to_rows
-from rapidformer.tasks.text.text import build_text_collator, load_text_parts
+from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +58,10 @@ class Preference(CausalLM):
             super().check_columns(rows, args, has_answers=False)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
         from rapidformer.tasks.preference.features import (
             AnswerCollator,
             PairCollator,
@@ -68,9 +72,8 @@ class Preference(CausalLM):
         )
         from rapidformer.tasks.preference.losses import LossSettings
 
-        parts = load_text_parts(args)
+        args = parts.args
         check_is_causal(parts.config, args)
-        tables = get_splits(args, splits)
         is_paired = args.loss != "kto"
         columns = find_preference_columns(
             next(iter(tables.values())), args, may_be_single=not is_paired

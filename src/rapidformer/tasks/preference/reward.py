@@ -56,14 +56,17 @@ class Reward(Task):
             _find_answers(rows, args)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        return self.prepare_tables(_load_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
         from rapidformer.tasks.preference.features import (
             PairCollator,
             build_preference_encoder,
             encode_preferences,
         )
 
-        parts = _load_parts(args)
-        tables = get_splits(args, splits)
+        args = parts.args
         columns = find_preference_columns(next(iter(tables.values())), args, may_be_single=False)
         encoder = build_preference_encoder(
             parts.tokenizer, columns, args, parts.length, is_paired=True, cuts=False,
