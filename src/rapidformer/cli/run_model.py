@@ -23,7 +23,9 @@ _READING = (
     "label_column", "target_column", "question_column", "context_column", "answers_column",
     "choice_columns", "image_column", "messages_column", "prompt_column", "response_column",
     "system_column", "tools_column", "chat_template_kwargs", "source_prefix", "problem_type",
-    "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts",
+    "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts", "loss",
+    "negative_columns", "similarity_scale", "symmetric", "mask_duplicates", "triplet_margin",
+    "matryoshka_dims",
 )  # fmt: skip
 # The end of a class name in config.json -> the task of such models.
 _ARCHITECTURES = {
@@ -114,9 +116,14 @@ def guess_task(location: str | None) -> str | None:
     """The task that a local model was trained for, by the class it names; None if unknown."""
     if not location:
         return None
+    config = _read(Path(location) / "config.json")
+    if (Path(location) / "modules.json").is_file():  # sentence-transformers' models have these
+        return "embedding"
+    if "sentence_transformers" in config:
+        return "reranking"
     if adapter := _read(Path(location) / "adapter_config.json"):
         return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
-    names = _read(Path(location) / "config.json").get("architectures")
+    names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     return next((task for end, task in _ARCHITECTURES.items() if name.endswith(end)), None)
 

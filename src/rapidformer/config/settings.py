@@ -19,10 +19,10 @@ from rapidformer.nearest import find_nearest
 @dataclass(kw_only=True, frozen=True)
 class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
-    task_sections.GenerationArguments, sections.TrainingLengthArguments,
-    sections.OptimizerArguments, sections.AdapterArguments, sections.AccelerationArguments,
-    sections.ParallelArguments, sections.CheckpointArguments, sections.LoggingArguments,
-    sections.LaunchArguments,
+    task_sections.GenerationArguments, task_sections.EmbeddingArguments,
+    sections.TrainingLengthArguments, sections.OptimizerArguments, sections.AdapterArguments,
+    sections.AccelerationArguments, sections.ParallelArguments, sections.CheckpointArguments,
+    sections.LoggingArguments, sections.LaunchArguments,
 ):  # fmt: skip
     """Every setting of a run, with the user's own extra flags and the origin of each value."""
 

@@ -280,3 +280,41 @@ class GenerationArguments:
     """`rapidformer predict`: the system message before a conversation or prompt without one"""
     chat: bool = False
     """`rapidformer predict`: a conversation in the terminal; /new starts over, /exit leaves"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class EmbeddingArguments:
+    """Embeddings and rerankers"""
+
+    loss: str | None = _read_by("embedding", "reranking", default=None)
+    """what is learnt. embedding: infonce, cosent, cosine, triplet or margin_mse; reranking: bce or
+    listwise (default: by the columns of the data)"""
+    negatives: Literal["global-batch", "micro-batch"] = _read_by(
+        "embedding", default="global-batch"
+    )
+    """whose documents infonce and cosent compare a row with: those of all rows of the update, or
+    only of its own micro-batch"""
+    similarity_scale: float = _read_by("embedding", default=20.0)
+    """factor of the cosines in infonce and cosent: 1 / temperature"""
+    symmetric: bool = _read_by("embedding", default=False)
+    """infonce: also find the query of each document, and take the mean of both"""
+    mask_duplicates: bool = _read_by("embedding", default=True)
+    """infonce: a text is no negative of a row whose positive is the same text, or of an equal
+    query"""
+    triplet_margin: float = _read_by("embedding", default=5.0)
+    """triplet: how much farther away a negative must be than the positive"""
+    matryoshka_dims: list[int] | None = field(default=None, metadata={"tasks": ("embedding",)})
+    """also learn the first N numbers of a vector, for each of these N: the losses are added"""
+    pooling: Literal["mean", "first", "last"] | None = _read_by("embedding", default=None)
+    """which tokens' states become the vector (default: the model's own, or mean)"""
+    normalize_embeddings: bool | None = _read_by("embedding", default=None)
+    """scale vectors to length 1 (default: the model's own; otherwise yes, but not for triplet and
+    margin_mse, which learn from lengths)"""
+    query_prompt: str | None = _read_by("embedding", default=None)
+    """text to put before every query, such as "query: " (default: the model's own)"""
+    document_prompt: str | None = _read_by("embedding", default=None)
+    """text to put before every document, such as "passage: " (default: the model's own)"""
+    pool_prompt: bool | None = _read_by("embedding", default=None)
+    """count the prompt's tokens in the vector (default: the model's own, or yes)"""
+    negative_columns: list[str] | None = None
+    """columns with hard negatives, or one with lists of them (default: found by name)"""

@@ -61,6 +61,9 @@ class Objective(ABC):
     """The frozen models that it needs besides the one that learns: ``reference``, ``teacher``."""
     has_first_pass = False
     """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
+    is_whole_alone = False
+    """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
+    then gets no rows and takes those of the batch."""
 
     @abstractmethod
     def compute(self, model: Any, batch: Any, context: Context) -> Term | Terms:

@@ -8,6 +8,8 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
+from rapidformer.tasks.embedding.embedding import Embedding
+from rapidformer.tasks.embedding.reranking import Reranking
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
@@ -23,7 +25,7 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Embedding(), Reranking(),
 )  # fmt: skip
 
 
