@@ -4,7 +4,7 @@ The data is this machine's Python library: the first sentence of a function's do
 query, its name and arguments are the document that fits. The model starts from random weights.
 Each command is printed before it runs, so that it can be copied and changed.
 
-    python examples/embeddings/run.py [--output embeddings-output] [--steps 150]
+    python examples/embeddings/run.py [--output embeddings-output] [--steps 60]
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 from build_data import MODEL, train_tokenizer, write_json, write_lines
@@ -62,10 +61,11 @@ def is_held_out(pair: dict[str, str]) -> bool:
     return int(digest[:8], 16) % HELD_OUT == 0
 
 
-def build(output: Path) -> list[dict[str, str]]:
+def build(output: Path, limit: int | None) -> list[dict[str, str]]:
     """Write the data and the model's folder; returns the pairs that are not trained on."""
     pairs = read_pairs()
     random.Random(0).shuffle(pairs)
+    pairs = pairs[:limit]
     held_out = [pair for pair in pairs if is_held_out(pair)]
     trained = [pair for pair in pairs if not is_held_out(pair)]
     write_lines(trained, output / "data" / "train.jsonl")
@@ -85,31 +85,30 @@ def run(*words: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def embed(folder: Path, file: Path) -> list[list[float]]:
-    vectors = file.with_name(f"{file.stem}-vectors.jsonl")
-    run("predict", "--load", str(folder), "--input", str(file), "--output", str(vectors))
-    return [json.loads(line)["embedding"] for line in vectors.read_text().splitlines()]
-
-
-def search(question: str, held_out: list[dict[str, Any]], output: Path) -> list[str]:
+def search(question: str, held_out: list[dict[str, str]], output: Path) -> list[str]:
     """The functions whose vectors have the largest product with the question's."""
-    documents = [{"document": pair["document"]} for pair in held_out]
-    write_lines(documents, output / "documents.jsonl")
-    write_lines([{"query": question}], output / "query.jsonl")
-    (query,) = embed(output / "run", output / "query.jsonl")
-    vectors = embed(output / "run", output / "documents.jsonl")
-    scores = [sum(a * b for a, b in zip(query, v, strict=True)) for v in vectors]
+    texts = [question, *(pair["document"] for pair in held_out)]
+    write_lines(({"text": text} for text in texts), output / "texts.jsonl")
+    vectors = output / "vectors.jsonl"
+    run(
+        "predict", "--load", str(output / "run"), "--input", str(output / "texts.jsonl"),
+        "--output", str(vectors),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in vectors.read_text(encoding="utf-8").splitlines()]
+    first, *others = (row["embedding"] for row in rows)
+    scores = [sum(a * b for a, b in zip(first, other, strict=True)) for other in others]
     order = sorted(range(len(scores)), key=lambda place: -scores[place])
-    return [f"{scores[place]:.2f}  {documents[place]['document']}" for place in order[:5]]
+    return [f"{scores[place]:.2f}  {texts[1 + place]}" for place in order[:5]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("embeddings-output"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pairs", type=int, help="use at most so many pairs")
     arguments = parser.parse_args()
     output = arguments.output
-    held_out = build(output)
+    held_out = build(output, arguments.pairs)
     run(
         "--task", "embedding", "--data-path", str(output / "data"),
         "--pretrained-model-name-or-path", str(output / "model"), "--from-scratch", *TRAINING,

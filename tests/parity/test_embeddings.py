@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,6 +15,7 @@ from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
+from rapidformer.models.adapters import add_adapters
 from rapidformer.objectives import BoundObjective
 from rapidformer.tasks.embedding.collate import ItemCollator
 from rapidformer.tasks.embedding.losses import LossSettings
@@ -24,16 +27,22 @@ from tests.processes import run_in_processes
 
 ROWS, GLOBAL = 20, 12
 """A full update and a smaller one: in micro-batches of 3, ranks have 5 and 3 of its rows."""
-LOSSES = ("infonce", "cosent", "triplet")
-CASES: list[tuple[int, dict[str, Any]]] = [
-    (1, {"micro_batch_size": 1}),
-    (2, {}),
-    (2, {"micro_batch_size": 3}),
-    (2, zero(3)),
-    (2, {TENSOR: 2}),
-    (4, {"micro_batch_size": 1}),
-    (4, {TENSOR: 2, **zero(2)}),
-]
+LORA = {"lora_rank": 2}
+Case = tuple[str, dict[str, Any]]
+CASES: dict[int, list[Case]] = {
+    1: [(loss, {"micro_batch_size": 1}) for loss in ("infonce", "cosent", "triplet")],
+    2: [
+        ("infonce", {}),
+        ("infonce", {"micro_batch_size": 3}),
+        ("cosent", {"micro_batch_size": 3}),
+        ("triplet", {"micro_batch_size": 3}),
+        ("cosent", zero(3)),
+        ("infonce", {TENSOR: 2}),
+        ("infonce", {"context_parallel_size": 2}),
+        ("infonce", {**LORA, **zero(3)}),
+    ],
+    4: [("infonce", {"micro_batch_size": 1}), ("cosent", {TENSOR: 2, **zero(2)})],
+}
 
 
 def build_model(dropout: float = 0.0) -> BertModel:
@@ -74,7 +83,8 @@ def build_objective(loss: str) -> EmbeddingObjective:
 def run_case(loss: str, settings: dict[str, Any]) -> Trace:
     engine = RapidformerEngine(args={**SETTINGS, "global_batch_size": GLOBAL, **settings})
     loader = engine.data.build_loader(build_rows(), collate, shuffle=False, is_training=True)
-    built = build_model()
+    torch.manual_seed(2)
+    built = add_adapters(build_model(), engine.args)
     model, *_ = engine.compose(built, make_sgd(built), keep_rate)
 
     def run_epoch(engine: RapidformerEngine, model: Any, loader: Any) -> None:
@@ -86,34 +96,35 @@ def run_case(loss: str, settings: dict[str, Any]) -> Trace:
     return train(engine, model, loader, run_epoch=run_epoch)
 
 
-def run_cases(cases: list[dict[str, Any]]) -> list[Any]:
+def run_cases(cases: list[Case]) -> list[Any]:
     torch.set_num_threads(1)
-    traces: list[Any] = [run_case(loss, settings) for settings in cases for loss in LOSSES]
-    traces.append(compare_with_dropout())
+    results = [*(run_case(*case) for case in cases), compare_with_dropout()]
     stop_processes()
-    return traces
+    return results
 
 
-def test_loss_and_gradients_do_not_depend_on_the_layout() -> None:
-    whole = [run_case(loss, {"micro_batch_size": GLOBAL}) for loss in LOSSES]
-    for world_size in (1, 2, 4):
-        cases = [settings for size, settings in CASES if size == world_size]
-        everyone = (
-            [run_cases(cases)]
-            if world_size == 1
-            else run_in_processes(run_cases, world_size, cases)
-        )
-        columns = list(zip(*everyone, strict=True))
-        assert max(columns.pop()) < 2e-6, "with dropout"
-        names = [(settings, number) for settings in cases for number in range(len(LOSSES))]
-        for (settings, number), traces in zip(names, columns, strict=True):
-            where = f"{LOSSES[number]} on {world_size} under {settings}"
-            check_equal(whole[number], list(traces), LIMITS, where=where)
+@functools.cache
+def run_whole(loss: str, *, has_lora: bool) -> Trace:
+    """Each update as one batch in one process: plain autograd, without a first pass."""
+    return run_case(loss, {"micro_batch_size": GLOBAL, **(LORA if has_lora else {})})
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_loss_and_gradients_do_not_depend_on_the_layout(world_size: int) -> None:
+    cases = CASES[world_size]
+    run_alone = world_size == 1
+    everyone = [run_cases(cases)] if run_alone else run_in_processes(run_cases, world_size, cases)
+    *columns, differences = zip(*everyone, strict=True)
+    assert max(differences) < 2e-6, "with dropout"
+    for (loss, settings), traces in zip(cases, columns, strict=True):
+        whole = run_whole(loss, has_lora="lora_rank" in settings)
+        check_equal(whole, list(traces), LIMITS, where=f"{loss} on {world_size} under {settings}")
 
 
 def compare_with_dropout() -> float:
     """How far the gradients are from a bare loop's that draws the same dropout masks."""
-    engine = RapidformerEngine(args={**SETTINGS, "micro_batch_size": 1, "global_batch_size": 8})
+    settings = {"micro_batch_size": 1, "global_batch_size": 8, "dynamic_shape": "off"}
+    engine = RapidformerEngine(args={**SETTINGS, **settings})
     loader = engine.data.build_loader(build_rows(), collate, shuffle=False, is_training=True)
     model, *_ = engine.compose(build_model(0.3), None)
     model.train()

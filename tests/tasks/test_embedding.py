@@ -260,7 +260,7 @@ def test_listwise_by_hand(bert_folder: Path) -> None:
     expected = (a.logsumexp(0) - a[0] + b.logsumexp(0) - b[0]) / 2
     assert prepared.objective is not None
     term: Any = prepared.objective.compute(model, batch, Context())
-    assert float(term.mean) == pytest.approx(float(expected), rel=1e-6)
+    assert term.mean.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_evaluators(peer: SentenceTransformer, bert_folder: Path) -> None:
@@ -301,14 +301,14 @@ def _measure(prepared: Any, peer: SentenceTransformer) -> dict[str, float]:
 # ---- the whole update ----------------------------------------------------------------------------
 
 
-def run_update(prepared: Any, **cut: Any) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of one update; the model has no dropout."""
+def run_update(prepared: Any, dropout: float = 0.0, **cut: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of one update."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(3)
     config = BertConfig(
         vocab_size=200, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        intermediate_size=32, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     settings = {"save": "none", "lr": 0.1, "clip_grad": 0.0, "log_level": "error", **cut}
     engine = RapidformerEngine(args=settings)
@@ -340,6 +340,23 @@ def test_loss_is_that_of_the_global_batch(loss: str, bert_folder: Path) -> None:
     if loss == "infonce":
         apart = prepare(bert_folder, rows, negatives="micro-batch")
         assert run_update(apart, micro_batch_size=2, global_batch_size=8)[0] < whole - 0.1
+
+
+def test_both_passes_draw_the_same_dropout(bert_folder: Path) -> None:
+    """Without padding, too: batches run unpadded here."""
+    prepared = prepare(bert_folder, make_rows(4))
+    seen: list[Tensor] = []
+    embed = prepared.objective.embed
+
+    def watch(model: Any, batch: Any) -> Items:
+        items: Items = embed(model, batch)
+        seen.append(items.vectors.detach())
+        return items
+
+    prepared.objective.embed = watch
+    run_update(prepared, dropout=0.5, micro_batch_size=2, global_batch_size=4)
+    assert len(seen) == 4
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.unpad.batches import leaving_padding
 from rapidformer.objectives import Context, Objective, Term, take_value
 from rapidformer.tasks.embedding.collate import Batch, get_inputs
 from rapidformer.tasks.embedding.losses import WHOLE, Items, LossSettings, compute_losses
@@ -73,7 +74,8 @@ class EmbeddingObjective(Objective):
 
 def embed_texts(model: Any, batch: Batch, pooling: str, *, normalizes: bool) -> Tensor:
     """The vector of each text, in fp32."""
-    hidden = _widen(model(**get_inputs(batch)).last_hidden_state)
+    with leaving_padding():
+        hidden = _widen(model(**get_inputs(batch)).last_hidden_state)
     vectors = pool(hidden, batch.get("pooled", batch["attention_mask"]), pooling)
     return functional.normalize(vectors, dim=-1) if normalizes else vectors
 
@@ -107,7 +109,8 @@ class RerankingObjective(Objective):
 
 def score_documents(model: Any, batch: Batch) -> Tensor:
     """The score of each document, as a logit: [items, documents]."""
-    logits = _widen(model(**get_inputs(batch)).logits).squeeze(-1)
+    with leaving_padding():
+        logits = _widen(model(**get_inputs(batch)).logits).squeeze(-1)
     return logits[batch["slots"].clamp(min=0)]
 
 
