@@ -3,9 +3,9 @@
     python benchmarks/embedding_rate.py [--size base] [--batch 256] [--steps 40]
 
 A BERT with fresh weights learns from pairs of short texts (6 to 40 words, half of them below 13),
-as questions and titles are. Each run is a process of its own: sentence-transformers' trainer with its
-MultipleNegativesRankingLoss, then ours, then sentence-transformers again. Rows per second of the
-steps after the first ``--warm-up``, data loading included; peak memory on a GPU.
+as questions and titles are. Each run is a process of its own: sentence-transformers' trainer with
+its MultipleNegativesRankingLoss, then ours, then sentence-transformers again. Rows per second of
+the steps after the first ``--warm-up``, data loading included; peak memory on a GPU.
 """
 
 from __future__ import annotations

@@ -32,6 +32,20 @@ if TYPE_CHECKING:
     )
     from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
     from rapidformer.dialects.huggingface.trainer import Trainer
+    from rapidformer.dialects.trl import (
+        CPOConfig,
+        CPOTrainer,
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        ORPOConfig,
+        ORPOTrainer,
+        RewardConfig,
+        RewardTrainer,
+    )
     from rapidformer.dist import mpu
     from rapidformer.engine import RapidformerEngine
     from rapidformer.errors import RapidformerError
@@ -44,9 +58,11 @@ if TYPE_CHECKING:
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
 
 __all__ = [
-    "Accelerator", "DeepSpeedPlugin", "DistributedType", "Finetuner", "GPTModel", "ModelPlan",
-    "PreTrainer", "Pretrainer", "ProjectConfiguration", "RapidformerEngine", "RapidformerError",
-    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
+    "Accelerator", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DeepSpeedPlugin",
+    "DistributedType", "Finetuner", "GPTModel", "GRPOConfig", "GRPOTrainer", "KTOConfig",
+    "KTOTrainer", "ModelPlan", "ORPOConfig", "ORPOTrainer", "PreTrainer", "Pretrainer",
+    "ProjectConfiguration", "RapidformerEngine", "RapidformerError", "RewardConfig",
+    "RewardTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
     "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
     "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
@@ -64,6 +80,8 @@ _NAMES = {
     "dialects.accelerate.settings": "DeepSpeedPlugin ProjectConfiguration",
     "dialects.huggingface.arguments": "Seq2SeqTrainingArguments TrainingArguments",
     "dialects.huggingface.seq2seq": "Seq2SeqTrainer", "dialects.huggingface.trainer": "Trainer",
+    "dialects.trl": "CPOConfig CPOTrainer DPOConfig DPOTrainer GRPOConfig GRPOTrainer KTOConfig "
+    "KTOTrainer ORPOConfig ORPOTrainer RewardConfig RewardTrainer",
     "dist": "mpu", "engine": "RapidformerEngine", "errors": "RapidformerError", "log": "get_logger",
     "models.gpt": "GPTModel", "models.plan": "ModelPlan",
     "tasks.metrics.loading": "load_metric", "training.finetuner": "Finetuner",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.chunked import Recipe, differentiate, sum_losses
+from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
+from rapidformer.accel.fused_loss.scoring import score
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,45 +21,51 @@ pytestmark = [
 @pytest.mark.parametrize("width", [37, 8192, 50257, 50304])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_and_gradient_of_a_chunk(dtype: torch.dtype, width: int, smoothing: float) -> None:
-    from rapidformer.accel.fused_loss.kernel import differentiate_in_place
+    from rapidformer.accel.fused_loss.kernel import score_in_place
 
     torch.manual_seed(0)
     logits = torch.randn(65, width, device="cuda").mul_(4).to(dtype)
     labels = torch.randint(width, (65,), device="cuda")
     labels[::5] = -100
-    loss, gradient = differentiate(logits, labels, -100, smoothing)
-    found, replaced = differentiate_in_place(logits, labels, -100, smoothing)
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(replaced, gradient)
-    assert replaced.data_ptr() == logits.data_ptr()
+    expected = score(logits, labels, -100, smoothing, has_statistics=True)
+    only = score_in_place(logits, labels, -100, smoothing, has_gradient=False)
+    assert only.gradient is None and only.statistics is None
+    found = score_in_place(logits, labels, -100, smoothing, has_statistics=True)
+    assert torch.equal(found.losses, only.losses)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.gradient, expected.gradient)
+    torch.testing.assert_close(found.statistics, expected.statistics, rtol=1e-4, atol=1e-4)
+    assert found.gradient is not None and found.gradient.data_ptr() == logits.data_ptr()
 
 
 def test_masked_words_and_wrong_labels() -> None:
-    from rapidformer.accel.fused_loss.kernel import differentiate_in_place
+    from rapidformer.accel.fused_loss.kernel import score_in_place
 
     logits = torch.randn(4, 20000, device="cuda")
     logits[:, :16000] = -math.inf  # two whole blocks
     labels = torch.tensor([17000, 18000, 19000, 19999], device="cuda")
-    expected, _ = differentiate(logits, labels, -100, 0.0)
-    found, gradient = differentiate_in_place(logits.clone(), labels, -100, 0.0)
-    torch.testing.assert_close(found, expected)
-    assert bool(gradient.isfinite().all())
+    expected = score(logits, labels, -100, 0.0, has_statistics=True)
+    found = score_in_place(logits.clone(), labels, -100, 0.0, has_statistics=True)
+    torch.testing.assert_close(found.losses, expected.losses)
+    torch.testing.assert_close(found.statistics, expected.statistics)
+    assert found.gradient is not None and bool(found.gradient.isfinite().all())
     labels[2] = 20000
-    assert bool(differentiate_in_place(logits, labels, -100, 0.0)[0].isnan())
+    assert score_in_place(logits, labels, -100, 0.0).losses.isnan().tolist() == [0, 0, 1, 0]
 
 
 def test_offsets_beyond_32_bits() -> None:
-    from rapidformer.accel.fused_loss.kernel import differentiate_in_place
+    from rapidformer.accel.fused_loss.kernel import score_in_place
 
     logits = torch.zeros(2**14 + 512, 2**17, device="cuda", dtype=torch.bfloat16)
     logits[-4:].normal_()
     labels = torch.full((len(logits),), -100, device="cuda")
     labels[-4:] = torch.tensor([0, 7, 2**17 - 1, 99], device="cuda")
-    expected = differentiate(logits[-4:], labels[-4:], -100, 0.0)
-    found, replaced = differentiate_in_place(logits, labels, -100, 0.0)
-    torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(replaced[-4:], expected[1])
-    assert not bool(replaced[0].any())
+    expected = score(logits[-4:], labels[-4:], -100, 0.0)
+    found = score_in_place(logits, labels, -100, 0.0)
+    torch.testing.assert_close(found.losses[-4:], expected.losses, rtol=1e-5, atol=0)
+    assert found.gradient is not None
+    torch.testing.assert_close(found.gradient[-4:], expected.gradient)
+    assert not bool(found.gradient[0].any()) and not bool(found.losses[:-4].any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -81,7 +81,7 @@ class Pairs(Objective):
     def _embed(self, model: Any, batch: Any) -> Tensor:
         return functional.normalize(model(batch["inputs"])[1], dim=-1)
 
-    def first_pass(self, model: Any, batch: Any) -> Mapping[str, Tensor]:
+    def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         return {"vectors": self._embed(model, batch), "kind": batch["kind"]}
 
     def compute(self, model: Any, batch: Any, context: Context) -> Term:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss import chunked
-from rapidformer.accel.fused_loss.chunked import Recipe, VocabularySlice, sum_losses
+from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
+from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.dist.regions import copy_in
 from rapidformer.dist.topology import build_topology
 from rapidformer.dist.vocabulary import compute_split_losses

@@ -32,12 +32,9 @@ def apply(assembly: Assembly) -> str | None:
 
 def skip_cache_in_training(model: nn.Module) -> RemovableHandle | None:
     """Pass ``use_cache=False`` in training and with labels, unless the call says something else."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):  # an adapter takes what the model inside takes
-        inner = inner.get_base_model()
-    names = _list_parameters(inner)
-    if _NAME not in names and not _passes_on(inner, names):
+    if not takes_use_cache(model):
         return None
+    names = _list_parameters(_find_inner(model))
     position = names.index(_NAME) if _NAME in names else None
 
     def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,6 +46,18 @@ def skip_cache_in_training(model: nn.Module) -> RemovableHandle | None:
 
     # Kept out of a model compiled as a whole, like torch's own hooks.
     return model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Whether a model can be told to fill no cache."""
+    inner = _find_inner(model)
+    names = _list_parameters(inner)
+    return _NAME in names or _passes_on(inner, names)
+
+
+def _find_inner(model: Any) -> Any:
+    # An adapter takes what the model inside takes.
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _list_parameters(model: Any) -> list[str]:

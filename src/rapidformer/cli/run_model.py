@@ -23,7 +23,10 @@ _READING = (
     "label_column", "target_column", "question_column", "context_column", "answers_column",
     "choice_columns", "image_column", "messages_column", "prompt_column", "response_column",
     "system_column", "tools_column", "chat_template_kwargs", "source_prefix", "problem_type",
-    "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts", "loss",
+    "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts", "chosen_column",
+    "rejected_column", "margin_column", "loss", "beta", "simpo_gamma", "length_normalized",
+    "sft_weight", "desirable_weight", "undesirable_weight", "label_smoothing",
+    "center_rewards_coefficient",
     "negative_columns", "similarity_scale", "symmetric", "mask_duplicates", "triplet_margin",
     "matryoshka_dims",
 )  # fmt: skip
@@ -146,7 +149,7 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
             return args
     if command == "predict" and not has_data:
         names.remove("data_name")  # on its own, it would name a data set to predict on
-    if command == "predict" and stored.get("task") == "causal_lm":
+    if command == "predict" and stored.get("task") in ("causal_lm", "preference"):
         names.remove("seq_length")  # answers and conversations may fill the model's whole context
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
@@ -158,6 +161,9 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
                 values[name] = settings[name].convert(stored[name])
             except ValueError as reason:
                 raise ModelError(f"{file}: {name} {reason}.") from None
+    started_from = stored.get("pretrained_model_name_or_path")
+    if command == "evaluate" and args.reference_model is None and started_from is not None:
+        values["reference_model"] = started_from
     return args.replace(f"the run of {file.parent}", **values)
 
 

@@ -22,6 +22,8 @@ from rapidformer.errors import ConfigurationError, count
 
 _MICRO_BATCH, _LEARNING_RATE, _EPOCHS = 8, 5e-5, 3
 """The defaults of a task without a script."""
+_LEARNING_RATES = {"preference": 1e-6, "reward": 1e-4, "grpo": 1e-6}
+"""Those of tasks that need another one; TRL's."""
 SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
 """The source of a micro-batch size that was reduced: the given one exceeds the global batch."""
 
@@ -65,7 +67,7 @@ def _derive_names(args: Settings) -> Settings:
     if args.task not in (None, "pretraining") and args.user_script is None:
         reason = "derived: the task's default"
         if args.lr is None:
-            args = args.replace(reason, lr=_LEARNING_RATE)
+            args = args.replace(reason, lr=_LEARNING_RATES.get(args.task, _LEARNING_RATE))
         if args.epochs is None and args.train_iters is None and args.train_samples is None:
             args = args.replace(reason, epochs=_EPOCHS)
     return args

@@ -74,7 +74,8 @@ class TrainingLengthArguments:
     max_rollbacks: int = 3
     """--on-bad-loss rollback: stop instead if the run has been rolled back this often"""
     label_smoothing: float = 0.0
-    """fraction of each label's probability that is spread over all classes"""
+    """fraction of each label's probability that is spread over all classes; for preference, the
+    fraction of pairs assumed to be labelled the wrong way round"""
     neftune_noise_alpha: float | None = None
     """NEFTune: strength of the noise on the input embeddings in training, such as 5"""
 
@@ -86,7 +87,8 @@ class OptimizerArguments:
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "muon"] = "adam"
     """adam and adamw both mean AdamW with decoupled weight decay"""
     lr: float | None = None
-    """peak learning rate (default: 5e-5 with --task)"""
+    """peak learning rate (default: 5e-5 with --task; 1e-6 for preference and grpo, 1e-4 for
+    reward)"""
     min_lr: float = 0.0
     """final learning rate of the decay"""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"

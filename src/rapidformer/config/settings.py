@@ -19,7 +19,8 @@ from rapidformer.nearest import find_nearest
 @dataclass(kw_only=True, frozen=True)
 class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
-    task_sections.GenerationArguments, task_sections.EmbeddingArguments,
+    task_sections.PreferenceArguments, task_sections.GrpoArguments,
+    task_sections.EmbeddingArguments, task_sections.GenerationArguments,
     sections.TrainingLengthArguments, sections.OptimizerArguments, sections.AdapterArguments,
     sections.AccelerationArguments, sections.ParallelArguments, sections.CheckpointArguments,
     sections.LoggingArguments, sections.LaunchArguments,

@@ -19,6 +19,10 @@ def _read_by(*tasks: str, default: _T) -> _T:
     return value
 
 
+_CHATS = ("causal_lm", "preference", "reward", "grpo")
+"""Tasks whose rows may be conversations."""
+
+
 @dataclass(kw_only=True, frozen=True)
 class RunArguments:
     """What to run"""
@@ -228,25 +232,85 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: exclude end-of-document tokens from the loss"""
-    messages_column: str | None = _read_by("causal_lm", default=None)
+    messages_column: str | None = _read_by(*_CHATS, default=None)
     """column with the turns of a conversation (default: found by name)"""
-    prompt_column: str | None = _read_by("causal_lm", default=None)
+    prompt_column: str | None = _read_by(*_CHATS, default=None)
     """column with the prompt (default: found by name)"""
-    response_column: str | None = _read_by("causal_lm", default=None)
+    response_column: str | None = _read_by(*_CHATS, default=None)
     """column with the response to the prompt (default: found by name)"""
-    system_column: str | None = _read_by("causal_lm", default=None)
+    system_column: str | None = _read_by(*_CHATS, default=None)
     """column with the system message of a prompt (default: found by name)"""
-    tools_column: str | None = _read_by("causal_lm", default=None)
+    tools_column: str | None = _read_by(*_CHATS, default=None)
     """column with the tools that a conversation may call (default: tools, if there)"""
-    chat_template: str | None = _read_by("causal_lm", default=None)
+    chat_template: str | None = _read_by(*_CHATS, default=None)
     """Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
-    chat_template_kwargs: str | None = _read_by("causal_lm", default=None)
+    chat_template_kwargs: str | None = _read_by(*_CHATS, default=None)
     """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
     train_on_prompts: bool = _read_by("causal_lm", default=False)
     """compute the loss on whole conversations, not only on the responses"""
     packing: bool = _read_by("causal_lm", default=False)
     """pack several examples into a row of --seq-length; each attends only to itself"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class PreferenceArguments:
+    """Preferences"""
+
+    loss: str | None = _read_by("preference", "grpo", "embedding", "reranking", default=None)
+    """preference, how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust,
+    apo_zero, simpo, orpo or kto; grpo, what is averaged: all tokens of the update (dapo, the
+    default, or bnpo), answers (grpo), or answers times --max-new-tokens (dr_grpo); embedding:
+    infonce, cosent, cosine, triplet or margin_mse (default: by the columns of the data); reranking:
+    bce (the default) or listwise"""
+    beta: float | None = _read_by("preference", "grpo", default=None)
+    """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
+    ratio (default: 0.1; 2 for simpo; 0 for grpo, which then needs no reference)"""
+    simpo_gamma: float = _read_by("preference", default=1.0)
+    """SimPO: the margin by which the chosen answer must be better"""
+    length_normalized: bool | None = _read_by("preference", default=None)
+    """divide each log-probability by the tokens of its answer (default: for ipo, simpo and orpo)"""
+    sft_weight: float = _read_by("preference", default=0.0)
+    """weight of an additional likelihood of the chosen answers, a mean over their tokens"""
+    desirable_weight: float = _read_by("preference", default=1.0)
+    """KTO: weight of desirable answers"""
+    undesirable_weight: float = _read_by("preference", default=1.0)
+    """KTO: weight of undesirable answers"""
+    center_rewards_coefficient: float = _read_by("reward", default=0.0)
+    """weight of the squared sum of both rewards, which keeps them around 0, such as 0.01"""
+    reference_model: str | None = _read_by("preference", default=None)
+    """`rapidformer evaluate`: the model that answers are compared with (default: the one that the
+    run started from)"""
+    chosen_column: str | None = _read_by("preference", "reward", default=None)
+    """column with the better answer (default: found by name)"""
+    rejected_column: str | None = _read_by("preference", "reward", default=None)
+    """column with the worse answer (default: found by name)"""
+    margin_column: str | None = _read_by("reward", default=None)
+    """column with the margin by which the better answer is better (default: margin, if there)"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class GrpoArguments:
+    """Learning from rewards"""
+
+    reward_function: list[str] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """Python files with reward(prompts, answers, **columns), which returns a number for each
+    answer; FILE.py:NAME takes another function"""
+    reward_weights: list[float] | None = _read_by("grpo", default=None)  # noqa: RUF009
+    """weight of each reward function in the sum (default: 1)"""
+    num_generations: int = _read_by("grpo", default=8)
+    """answers to each prompt, which are compared with each other"""
+    scale_rewards: Literal["group", "batch", "none"] = _read_by("grpo", default="group")
+    """divide advantages by the standard deviation of the group's or the update's rewards"""
+    clip_epsilon: float = _read_by("grpo", default=0.2)
+    """ratios of probabilities below 1 - E and above 1 + E give no gradient"""
+    clip_epsilon_high: float | None = _read_by("grpo", default=None)
+    """the same for ratios above 1 (default: --clip-epsilon)"""
+    kl_correction: bool = _read_by("grpo", default=True)
+    """weigh the divergence from the reference by the ratio of probabilities, which makes its
+    gradient unbiased"""
+    updates_per_generation: int = _read_by("grpo", default=1)
+    """updates that learn from the same answers before new ones are drawn"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -286,9 +350,6 @@ class GenerationArguments:
 class EmbeddingArguments:
     """Embeddings and rerankers"""
 
-    loss: str | None = _read_by("embedding", "reranking", default=None)
-    """what is learnt. embedding: infonce, cosent, cosine, triplet or margin_mse; reranking: bce or
-    listwise (default: by the columns of the data)"""
     negatives: Literal["global-batch", "micro-batch"] = _read_by(
         "embedding", default="global-batch"
     )

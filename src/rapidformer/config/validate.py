@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rapidformer.config.grpo_rules import find_grpo_problems
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
+from rapidformer.config.preference_rules import find_preference_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
@@ -28,7 +30,7 @@ _AT_LEAST_ONE = (
     "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
     "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
     "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
-    "lora_rank",
+    "lora_rank", "updates_per_generation",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", *_INTERVALS)
@@ -36,7 +38,7 @@ _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
-    "early_stopping_threshold", "max_rollbacks",
+    "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -59,7 +61,8 @@ def find_problems(args: Settings) -> list[str]:
         *_check_ranges(args), *_check_learning_rate(args), *_check_length(args),
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
-        *_check_adapters(args), *_check_chat(args), *_check_run_folder(args), *_check_files(args),
+        *_check_adapters(args), *_check_chat(args), *find_preference_problems(args),
+        *find_grpo_problems(args), *_check_run_folder(args), *_check_files(args),
     ]  # fmt: skip
 
 
@@ -155,7 +158,7 @@ def _check_evaluation(args: Settings) -> Iterator[str]:
         if getattr(args, name) and args.eval_strategy == "no":
             yield f"{to_flag(name)} needs evaluations, but --eval-strategy is no."
     split = [name for name in AXES_OF_A_SAMPLE if getattr(args, name) > 1]
-    if args.label_smoothing and split:
+    if args.label_smoothing and split and args.task != "preference":
         yield (
             f"--label-smoothing needs whole logits, but {to_flag(split[0])} splits them: give only "
             "one of them."

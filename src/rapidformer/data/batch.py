@@ -50,6 +50,9 @@ class BatchInfo(NamedTuple):
         return BatchInfo(rows=0, labels=0, shifted_labels=0, tokens=0, slots=self.slots)
 
 
+NO_BATCH = BatchInfo(rows=0, labels=0, shifted_labels=0, tokens=0, slots=0)
+
+
 def describe_batch(batch: Any) -> BatchInfo:
     """Count what a collated batch holds; anything that is not a mapping counts rows only."""
     if not isinstance(batch, Mapping):

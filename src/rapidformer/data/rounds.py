@@ -38,6 +38,9 @@ class EpochOrder:
         """How the samples are ordered, in words."""
         if isinstance(self._draw, GroupedOrder):
             return "grouped by length"
+        if isinstance(self._draw, RepeatedOrder):
+            how = "shuffled" if self._draw.is_shuffled else "as stored"
+            return f"{how}, each batch {self._draw.repeats} times"
         if self._draw is not None:
             return "by its own sampler"
         return "shuffled" if self.is_shuffled else "as stored"
@@ -70,6 +73,29 @@ class EpochOrder:
         if not self.is_shuffled:
             return range(self._size)
         return np.random.default_rng((self._seed, epoch)).permutation(self._size)
+
+
+@dataclass(frozen=True)
+class RepeatedOrder:
+    """Draws an order in which each global batch comes several times in a row; a smaller one, which
+    is the last, comes once."""
+
+    size: int
+    batch_size: int
+    repeats: int
+    is_shuffled: bool
+
+    def __call__(self) -> list[int]:
+        order = np.random.permutation(self.size) if self.is_shuffled else np.arange(self.size)
+        end = self._count_repeated()
+        batches = order[:end].reshape(-1, 1, self.batch_size).repeat(self.repeats, 1)
+        return [*batches.ravel().tolist(), *order[end:].tolist()]
+
+    def __len__(self) -> int:
+        return self.size + (self.repeats - 1) * self._count_repeated()
+
+    def _count_repeated(self) -> int:
+        return self.size // self.batch_size * self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

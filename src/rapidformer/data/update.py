@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from rapidformer.data.batch import BatchInfo, move_to_device
+from rapidformer.data.batch import NO_BATCH, BatchInfo, move_to_device
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.dist.topology import Topology
 
@@ -76,6 +76,8 @@ class MicroBatchResult:
     """The mean loss."""
     weight: float | torch.Tensor
     """What the mean was taken over: labels or rows; 0 for a filler."""
+    info: BatchInfo = NO_BATCH
+    """Of the micro-batch that was run."""
     is_weight_given: bool = False
     """Whether the forward step said it; otherwise the labels of the batch were counted."""
     parts: Mapping[str, Mean] = field(default_factory=dict)

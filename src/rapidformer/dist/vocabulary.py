@@ -61,6 +61,8 @@ class SplitRows:
     """Per row, the label's place among this rank's words; 0 if it is not one of them."""
     is_mine: Tensor
     """Per row, whether the label is one of this rank's words."""
+    greatest: Tensor
+    """Per row, the largest logit."""
 
 
 def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> SplitRows:
@@ -81,7 +83,7 @@ def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> Sp
     sums = torch.stack([exponentials.sum(-1), chosen, totals])
     dist.all_reduce(sums, group=group)
     probabilities = exponentials.div_(sums[0][:, None])
-    return SplitRows(probabilities, sums[0].log(), sums[1], sums[2], index, is_mine)
+    return SplitRows(probabilities, sums[0].log(), sums[1], sums[2], index, is_mine, greatest)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

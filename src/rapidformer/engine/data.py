@@ -20,6 +20,7 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader, adopt_loader, get_rows_per_batch
+from rapidformer.data.rounds import RepeatedOrder
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
@@ -79,6 +80,8 @@ class RunData:
             lengths = measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
         if is_training:
             get_observer().see_training_data(dataset, collate)
+        chosen = self._choose_order(dataset, order, shuffles=shuffle, is_training=is_training)
+        counted = chosen if isinstance(chosen, RepeatedOrder) else order
         loader = DistributedLoader(
             dataset, collate=collate, shuffle=shuffle, device=self._device,
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
@@ -90,17 +93,20 @@ class RunData:
             get_batch_size=self.batches.get_size if is_growing else None,
             token_budget=budget, lengths=lengths,
             gather_digests=None if is_alone() else gather_from_all,
-            order=self._choose_order(dataset, order, groups=shuffle and is_training),
-            num_samples=None if order is None else len(order),
+            order=chosen, num_samples=None if counted is None else len(counted),
         )  # fmt: skip
         return self._watch(loader, is_training=is_training)
 
     def _choose_order(
-        self, dataset: Any, listed: Sequence[int] | None, *, groups: bool
+        self, dataset: Any, listed: Sequence[int] | None, *, shuffles: bool, is_training: bool
     ) -> Callable[[], Sequence[int]] | None:
         if listed is not None:
             return lambda: listed
-        if not (groups and self.args.group_by_length):
+        repeats = self.args.updates_per_generation
+        if is_training and repeats > 1:
+            total = self.args.global_batch_size or 1
+            return RepeatedOrder(len(dataset), total, repeats, shuffles)
+        if not (shuffles and is_training and self.args.group_by_length):
             return None
         size = (self.args.micro_batch_size or 1) * self.args.data_parallel_size
         return GroupedOrder(measure_lengths(dataset, self.args.length_column), size)

@@ -210,11 +210,14 @@ class Updates:
         elif (graphed := self._run_graphed(passes, forward, update, steps_at_once)) is not None:
             results = graphed
         else:
-            return self._run_in_turn(passes, forward, update, after_micro_batch)
+            results = self._run_in_turn(passes, forward, update, after_micro_batch)
+            after_micro_batch = None  # it has been called
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
-        return results
+        # Of the update as it was prepared: an objective may have made it longer.
+        ran = zip(update, results, strict=True)
+        return [replace(result, info=micro_batch.info) for micro_batch, result in ran]
 
     def _run_in_turn(
         self,

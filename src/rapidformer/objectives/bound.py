@@ -10,13 +10,15 @@ the run goes on as if there had been one pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from rapidformer.data.batch import count_rows
+from rapidformer.data.batch import IGNORED_LABEL, count_rows
 from rapidformer.data.update import Update, move_micro_batch
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.seeding import RandomState
@@ -43,10 +45,16 @@ class BoundObjective:
     """Computes the loss of micro-batches with one model."""
 
     def __init__(
-        self, objective: Objective, model: Any, frozen: Mapping[str, nn.Module] | None = None
+        self,
+        objective: Objective,
+        model: Any,
+        frozen: Mapping[str, nn.Module] | None = None,
+        evaluating: Callable[[], AbstractContextManager[None]] = torch.no_grad,
     ) -> None:
+        """``evaluating`` is where ``Objective.expand`` runs."""
         self._objective = objective
         self._model = model
+        self._evaluating = evaluating
         self._frozen = {name: (frozen or {}).get(name) for name in objective.frozen}
         missing = [name for name, module in self._frozen.items() if module is None]
         if missing:
@@ -57,7 +65,8 @@ class BoundObjective:
         for module in self._frozen.values():
             assert module is not None
             module.requires_grad_(False).eval()
-        self._context = Context(frozen=self._frozen)  # type: ignore[arg-type]
+        self.context = Context(frozen=self._frozen)  # type: ignore[arg-type]
+        """What the objective is given besides the model and the batch."""
         self._weights: dict[str, float] = {}
         """The weights of the terms, if there are several."""
 
@@ -78,13 +87,14 @@ class BoundObjective:
     def _get_context(self, known: Mapping[str, Any], batch: Any) -> Context:
         is_alone = "rows" not in known and self._objective.is_whole_alone
         if not self._objective.has_first_pass or is_alone:
-            return self._context
+            return self.context
         if "rows" not in known:  # outside of an update, a batch is one by itself
-            rows = _look(self._objective, self._model, batch)
-            places = torch.arange(count_rows(rows), device=next(iter(rows.values())).device)
-            return replace(self._context, rows=self._objective.summarize(rows), places=places)
+            given = self._objective.exchange(batch)
+            alone = _with_rows(self.context, given) if given else self.context
+            rows = _look(self._objective, self._model, batch, alone)
+            return _with_rows(alone, rows, self._objective.summarize(rows))
         known["random"].restore()
-        return replace(self._context, rows=known["rows"], places=known["places"])
+        return replace(self.context, rows=known["rows"], places=known["places"])
 
     def _combine(
         self, terms: Terms, factors: Mapping[str, Tensor] | None, batch: Any
@@ -122,6 +132,12 @@ class BoundObjective:
         ]
         return ForwardResult(sum(shares[1:], start=shares[0]), rows, parts)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._objective.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._objective.load_state_dict(state)
+
     def combine_means(self, means: Mapping[str, float]) -> dict[str, float]:
         """The loss of an evaluation, from the means of its terms over all the data."""
         if not self._weights:
@@ -133,6 +149,9 @@ class BoundObjective:
 
     def prepare(self, update: Update, topology: Topology, device: torch.device) -> Update:
         """The update with what its micro-batches must know of each other in their batches."""
+        if self._objective.expands:
+            with self._evaluating():
+                update = self._objective.expand(self._model, update, topology, device)
         counts = [self._objective.count(micro_batch) for micro_batch in update]
         is_alone = len(update) == 1 and topology.get_group("data") is None
         looks = self._objective.has_first_pass and not (self._objective.is_whole_alone and is_alone)
@@ -148,7 +167,7 @@ class BoundObjective:
             factors = self._sum_counts(update, counts, topology, device)
             known = [{"factors": factors} for _ in update]
         if looks:
-            surveyed = _survey(self._objective, self._model, update, topology, device)
+            surveyed = _survey(self._objective, self._model, update, self.context, topology, device)
             known = [a | b for a, b in zip(known, surveyed, strict=True)]
         micro_batches = tuple(
             micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
@@ -203,7 +222,12 @@ def _get_count(name: str, term: Term) -> Count:
 
 
 def _survey(
-    objective: Objective, model: Any, update: Update, topology: Topology, device: torch.device
+    objective: Objective,
+    model: Any,
+    update: Update,
+    context: Context,
+    topology: Topology,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """For each micro-batch the rows of the whole update, its places in them, its random state."""
     if topology.pipeline > 1:
@@ -212,11 +236,29 @@ def _survey(
             "model in stages cannot do: use --tensor-model-parallel-size or "
             "--zero-3-memory-optimization instead of --pipeline-model-parallel-size."
         )
+    batches = [move_micro_batch(micro_batch, device).batch for micro_batch in update]
+    given = [objective.exchange(batch) for batch in batches]
+    contexts = [context] * len(batches)
+    if given[0]:
+        rows, places = _gather(update, given, topology, device)
+        contexts = [replace(context, rows=rows, places=place) for place in places]
     states, passes = [], []
-    for micro_batch in update:
+    for batch, known in zip(batches, contexts, strict=True):
         states.append(RandomState(device))
-        passes.append(_look(objective, model, move_micro_batch(micro_batch, device).batch))
-    counted = list(zip(update, passes, strict=True))
+        passes.append(_look(objective, model, batch, known))
+    rows, places = _gather(update, passes, topology, device)
+    shared = objective.summarize(rows)
+    return [
+        {"random": state, "rows": shared, "places": place}
+        for state, place in zip(states, places, strict=True)
+    ]
+
+
+def _gather(
+    update: Update, parts: Sequence[Mapping[str, Tensor]], topology: Topology, device: torch.device
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The rows of all micro-batches by name, and the places of each micro-batch in them."""
+    counted = list(zip(update, parts, strict=True))
     sizes = [0 if micro_batch.is_filler else count_rows(rows) for micro_batch, rows in counted]
     numbers = [_MOST_ROWS * micro_batch.number + torch.arange(size, device=device)
                for micro_batch, size in zip(update, sizes, strict=True)]  # fmt: skip
@@ -224,26 +266,35 @@ def _survey(
     everyone, order = gather_rows(torch.cat(numbers), topology).sort()
 
     def join(name: str) -> Tensor:
-        mine = [rows[name][:size] for rows, size in zip(passes, sizes, strict=True)]
-        return gather_rows(torch.cat(mine), topology)[order]
+        mine = [rows[name][:size] for rows, size in zip(parts, sizes, strict=True)]
+        is_padded = mine[0].dim() == 2 and not mine[0].is_floating_point()
+        if is_padded:
+            width = max(rows.shape[1] for rows in mine)
+            mine = [pad(rows, (0, width - rows.shape[1]), value=IGNORED_LABEL) for rows in mine]
+        padding = IGNORED_LABEL if is_padded else None
+        return gather_rows(torch.cat(mine), topology, padding)[order]
 
-    shared = objective.summarize({name: join(name) for name in passes[0]})
     # A filler's loss does not count, but it is computed: in the place of other rows.
     places = [
         torch.searchsorted(everyone, mine) if size else torch.arange(count_rows(rows)).to(device)
-        for mine, rows, size in zip(numbers, passes, sizes, strict=True)
+        for mine, rows, size in zip(numbers, parts, sizes, strict=True)
     ]
-    return [
-        {"random": state, "rows": shared, "places": place}
-        for state, place in zip(states, places, strict=True)
-    ]
+    return {name: join(name) for name in parts[0]}, places
 
 
-def _look(objective: Objective, model: Any, batch: Any) -> Mapping[str, Tensor]:
+def _with_rows(
+    context: Context, rows: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None = None
+) -> Context:
+    """The context of a batch that is an update by itself."""
+    places = torch.arange(count_rows(rows), device=next(iter(rows.values())).device)
+    return replace(context, rows=rows if shared is None else shared, places=places)
+
+
+def _look(objective: Objective, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
     """The first pass of one micro-batch; running statistics must see a batch once."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.no_grad():
-        rows = objective.first_pass(model, batch)
+        rows = objective.first_pass(model, batch, context)
         for buffer, value in before:
             buffer.copy_(value)
     return rows

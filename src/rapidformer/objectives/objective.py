@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rapidformer.data.update import MicroBatch
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.topology import Topology
 
 Count = float | Tensor
 
@@ -64,6 +66,8 @@ class Objective(ABC):
     is_whole_alone = False
     """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
     then gets no rows and takes those of the batch."""
+    expands = False
+    """Whether the update that is learnt from is made by ``expand``."""
 
     @abstractmethod
     def compute(self, model: Any, batch: Any, context: Context) -> Term | Terms:
@@ -76,7 +80,15 @@ class Objective(ABC):
         """
         return {}
 
-    def first_pass(self, model: Any, batch: Any) -> Mapping[str, Tensor]:
+    def exchange(self, batch: Any) -> Mapping[str, Tensor]:
+        """Values of each row (dimension 0) that the first pass of other rows needs, if any.
+
+        The first pass gets those of the whole update as ``context.rows``. Whole numbers may differ
+        in width from batch to batch: they are padded with -100.
+        """
+        return {}
+
+    def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         """Values of each row (dimension 0) that other rows' losses depend on; has no gradient.
 
         The loss pass draws the same random numbers again. Its gradient is exact if the loss is
@@ -87,6 +99,25 @@ class Objective(ABC):
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What to pass on of the first pass, from all rows of the update: a baseline, say."""
         return rows
+
+    def expand(
+        self, model: Any, update: Update, topology: Topology, device: torch.device
+    ) -> Update:
+        """The update to learn from, made of the loader's: its prompts with answers, say.
+
+        Comes before all else, on every rank, with the model evaluating and without gradient.
+        Random numbers must follow from the samples alone (``get_sample_seeds``), so that ranks and
+        micro-batches change nothing.
+        """
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know of it, as JSON; every rank calls this."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` returned; every rank gets all of it."""
+        return
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that computes the loss and may be the user's: ``--cuda-graph`` examines it."""

@@ -79,6 +79,8 @@ class Task(ABC):
     """The role whose column only training and evaluation need."""
     has_shifted_labels: bool = False
     """True if position i predicts label i+1, so that the first label of a row does not count."""
+    smooths_labels: bool = True
+    """Whether --label-smoothing is about the model's own loss, not about the objective's."""
     row_extras: tuple[str, ...] = ()
     """Extras of data prepared for prediction that have one entry per row."""
 
@@ -142,6 +144,10 @@ class Task(ABC):
         """The models that the objective needs besides the one that learns, by name."""
         return {}
 
+    def build_compared_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
+        """The same models for an evaluation that is not part of a run."""
+        return {}
+
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""
         loss: torch.Tensor = model(**batch).loss
@@ -155,6 +161,11 @@ class Task(ABC):
     def drop_labels(batch: Batch) -> Batch:
         """The batch without its labels: their loss is computed row by row."""
         return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def with_frozen(prepared: PreparedData, frozen: Mapping[str, Any]) -> PreparedData:
+    """The same data for a task whose evaluation asks the objective's frozen models."""
+    return replace(prepared, extras={**prepared.extras, "frozen": frozen}) if frozen else prepared
 
 
 def check_row_texts(values: Sequence[Any], column: str, split: str, first: int = 0) -> list[str]:

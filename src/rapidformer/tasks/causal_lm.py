@@ -83,7 +83,7 @@ class CausalLM(LanguageModel):
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
-        _check_is_causal(parts.config, args)
+        check_is_causal(parts.config, args)
         tables = get_splits(args, splits)
         columns = find_chat_columns(next(iter(tables.values())), args, TEXT, has_answers=True)
         collate: Any = build_text_collator(parts.tokenizer, side="right")
@@ -107,7 +107,7 @@ class CausalLM(LanguageModel):
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
 
         parts = load_text_parts(args)
-        _check_is_causal(parts.config, args)
+        check_is_causal(parts.config, args)
         tokenizer, limit = parts.tokenizer, parts.length
         if args.seq_length is None:
             limit = get_context_length(tokenizer, parts.config)
@@ -175,7 +175,7 @@ class CausalLM(LanguageModel):
         return result
 
 
-def _check_is_causal(config: Any, args: Settings) -> None:
+def check_is_causal(config: Any, args: Settings) -> None:
     """Refuse an encoder: under a causal head, its tokens see those that they are to predict."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 

@@ -10,9 +10,12 @@ from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.embedding.embedding import Embedding
 from rapidformer.tasks.embedding.reranking import Reranking
+from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
+from rapidformer.tasks.preference.preference import Preference
+from rapidformer.tasks.preference.reward import Reward
 from rapidformer.tasks.question_answering import QuestionAnswering
 from rapidformer.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer.tasks.sequence_classification import SequenceClassification
@@ -25,7 +28,8 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Embedding(), Reranking(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Preference(), Reward(), Grpo(),
+    Embedding(), Reranking(),
 )  # fmt: skip
 
 

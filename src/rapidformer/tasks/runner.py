@@ -11,8 +11,8 @@ from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import warn, warn_once
-from rapidformer.objectives import Objective
-from rapidformer.tasks.base import PreparedData, Task
+from rapidformer.objectives import BoundObjective, Objective
+from rapidformer.tasks.base import PreparedData, Task, with_frozen
 from rapidformer.tasks.evaluation.evaluating import measure
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
@@ -28,6 +28,7 @@ class TaskFinetuner(Finetuner):
         super().__init__(engine)
         self.task, self.splits = task, splits
         self.has_shifted_labels = task.has_shifted_labels
+        self.smooths_labels = task.smooths_labels
         self.prepared: PreparedData | None = None
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
@@ -63,6 +64,12 @@ class TaskFinetuner(Finetuner):
         assert self.prepared is not None
         built = self.task.build_frozen_models(self.args, self.prepared)
         return {name: module.to(self.engine.device) for name, module in built.items()}
+
+    def make_forward(self, model: Any) -> BoundObjective:
+        forward = super().make_forward(model)
+        assert self.prepared is not None
+        self.prepared = with_frozen(self.prepared, forward.context.frozen)
+        return forward
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:
         return self._measure(model[0], eval_dataloader, "validation")

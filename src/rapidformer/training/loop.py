@@ -187,8 +187,8 @@ class TrainingLoop:
             results = self._run_passes(update)  # the first time, it was with other weights
         if self._attempts == 0:
             check_first_labels(update, results)
-        for micro_batch, result in zip(update, results, strict=True):
-            self.meter.add_micro_batch(result.means, micro_batch.info)
+        for result in results:
+            self.meter.add_micro_batch(result.means, result.info)
         self.lr = self.engine.updates.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():
@@ -367,6 +367,7 @@ class TrainingLoop:
                     "attempts": self._attempts,
                     "train_iters": self.train_iters,
                     "bad_batches": self._bad_batches.state_dict(),
+                    "objective": self.forward.state_dict(),
                 },
                 protected=self._best_folder,
                 processor=self.processor,
@@ -380,6 +381,7 @@ class TrainingLoop:
             self.progress = Progress(**extra.get("progress", {}))
             self._attempts = int(extra.get("attempts", self.step))
             self._bad_batches.load_state_dict(extra.get("bad_batches", {}))
+            self.forward.load_state_dict(extra.get("objective", {}))
         if self.args.save is not None:
             folder, best_step = Path(self.args.save), self.progress.best_step
             if not broadcast_object(self.engine.is_main and keeps_best(folder, best_step)):

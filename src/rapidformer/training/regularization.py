@@ -23,10 +23,10 @@ from rapidformer.models.own_loss import shifts_labels
 
 
 @contextmanager
-def regularize(model: nn.Module, args: Settings) -> Iterator[None]:
+def regularize(model: nn.Module, args: Settings, *, smooths_labels: bool = True) -> Iterator[None]:
     """Smooth labels and add noise if the settings ask for it."""
     with ExitStack() as hooks:
-        if args.label_smoothing:
+        if args.label_smoothing and smooths_labels:
             hooks.enter_context(_smooth_labels(model, args.label_smoothing))
         if args.neftune_noise_alpha:
             hooks.enter_context(_add_noise(model, args.neftune_noise_alpha))

@@ -19,6 +19,9 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
 from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun, Tracker, TrackerList
 
+_SHOWN = ("reward", "kl")
+"""Numbers that are printed next to the loss, as those are whose names end in ``_loss``."""
+
 
 class Reporter(Callback):
     """Reports the run to the terminal and to files."""
@@ -133,7 +136,7 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         *(
             f"{name.replace('_', ' ')} {value:.4f}"
             for name, value in line.items()
-            if name.endswith("_loss")
+            if name.endswith("_loss") or name in _SHOWN
         ),
         f"lr {line['lr']:.2e}",
         f"grad norm {line['grad_norm']:.3f}",

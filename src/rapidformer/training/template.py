@@ -62,6 +62,8 @@ class Template(ABC):
     """Get the numbers of the run on rank 0, as TensorBoard does."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: decided by its class."""
+    smooths_labels = True
+    """Whether --label-smoothing is about the model's own loss, not about the objective's."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
@@ -244,7 +246,10 @@ class Template(ABC):
             self.engine.updates.weights.shifts_labels = (
                 self.has_shifted_labels and not self.engine.model.has_learned_tokens
             )
-        return BoundObjective(self.build_objective(), model, self.provide_frozen_models())
+        return BoundObjective(
+            self.build_objective(), model, self.provide_frozen_models(),
+            self.engine.model.evaluating,
+        )  # fmt: skip
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that runs in a forward step and may be the user's."""
@@ -294,7 +299,7 @@ class Template(ABC):
                     reporter.say(line)
                 reporter.close()
                 return loop.progress
-        with regularize(model, self.args):
+        with regularize(model, self.args, smooths_labels=self.smooths_labels):
             return loop.run()
 
     def plan_evaluation(

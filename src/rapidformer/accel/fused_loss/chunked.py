@@ -4,6 +4,12 @@ The logits of a large vocabulary are the largest tensor of a step: fp32 logits o
 over 128,256 words take 8 GB, and their gradient as much again. Here a chunk's logits exist only
 until its loss and its gradients are known. So the forward pass already computes the gradients of
 hidden states and head, as if the loss's own gradient were 1, and the backward pass scales them.
+
+A loss for each row (``is_by_row``) has a gradient for each row. That of the hidden states is scaled
+row by row. That of the head adds up rows, so the backward pass computes their logits once more.
+
+Logits that a head has computed already are taken as rows without a head (``weight`` is None): their
+gradient is as large as they are, and is computed in the backward pass only.
 """
 
 from __future__ import annotations
@@ -11,71 +17,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.on_demand import settle
-from rapidformer.accel.unpad.tokenwise import pick_labelled
+from rapidformer.accel.fused_loss.divergence import Divergence, Teacher, join_scores
+from rapidformer.accel.fused_loss.scoring import Scored, VocabularySlice, score
+from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
-from rapidformer.dist.regions import Group, gather_out, get_slice_bounds, slice_in
-from rapidformer.dist.vocabulary import check_ids, compare_rows
+from rapidformer.dist.vocabulary import check_ids
+from rapidformer.errors import TrainingError
 
 Step = Callable[[Tensor], Tensor]
 """What a model does to each logit before the loss, such as a soft cap."""
+Needs = tuple[bool, bool, bool]
+"""Whether hidden states, weight and bias need a gradient."""
 
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 """Size of a chunk's logits in fp32: enough for fast matrix products, little next to a model."""
 
 _HEADROOM = 2.0**8
 """fp16 rows are divided by this before they are summed. A power of two costs no bits near 1."""
-
-
-@dataclass(frozen=True)
-class VocabularySlice:
-    """This rank's slice of the vocabulary, under tensor parallelism.
-
-    Ranks exchange two small reductions per chunk of rows, as they do for undeferred logits.
-    """
-
-    group: Group
-    length: int
-    """Words in the whole vocabulary."""
-
-    @property
-    def width(self) -> int:
-        """Words in the largest slice: all ranks must choose the same chunks."""
-        return -(-self.length // dist.get_world_size(self.group))
-
-    def cut(self, weight: Tensor) -> Tensor:
-        """This rank's slice of a weight, unless it is a slice already."""
-        return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
-
-    def join(self, logits: Tensor) -> Tensor:
-        """The logits of all words."""
-        return gather_out(logits, -1, self.length, self.group)
-
-    def differentiate(
-        self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
-    ) -> tuple[Tensor, Tensor]:
-        """The sum of the rows' cross entropies, and its gradient for this rank's logits."""
-        is_kept = labels != ignore_index
-        first, _ = get_slice_bounds(self.length, self.group)
-        rows = compare_rows(logits.float(), labels.masked_fill(~is_kept, -1), first, self.group)
-        losses = rows.normalizers - (1 - smoothing) * rows.chosen
-        gradient = rows.probabilities
-        if smoothing:
-            losses = losses - smoothing / self.length * rows.sums
-            gradient -= smoothing / self.length
-        if gradient.shape[-1]:
-            of_label = rows.is_mine.to(gradient.dtype)[:, None] * (smoothing - 1)
-            gradient.scatter_add_(1, rows.index[:, None], of_label)
-        gradient.masked_fill_(~is_kept[:, None], 0.0)
-        return losses.masked_fill(~is_kept, 0.0).sum(), gradient.to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,6 +53,16 @@ class Recipe:
     words: VocabularySlice | None = None
     """Set if the head has only this rank's slice of the vocabulary. Then ``hidden`` and the loss
     are the same on all ranks, and the gradient of ``hidden`` is this rank's term of a sum."""
+    is_by_row: bool = False
+    """Whether each row's loss is wanted, not their sum."""
+    has_statistics: bool = False
+    """Whether each row's entropy, mean logit and whether its label is the best one are wanted."""
+    divergence: Divergence | None = None
+    """Set if the loss is a divergence from a teacher. Its statistics are divergences and losses."""
+
+    @property
+    def num_statistics(self) -> int:
+        return 2 if self.divergence is not None else 3 if self.has_statistics else 0
 
     def run_steps(self, logits: Tensor) -> Tensor:
         """Apply the steps to the head's outputs."""
@@ -96,69 +71,124 @@ class Recipe:
         return logits
 
 
+class Losses(NamedTuple):
+    """The sum of the rows' losses, or each of them; and their statistics alike, if wanted."""
+
+    values: Tensor
+    statistics: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Losses:
+        """The same function of both."""
+        statistics = None if self.statistics is None else function(self.statistics)
+        return Losses(function(self.values), statistics)
+
+
+def compute_losses(
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, recipe: Recipe,
+    teacher: Teacher | None = None,
+) -> Losses:  # fmt: skip
+    """The cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
+    selection = select_labelled(hidden, labels, recipe.ignore_index)
+    hidden, labels = selection.rows, selection.labels
+    teacher = None if teacher is None else teacher.map_rows(selection.take)
+    if recipe.words is not None:  # as torch's own loss does
+        check_ids(labels, recipe.words.length, "a label", recipe.ignore_index)
+    if torch.is_grad_enabled():
+        losses, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe, teacher)  # type: ignore[no-untyped-call]
+    else:
+        needs = (False, False, False)
+        losses, statistics, _ = _compute(hidden, weight, bias, labels, recipe, teacher, needs)
+    if recipe.is_by_row:
+        losses = selection.put_back(losses)
+        statistics = None if statistics is None else selection.put_back(statistics.T).T
+    elif statistics is not None:
+        statistics = statistics.sum(-1)
+    return Losses(losses, statistics)
+
+
 def sum_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, recipe: Recipe
 ) -> Tensor:
     """The sum of the cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
-    picked = pick_labelled(hidden, labels, recipe.ignore_index)
-    hidden, labels = (settle(hidden), labels) if picked is None else picked
-    if hidden.device.type == "cpu":
-        # Not on a GPU: the host would wait to learn how many rows are selected.
-        is_kept = labels != recipe.ignore_index
-        hidden, labels = hidden[is_kept], labels[is_kept]
-    if recipe.words is not None:  # as torch's own loss does
-        check_ids(labels, recipe.words.length, "a label", recipe.ignore_index)
-    total: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe)  # type: ignore[no-untyped-call]
-    return total
+    return compute_losses(hidden, weight, bias, labels, recipe).values
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """``sum_losses`` with gradients that the forward pass has already computed."""
+    """The losses, with gradients that the forward pass has already computed as far as it can."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         labels: Tensor,
         recipe: Recipe,
-    ) -> Tensor:
+        teacher: Teacher | None,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.teacher = recipe, teacher
         ctx.needs = ctx.needs_input_grad[:3]
-        total, ctx.gradients = _compute(hidden, weight, bias, labels, recipe, ctx.needs)
-        return total
+        ctx.now, ctx.later = _split_needs(ctx.needs, recipe, has_head=weight is not None)
+        losses, statistics, gradients = _compute(
+            hidden, weight, bias, labels, recipe, teacher, ctx.now
+        )
+        ctx.gradients = gradients
+        if statistics is not None:
+            ctx.mark_non_differentiable(statistics)
+        return losses, statistics
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, bias, labels = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
-            return *_differentiate_plainly(ctx, gradient), None, None
+            return *_differentiate_plainly(ctx, gradient), None, None, None
+        inputs = (*ctx.saved_tensors, ctx.recipe, ctx.teacher)
         # Drop our reference, so that a gradient can become ``.grad`` without a copy. A second
         # backward pass through the same graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = _compute(hidden, weight, bias, labels, ctx.recipe, ctx.needs)
+            *_, gradients = _compute(*inputs, ctx.now)
         for computed in gradients:
-            if computed is not None:
+            if computed is not None and ctx.recipe.is_by_row:
+                computed *= gradient[:, None]
+            elif computed is not None:
                 multiply_all([computed], gradient)  # faster than mul_ with a scalar on a GPU
-        return *gradients, None, None
+        if any(ctx.later):
+            *_, later = _compute(*inputs, ctx.later, gradient.expand(len(inputs[0])))
+            gradients = [a if b is None else b for a, b in zip(gradients, later, strict=True)]
+        return *gradients, None, None, None
+
+
+def _split_needs(needs: Needs, recipe: Recipe, *, has_head: bool) -> tuple[Needs, Needs]:
+    """Which gradients the forward pass computes, and which the backward pass."""
+    nothing = (False, False, False)
+    if not has_head:
+        return nothing, needs
+    if recipe.is_by_row:
+        return (needs[0], False, False), (False, *needs[1:])
+    return needs, nothing
 
 
 def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """The gradients, themselves differentiable, from all logits at once."""
+    if ctx.teacher is not None:
+        raise TrainingError(
+            "a gradient of a gradient (create_graph=True) cannot pass through the divergence from "
+            "a teacher."
+        )
     hidden, weight, bias, labels = ctx.saved_tensors
     # Aliases: a parameter's hooks must run only when the caller computes its gradient, not here.
-    hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
-    bias = None if bias is None else bias.view_as(bias)
-    # Cast by hand: autocast has ended by now.
-    offset = None if bias is None else bias.to(hidden.dtype)
-    product = functional.linear(hidden, weight.to(hidden.dtype), offset)
+    hidden, weight, bias = (x if x is None else x.view_as(x) for x in (hidden, weight, bias))
+    product = hidden
+    if weight is not None:
+        # Cast by hand: autocast has ended by now.
+        offset = None if bias is None else bias.to(hidden.dtype)
+        product = functional.linear(hidden, weight.to(hidden.dtype), offset)
     words = ctx.recipe.words
     logits = ctx.recipe.run_steps(product if words is None else words.join(product))
     loss = functional.cross_entropy(
-        logits.float(), labels, ignore_index=ctx.recipe.ignore_index, reduction="sum",
+        logits.float(), labels, ignore_index=ctx.recipe.ignore_index,
+        reduction="none" if ctx.recipe.is_by_row else "sum",
         label_smoothing=ctx.recipe.label_smoothing,
     )  # fmt: skip
     wanted: Any = list(itertools.compress((hidden, weight, bias), ctx.needs))
@@ -167,39 +197,85 @@ def _differentiate_plainly(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
 
 
 def _compute(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    recipe: Recipe,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum of all losses, and the gradients that are needed."""
-    dtype = get_compute_type(hidden)
-    table = weight.to(dtype)
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, recipe: Recipe,
+    teacher: Teacher | None, needs: Needs, factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:  # fmt: skip
+    """The losses, their statistics, and the gradients that are needed; each row by its factor."""
+    dtype = hidden.dtype if weight is None else get_compute_type(hidden)
+    table = None if weight is None else weight.to(dtype)
     offset = None if bias is None else bias.to(dtype)
-    of_hidden = torch.empty_like(hidden) if needs[0] else None
-    # Sums over all rows may overflow fp16. Autograd casts them back after they are scaled.
-    wide = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-    of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    width = len(weight) if recipe.words is None else recipe.words.width
-    size = _choose_chunk(len(hidden), width, hidden.device)
+    sums = _Sums(hidden, weight, bias, recipe, needs)
+    width = hidden.shape[-1] if weight is None else len(weight)
+    size = _choose_chunk(
+        len(hidden), width if recipe.words is None else recipe.words.width, hidden.device
+    )
+    if teacher is not None:
+        size = max(size // 4, 1)  # several tensors as large as the logits
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), size):
-            rows = hidden[start : start + size].to(dtype)
-            chosen = labels[start : start + size]
-            logits = functional.linear(rows, table, offset)
-            losses, gradient = _run_chunk(logits, chosen, recipe)
-            total += losses
-            if of_hidden is not None:
-                of_hidden[start : start + size] = gradient @ table
-            if of_weight is not None:
-                _add_product(of_weight, gradient, rows)
-            if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=torch.float32)
-    return total, [of_hidden, of_weight, of_bias]
+            part = slice(start, start + size)
+            rows = hidden[part].to(dtype)
+            if table is not None:
+                logits = functional.linear(rows, table, offset)
+            else:
+                logits = rows.clone() if _overwrites(rows, recipe) else rows
+            other = None if teacher is None else teacher.compute_logits(part.start, part.stop)
+            scored = _run_chunk(logits, labels[part], recipe, other, has_gradient=any(needs))
+            sums.add(part, rows, table, scored, None if factors is None else factors[part, None])
+    return sums.finish()
+
+
+class _Sums:
+    """What all chunks add up to."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe,
+        needs: Needs,
+    ) -> None:  # fmt: skip
+        count, device = len(hidden), hidden.device
+        self._is_by_row = recipe.is_by_row
+        shape = (count,) if recipe.is_by_row else ()
+        self._losses = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._statistics = self._losses.new_empty(recipe.num_statistics, count)
+        self._of_hidden = torch.empty_like(hidden) if needs[0] else None
+
+        def build(parameter: Tensor) -> Tensor:
+            # Sums over all rows may overflow fp16. Autograd casts them back after they are scaled.
+            wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
+            return torch.zeros_like(parameter, dtype=wide)
+
+        self._of_weight = build(weight) if weight is not None and needs[1] else None
+        self._of_bias = build(bias) if bias is not None and needs[2] else None
+
+    def add(
+        self, part: slice, rows: Tensor, table: Tensor | None, scored: Scored,
+        factors: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add a chunk."""
+        if self._is_by_row:
+            self._losses[part] = scored.losses
+        else:
+            self._losses += scored.losses.sum()
+        if scored.statistics is not None:
+            self._statistics[:, part] = scored.statistics
+        gradient = scored.gradient
+        if gradient is None:
+            return
+        if self._of_hidden is not None:
+            of_rows = gradient if table is None else gradient @ table
+            self._of_hidden[part] = of_rows if factors is None else of_rows * factors
+        if factors is not None:
+            # Not the gradient, which is larger.
+            rows = (rows * factors).to(rows.dtype)
+        if self._of_weight is not None:
+            _add_product(self._of_weight, gradient, rows)
+        if self._of_bias is not None:
+            of_bias = gradient if factors is None else gradient * factors
+            self._of_bias += of_bias.sum(0, dtype=torch.float32)
+
+    def finish(self) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        statistics = self._statistics if len(self._statistics) else None
+        return self._losses, statistics, [self._of_hidden, self._of_weight, self._of_bias]
 
 
 def get_compute_type(hidden: Tensor) -> torch.dtype:
@@ -228,50 +304,58 @@ def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
         total += gradient.T @ rows
 
 
-def _run_chunk(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """The sum of a chunk's losses, and the gradient of its logits."""
+def _run_chunk(
+    logits: Tensor, labels: Tensor, recipe: Recipe, teacher: Tensor | None, *, has_gradient: bool
+) -> Scored:
+    """A chunk's losses, and the gradient of its logits, which may be overwritten."""
     if not recipe.steps:
-        return _differentiate_fast(logits, labels, recipe)
+        return _score_fast(logits, labels, recipe, teacher, has_gradient=has_gradient)
     with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
+        leaf = logits.detach().requires_grad_(has_gradient)
         changed = recipe.run_steps(leaf)
     values = changed.detach()
     if _overwrites(values, recipe):
         values = values.clone()  # a step's gradient may need its output, as that of tanh does
-    losses, gradient = _differentiate_fast(values, labels, recipe)
-    return losses, torch.autograd.grad(changed, leaf, gradient)[0]
+    scored = _score_fast(values, labels, recipe, teacher, has_gradient=has_gradient)
+    if scored.gradient is None:
+        return scored
+    (gradient,) = torch.autograd.grad(changed, leaf, scored.gradient.to(changed.dtype))
+    return scored._replace(gradient=gradient)
 
 
-def _differentiate_fast(logits: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """``differentiate`` in the fastest way available, which may overwrite the logits."""
+def _score_fast(
+    logits: Tensor, labels: Tensor, recipe: Recipe, teacher: Tensor | None, *, has_gradient: bool
+) -> Scored:
+    """Losses and gradients in the fastest way available, which may overwrite the logits."""
+    if teacher is not None:
+        return _score_divergence(logits, labels, recipe, teacher, has_gradient=has_gradient)
     if recipe.words is not None:
-        run = recipe.words.differentiate
+        run: Callable[..., Scored] = recipe.words.score
     elif _overwrites(logits, recipe):
-        from rapidformer.accel.fused_loss.kernel import differentiate_in_place as run
+        from rapidformer.accel.fused_loss.kernel import score_in_place as run
     else:
-        run = differentiate
-    return run(logits, labels, recipe.ignore_index, recipe.label_smoothing)
+        run = score
+    return run(
+        logits, labels, recipe.ignore_index, recipe.label_smoothing,
+        has_gradient=has_gradient, has_statistics=recipe.has_statistics,
+    )  # fmt: skip
+
+
+def _score_divergence(
+    logits: Tensor, labels: Tensor, recipe: Recipe, teacher: Tensor, *, has_gradient: bool
+) -> Scored:
+    divergence = recipe.divergence
+    assert divergence is not None
+    compared = divergence.compare(logits, teacher, recipe.words, has_gradient=has_gradient)
+    labelled = None
+    if divergence.label_weight:
+        labelled = _score_fast(logits, labels, recipe, None, has_gradient=has_gradient)
+    scored = join_scores(divergence, compared, labelled, labels != recipe.ignore_index)
+    if scored.gradient is None:
+        return scored
+    return scored._replace(gradient=scored.gradient.to(logits.dtype))
 
 
 def _overwrites(logits: Tensor, recipe: Recipe) -> bool:
-    """Whether ``_differentiate_fast`` overwrites these logits: the Triton kernel does."""
+    """Whether ``_score_fast`` overwrites these logits: the Triton kernel does."""
     return recipe.words is None and has_triton(logits.device)
-
-
-def differentiate(
-    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """The sum of the rows' cross entropies, and its gradient in the logits' dtype."""
-    is_ignored = (labels == ignore_index)[:, None]
-    index = labels[:, None].masked_fill(is_ignored, 0)
-    log_probabilities = functional.log_softmax(logits.float(), -1)
-    losses = log_probabilities.gather(1, index) * (smoothing - 1)
-    if smoothing:
-        losses -= smoothing * log_probabilities.mean(-1, keepdim=True)
-    # In place from here on: this is the largest tensor.
-    gradient = log_probabilities.exp_()
-    if smoothing:
-        gradient -= smoothing / gradient.shape[-1]
-    gradient.scatter_add_(1, index, torch.full_like(losses, smoothing - 1))
-    gradient.masked_fill_(is_ignored, 0.0)
-    return losses.masked_fill_(is_ignored, 0.0).sum(), gradient.to(logits.dtype)

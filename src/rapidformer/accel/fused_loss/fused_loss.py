@@ -9,33 +9,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.fused_loss.chunked import (
+    Losses,
     Recipe,
-    VocabularySlice,
+    compute_losses,
     get_compute_type,
-    sum_losses,
 )
-from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING, defer
+from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
+from rapidformer.accel.fused_loss.divergence import Teacher
+from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
+from rapidformer.accel.unpad.labelled import is_promised
 from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import copy_in
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.watched import find_watched
-from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, list_layers
+from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, list_layers, remove
 
 _LARGE = 4096
 """Smallest vocabulary for ``auto``: below, logits are no larger than other activations."""
@@ -126,8 +132,9 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
         hidden: Tensor,
         labels: Tensor | None = None,
         recipe: Recipe | None = None,
+        teacher: Teacher | None = None,
         is_wanted: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | Losses:
         words = _find_words(self)
         if labels is None and not is_wanted:
             dtype = get_compute_type(hidden)
@@ -137,7 +144,8 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
             ):
                 # Cast now: autocast may have ended when the logits are needed.
                 hidden = hidden.to(dtype)
-                head = Head(self, functools.partial(self, is_wanted=True), hidden)
+                lend = functools.partial(_lend, self, gather)
+                head = Head(self, functools.partial(self, is_wanted=True), lend, hidden)
                 width = self.out_features if words is None else words.length
                 return defer(head, hidden, width, dtype)
             result: Tensor = cls.forward(self, hidden)
@@ -148,18 +156,59 @@ def _build_head(cls: Any, *, always: bool, gather: Callable[[Tensor], Tensor]) -
             hidden = copy_in(hidden, words.group)
         if labels is None:
             bias = None if bias is None else bias.to(hidden.dtype)
-            logits = functional.linear(hidden, weight.to(hidden.dtype), bias)
+            logits: Tensor = functional.linear(hidden, weight.to(hidden.dtype), bias)
             return logits if words is None else words.join(logits)
         assert recipe is not None
         recipe = dataclasses.replace(recipe, words=words)
         region = find_fact(self, ContextRegion)
         if region is None:
-            return sum_losses(hidden, weight, bias, labels, recipe)
+            return compute_losses(hidden, weight, bias, labels, recipe, teacher)
         # Every rank has the hidden states of all tokens after the last block: each takes a slice.
-        hidden, labels = region.enter(hidden[None])[0], region.slice(labels[None])[0]
-        return region.sum(sum_losses(hidden, weight, bias, labels, recipe))
+        own, length = region.slice(labels[None])[0], len(labels)
+        if teacher is not None:
+            teacher = teacher.map_rows(lambda rows: region.slice(rows[None])[0])
+        rows = region.enter(hidden[None])[0]
+        losses = compute_losses(rows, weight, bias, own, recipe, teacher)
+        return losses.map(functools.partial(_join_tokens, region, length, recipe.is_by_row))
 
     return {"forward": forward}
+
+
+def _join_tokens(region: ContextRegion, length: int, is_by_row: bool, part: Tensor) -> Tensor:
+    """From values of this rank's tokens, or their sum, to those of all."""
+    if not is_by_row:
+        return region.sum(part)
+    return region.leave(part, length) if part.dim() == 2 else region.leave(part[None], length)[0]
+
+
+def _lend(
+    head: nn.Linear, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None, VocabularySlice | None]:
+    words = _find_words(head)
+    with torch.no_grad():
+        weight, bias = (_read(each, words, gather) for each in (head.weight, head.bias))
+    assert weight is not None
+    return weight, bias, words
+
+
+@contextmanager
+def deferring(model: nn.Module) -> Iterator[None]:
+    """Inside, a large plain head that has no fused loss defers its outputs where nothing learns.
+
+    A reference or a teacher need not be one that an engine has composed.
+    """
+    head = None if torch.is_grad_enabled() else find_head(model)
+    is_bare = head is not None and type(head) is nn.Linear and not isinstance(head.weight, DTensor)
+    if head is None or not is_bare or len(head.weight) < _LARGE:
+        yield
+        return
+    with WATCHING:
+        build = functools.partial(_build_head, always=True, gather=gather_with_gradient)
+        extend(head, "loss", build)
+        try:
+            yield
+        finally:
+            remove(head, "loss")
 
 
 def _find_words(head: nn.Linear) -> VocabularySlice | None:
@@ -184,4 +233,4 @@ def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
         return False
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     # A user's hook must see the head called once, with real outputs.
-    return is_trained and dtype in DTYPES and not find_watched({"head": head})
+    return (is_trained or is_promised()) and dtype in DTYPES and not find_watched({"head": head})

@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.accel.fused_loss.chunked import Recipe
+from rapidformer.accel.fused_loss.chunked import Losses
+from rapidformer.accel.fused_loss.scoring import VocabularySlice
+from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
-from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 
 
@@ -23,13 +24,19 @@ class Head:
     """The two ways to use a linear head, while its inputs are those of its call."""
 
     def __init__(
-        self, module: nn.Linear, compute: Callable[[Tensor], Tensor], hidden: Tensor
+        self,
+        module: nn.Linear,
+        compute: Callable[[Tensor], Tensor],
+        lend: Callable[[], tuple[Tensor, Tensor | None, VocabularySlice | None]],
+        hidden: Tensor,
     ) -> None:
-        self.compute_loss: Callable[[Tensor, Tensor, Recipe], Tensor] = module
-        """Rows of hidden states, their labels, a recipe -> the sum of the losses."""
+        self.compute_losses: Callable[..., Losses] = module
+        """Rows of hidden states, their labels, a recipe and maybe a teacher -> the losses."""
         self.compute = compute
+        self.lend = lend
+        """Weight, bias and slice of the vocabulary, without gradients: of a head that teaches."""
         self._module = module
-        self._versions = [(each, count_changes(each)) for each in (hidden, *self._list_weights())]
+        self._versions = [note_version(each) for each in (hidden, *self._list_weights())]
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         """Weights whose memory was handed out (``.data``), each with a number per row."""
         self._is_outdated = False
@@ -48,7 +55,7 @@ class Head:
 
     def check_inputs(self) -> None:
         """Refuse to compute from weights or hidden states that are no longer the same."""
-        is_changed = any(count_changes(each) != version for each, version in self._versions)
+        is_changed = any(note_version(each)[1] != version for each, version in self._versions)
         is_changed |= any(not torch.equal(_measure_rows(w), m) for w, m in self._rows.values())
         if self._is_outdated or is_changed:
             raise ConfigurationError(

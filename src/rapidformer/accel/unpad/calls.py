@@ -100,11 +100,12 @@ class Call:
         device: torch.device,
         *,
         knows_labels: bool = False,
+        is_promised: bool = False,
     ) -> None:
         self.is_running = False
         self.tensors: list[weakref.ref[Any]] = []
         """All ``Unpadded`` that come from it."""
-        self._removal, self._knows_labels = removal, knows_labels
+        self._removal, self._knows_labels, self._is_promised = removal, knows_labels, is_promised
         self._run_padded: Callable[[], Any] | None = run_padded
         self._enter_mode = note_mode(device)
         self._step = removal.get_step()
@@ -123,8 +124,9 @@ class Call:
 
     @property
     def trusts_labels(self) -> bool:
-        """Whether only transformers' own code runs, on labels that were compared with the mask."""
-        return self.is_running and self._knows_labels
+        """Whether labels were compared with the mask, and nothing else will be read: only
+        transformers' own code runs, or somebody has promised it."""
+        return self._is_promised or (self.is_running and self._knows_labels)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a model's forward pass as this call."""

@@ -241,10 +241,11 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
 
 
 def release(output: Any) -> Any:
-    """What a model returns: without gradients, only plain tensors."""
+    """What a model returns: without gradients, only plain tensors, unless padding is not read."""
 
     def change(tensor: Unpadded) -> Tensor:
-        return tensor if tensor.is_lazy and torch.is_grad_enabled() else settle(tensor)
+        may_stay = torch.is_grad_enabled() or tensor.trusts_labels
+        return tensor if tensor.is_lazy and may_stay else settle(tensor)
 
     if isinstance(output, Unpadded):
         return change(output)

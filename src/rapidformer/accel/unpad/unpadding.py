@@ -20,6 +20,7 @@ from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.blocks import extend_blocks
 from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
+from rapidformer.accel.unpad.labelled import find_promised_labels
 from rapidformer.accel.unpad.on_demand import WATCHING, release
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
@@ -173,11 +174,13 @@ def _extend_model(
         @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(cls.forward, self, *args, **kwargs)
+            promised = find_promised_labels(kwargs)
+            known = kwargs if promised is None else {**kwargs, "labels": promised}
             is_by_position = packs and batches.is_packed(kwargs)
             if find_watched(inner_modules) or not (removal.is_on or is_by_position):
                 return run()
             if is_by_position:
-                rows = batches.find_packed_rows(self, kwargs, rounds_up=rounds_up)
+                rows = batches.find_packed_rows(self, known, rounds_up=rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
             if not is_two_sided and kwargs.get("labels") is None:
                 rows = batches.find_rows(self, kwargs, rounds_up=rounds_up)
@@ -185,24 +188,30 @@ def _extend_model(
                     return run()
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
-            if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):
+            if promised is None and not _may_lack_padding(
+                self, removal, has_label_per_token=is_labelled
+            ):
                 return run()
-            rows = find(self, kwargs, rounds_up=rounds_up)
+            rows = find(self, known, rounds_up=rounds_up)
             if rows is None:
                 return run()
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
-            return _call_without_padding(self, run, rows, removal)
+            is_promised = promised is not None
+            return _call_without_padding(self, run, rows, removal, is_promised=is_promised)
 
         return {"forward": forward}
 
     extend(model, "unpad", build)
 
 
-def _call_without_padding(model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal) -> Any:
+def _call_without_padding(
+    model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False
+) -> Any:
     """Run a model's forward pass without padding."""
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
-    call = Call(removal, run, device, knows_labels=_is_library_code(model))
+    is_library_code = _is_library_code(model)
+    call = Call(removal, run, device, knows_labels=is_library_code, is_promised=is_promised)
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return release(output)

@@ -57,7 +57,7 @@ class _FormerFlag(argparse.Action):
             setattr(namespace, self.dest, values)
 
 
-def _takes_former_names(cls: type[C]) -> type[C]:
+def takes_former_names(cls: type[C]) -> type[C]:
     """Let a class of arguments take the former names too; its signature stays as it is."""
     build: Callable[..., None] = cls.__init__
     fields = inspect.signature(build).parameters.keys()
@@ -84,7 +84,7 @@ def _rename(named: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-@_takes_former_names
+@takes_former_names
 @dataclass(repr=False)
 class TrainingArguments(NamedFields):
     """Settings of a run in Hugging Face's words."""
@@ -221,7 +221,7 @@ class TrainingArguments(NamedFields):
     __repr__ = __str__
 
 
-@_takes_former_names
+@takes_former_names
 @dataclass(repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
     """``TrainingArguments`` and how to generate in evaluation."""

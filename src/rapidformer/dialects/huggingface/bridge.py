@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.loader import DistributedLoader
@@ -23,6 +24,7 @@ from rapidformer.dialects.huggingface.records import STATE_FILE
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
+from rapidformer.objectives import Objective
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
@@ -36,6 +38,12 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_
 _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+# What else the loop measures; other names are an objective's.
+_FIGURES = {
+    *_LOGGED, "step", "epoch", "step_time", "samples_per_second", "tokens_per_second",
+    "padding_share", "seconds_left", "mfu", "memory_gib", "cuda_graphs", "loss_scale",
+    "skipped_updates",
+}  # fmt: skip
 
 
 def _copy_requests(source: Any, target: Any) -> None:
@@ -140,7 +148,9 @@ class LoopEvents(Callback):
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "loss" in line:  # evaluate() logs its own numbers
             with self._asking(loop, control, "on_log"):
-                self._trainer.log({_LOGGED[name]: line[name] for name in _LOGGED if name in line})
+                logged = {_LOGGED[name]: line[name] for name in _LOGGED if name in line}
+                parts = {name: value for name, value in line.items() if name not in _FIGURES}
+                self._trainer.log({**logged, **parts})
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
@@ -282,6 +292,12 @@ class TrainerTemplate(Template):
         self.engine.model.skips_cache = not trainer.args.use_cache
         trainer.compose(self.engine)
         return trainer.model
+
+    def build_objective(self) -> Objective:
+        return self.trainer.build_objective() or super().build_objective()
+
+    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
+        return self.trainer.provide_frozen_models()
 
     def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
         return self.trainer.run_training_step(model, batch_or_iterator)

@@ -12,6 +12,7 @@ from transformers import TrainerControl, TrainerState
 from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.engine import RapidformerEngine
+from rapidformer.objectives import Objective
 
 Inputs = dict[str, Any]
 Metrics = dict[str, Any]
@@ -56,6 +57,10 @@ class TrainerInterface(Protocol):
     ) -> Any: ...
 
     def overrides(self, name: str) -> bool: ...
+
+    def build_objective(self) -> Objective | None: ...
+
+    def provide_frozen_models(self) -> Mapping[str, nn.Module]: ...
 
     def build_settings(self) -> Settings: ...
 

@@ -48,6 +48,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
+from rapidformer.objectives import Objective
 
 _OWN = "rapidformer.dialects.huggingface"
 _STEPS = ("compute_loss", "run_training_step", "training_step", "_compute")
@@ -264,6 +265,14 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             config.use_cache = self.args.use_cache
         if self.args.tf32 is not None:
             torch.set_float32_matmul_precision("high" if self.args.tf32 else "highest")
+
+    def build_objective(self) -> Objective | None:
+        """What is learnt, if it is not the loss of ``compute_loss``."""
+        return None
+
+    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
+        """The models that the objective needs besides this one, on the device."""
+        return {}
 
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""

@@ -90,7 +90,7 @@ def find_chat_columns(
         turns: str | None = check_given(args.messages_column, MESSAGES.flag, available)
     else:
         likely = [by_lower[name] for name in MESSAGES.candidates if name in by_lower]
-        turns = next((name for name in likely if _holds_turns(rows, name)), None)
+        turns = next((name for name in likely if holds_turns(rows, name)), None)
     if turns is not None:
         tools = find_column(TOOLS, available, args, taken=[turns])
         return ChatColumns(messages=turns, tools=tools)
@@ -120,7 +120,7 @@ def find_chat_columns(
 
 def _describe_preferences(rows: Any, by_lower: Mapping[str, str]) -> str:
     chosen, prompt = by_lower["chosen"], by_lower.get("prompt")
-    if _holds_turns(rows, chosen):
+    if holds_turns(rows, chosen):
         flags = f"--messages-column {shlex.quote(chosen)}, if its turns begin with the prompt"
     elif prompt is not None:
         flags = f"--prompt-column {shlex.quote(prompt)} --response-column {shlex.quote(chosen)}"
@@ -170,7 +170,8 @@ def _with_extras(
     )  # fmt: skip
 
 
-def _holds_turns(rows: Any, name: str) -> bool:
+def holds_turns(rows: Any, name: str) -> bool:
+    """Whether a column has messages in it, not texts."""
     first = next((row[name] for row in rows if row.get(name)), None)
     if isinstance(first, str):
         return first.lstrip().startswith("[{")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from rapidformer.tasks.text.text import get_frame, get_tokenizer_key, tokenize
 
 _NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
-_CUT_OFF = "no part of the answer fits within --seq-length"
+CUT_OFF = "no part of the answer fits within --seq-length"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def build_encoder(tokenizer: Any, columns: ChatColumns, args: Settings, length: 
     return ChatEncoder(tokenizer, columns, template, length, args.train_on_prompts)
 
 
-class _Encoded(NamedTuple):
+class EncodedRow(NamedTuple):
     """The tokens of a row, cut to the maximum length, and which of them belong to an answer."""
 
     ids: list[int]
@@ -104,7 +104,7 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         chats = ChatRows(columns, indices, split, encoder.columns)
-        encode_rows = _encode_pairs if encoder.template is None else _encode_conversations
+        encode_rows = encode_pairs if encoder.template is None else encode_conversations
         return _to_features(encode_rows(chats, encoder), end)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
@@ -112,21 +112,33 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     kept = [number for number, reason in enumerate(reasons) if not reason]
     if split == "test" and set(reasons) == {_NO_ANSWER}:
         return None
-    _report_dropped(reasons, split)
+    report_dropped(reasons, split)
     if len(kept) < len(reasons):
         features = select_rows(features, kept)
     _report_trained(features, split, encoder)
     return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
 
 
-def _encode_conversations(chats: ChatRows, encoder: ChatEncoder) -> list[_Encoded]:
+def encode_conversations(
+    chats: ChatRows,
+    encoder: ChatEncoder,
+    num_answers: Sequence[int] | None = None,
+    variables: Sequence[Mapping[str, Any] | None] | None = None,
+) -> list[EncodedRow]:
+    """Tokens, with marks on all answers, or on the last ``num_answers`` of each conversation.
+
+    ``variables`` are those of the template for each conversation.
+    """
     assert encoder.template is not None
     rendered: list[tuple[str, list[Span]] | str] = []
-    rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), strict=True)
-    for number, messages, tools in rows:
-        template = encoder.template.with_tools(tools)
+    counts = num_answers or [0] * len(chats.indices)
+    values = variables or [None] * len(chats.indices)
+    rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), counts, values, strict=True)
+    for number, messages, tools, count, given in rows:
+        template = encoder.template.with_tools(tools).with_variables(given)
         try:
-            rendered.append(_render(messages, template, encoder.trains_on_prompts))
+            text = _render(messages, template, encoder.trains_on_prompts)
+            rendered.append(text if isinstance(text, str) else (text[0], text[1][-count:]))
         except BadRowError as reason:
             rendered.append(f"it {reason}")
         except ModelError as reason:
@@ -136,10 +148,10 @@ def _encode_conversations(chats: ChatRows, encoder: ChatEncoder) -> list[_Encode
     result, size = [], encoder.length
     for item in rendered:
         if isinstance(item, str):
-            result.append(_Encoded([], [], left_out=item))
+            result.append(EncodedRow([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        result.append(_Encoded(ids[:size], _mark(places[:size], item[1]), is_cut=len(ids) > size))
+        result.append(EncodedRow(ids[:size], _mark(places[:size], item[1]), is_cut=len(ids) > size))
     return result
 
 
@@ -159,7 +171,8 @@ def _render(
     return template.render_with_answers(messages[: answers[-1] + 1])
 
 
-def _encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[_Encoded]:
+def encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[EncodedRow]:
+    """Prompt and answer without a template, tokenized apart: no token spans both."""
     tokenizer, size = encoder.tokenizer, encoder.length
     answers = chats.read_texts(chats.names.response)
     prompt_ids = tokenize_prompts(chats.read_prompts(), tokenizer)
@@ -168,15 +181,15 @@ def _encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[_Encoded]:
     result = []
     for before, answer, text in zip(prompt_ids, answer_ids, answers, strict=True):
         if not text.strip():
-            result.append(_Encoded([], [], left_out=_NO_ANSWER))
+            result.append(EncodedRow([], [], left_out=_NO_ANSWER))
             continue
         ids = [*before, *answer, *end]
         marks = [encoder.trains_on_prompts] * len(before) + [True] * (len(ids) - len(before))
-        result.append(_Encoded(ids[:size], marks[:size], is_cut=len(ids) > size))
+        result.append(EncodedRow(ids[:size], marks[:size], is_cut=len(ids) > size))
     return result
 
 
-def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any]]:
+def _to_features(encoded: list[EncodedRow], end: int | None) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = []
     for row in encoded:
         marked = zip(row.ids, row.is_answer, strict=True)
@@ -186,7 +199,7 @@ def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any
         trained = len(labels) - labels.count(IGNORED_LABEL)
         left_out = row.left_out
         if not left_out and not trained:
-            left_out = _CUT_OFF if row.is_cut else _NO_ANSWER
+            left_out = CUT_OFF if row.is_cut else _NO_ANSWER
         rows.append({
             # In a batch of only empty lists, the column would have no type.
             "input_ids": [0] if left_out else row.ids,
@@ -197,12 +210,17 @@ def _to_features(encoded: list[_Encoded], end: int | None) -> dict[str, list[Any
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _report_dropped(reasons: Sequence[str], split: str) -> None:
-    """Report which examples are dropped and why; raise an error if none are left."""
+def report_dropped(
+    reasons: Sequence[str], split: str, numbers: Sequence[int] | None = None
+) -> None:
+    """Report which examples are dropped and why; raise an error if none are left.
+
+    ``numbers`` are those of the examples' rows, if they are not one for each.
+    """
     by_reason: dict[str, list[int]] = defaultdict(list)
-    for number, reason in enumerate(reasons, start=1):
+    for number, reason in zip(numbers or range(len(reasons)), reasons, strict=True):
         if reason:
-            by_reason[reason].append(number)
+            by_reason[reason].append(number + 1)
     shown = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
     if all(reasons):
         raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown)}.")

@@ -64,17 +64,22 @@ def encode_beginnings(
 
 
 def encode_questions(
-    table: list[dict[str, Any]], columns: ChatColumns, tokenizer: Any, length: int, args: Settings
+    table: list[dict[str, Any]],
+    columns: ChatColumns,
+    tokenizer: Any,
+    length: int,
+    args: Settings,
+    split: str = "input",
 ) -> tuple[Any, dict[str, Any]]:
     """Encode conversations and prompts to be answered."""
     encoder = build_encoder(tokenizer, columns, args, length)
     if encoder.template is None:
         _check_has_turns(args)
     system = build_system(args)
-    shown, expected = _read_questions(table, columns)
+    shown, expected = _read_questions(table, columns, split)
 
     def encode(part: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        return _encode_prompts(ChatRows(part, indices, "input", columns), encoder, system)
+        return _encode_prompts(ChatRows(part, indices, split, columns), encoder, system)
 
     extras = {"shown": shown, "expected": expected, "is_answer": True}
     extras["stop_id"] = encoder.get_stop_id()
@@ -106,15 +111,15 @@ def _encode_prompts(
             try:
                 texts.append(template.render(turns, lets_answer=True))
             except BadRowError as reason:
-                raise DataError(f"input, row {number + 1} {reason}.") from None
+                raise DataError(f"{chats.split}, row {number + 1} {reason}.") from None
         ids = tokenize(texts, encoder.tokenizer)
     numbered = zip(chats.indices, ids, strict=True)
     too_long = [number + 1 for number, row in numbered if len(row) > encoder.length]
     if too_long:
         warn(
-            "input, %s: longer than %d tokens, which leaves no room for the answer: the beginning "
-            "is cut off",
-            name_rows(too_long), encoder.length,
+            "%s, %s: longer than %d tokens, which leaves no room for the answer: the beginning is "
+            "cut off",
+            chats.split, name_rows(too_long), encoder.length,
         )  # fmt: skip
     start = encoder.tokenizer.bos_token_id or 0
     kept = [row[-encoder.length :] or [start] for row in ids]
@@ -122,7 +127,7 @@ def _encode_prompts(
 
 
 def _read_questions(
-    table: list[dict[str, Any]], columns: ChatColumns
+    table: list[dict[str, Any]], columns: ChatColumns, split: str
 ) -> tuple[list[dict[str, Any]], list[str | None]]:
     """The questions, as shown next to the answers, and the answers already in the rows."""
     names = (columns.messages,) if not columns.is_pair else (
@@ -132,7 +137,7 @@ def _read_questions(
     if columns.is_pair:
         return shown, [row.get(str(columns.response)) for row in table]
     values = {str(columns.messages): [row.get(str(columns.messages)) for row in table]}
-    turns = ChatRows(values, range(len(table)), "input", columns).read_turns()
+    turns = ChatRows(values, range(len(table)), split, columns).read_turns()
     questions = [_split_answer(messages) for messages in turns]
     return [{str(columns.messages): asked} for asked, _ in questions], [a for _, a in questions]
 

@@ -76,8 +76,14 @@ class ChatTemplate:
             return self
         if "tools" not in self.text:
             warn_once("the chat template does not show tools: the model does not see them.")
+        return self.with_variables({"tools": tools})
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
+        """The same template with variables of one row."""
+        if not variables:
+            return self
         adjusted = copy.copy(self)
-        adjusted.variables = {**self.variables, "tools": tools}
+        adjusted.variables = {**self.variables, **variables}
         return adjusted
 
     def render(

@@ -37,7 +37,7 @@ class ChatRows(NamedTuple):
     def read_turns(self) -> list[list[Message]]:
         """The turns of each row; the error names every bad row and the reason."""
         if self.names.messages is not None:
-            return self._read_cells(self.names.messages, _read_messages)
+            return self._read_cells(self.names.messages, read_messages)
         prompts = self._read_prompts()
         answers: Sequence[str | None] = [None] * len(self.indices)
         if self.names.response is not None:
@@ -73,7 +73,7 @@ class ChatRows(NamedTuple):
         if self.names.context is None and self.names.system is None:
             return prompts
         contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
-        return [_join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
+        return [join_prompt(*parts) for parts in zip(systems, prompts, contexts, strict=True)]
 
     def _read_prompts(self) -> list[str]:
         name = str(self.names.prompt)
@@ -114,7 +114,7 @@ def name_rows(numbers: Sequence[int]) -> str:
     return f"rows {shown}{more}"
 
 
-def _read_messages(value: Any) -> list[Message]:
+def read_messages(value: Any) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:
@@ -129,13 +129,13 @@ def _read_messages(value: Any) -> list[Message]:
 
 def _build_turns(system: str, prompt: str, context: str, answer: str | None) -> list[Message]:
     turns = [{"role": "system", "content": system}] if system.strip() else []
-    turns.append({"role": "user", "content": _join_prompt(prompt, context)})
+    turns.append({"role": "user", "content": join_prompt(prompt, context)})
     if answer is not None:
         turns.append({"role": "assistant", "content": answer})
     return turns
 
 
-def _join_prompt(*parts: str) -> str:
+def join_prompt(*parts: str) -> str:
     """The non-empty parts of a prompt, separated by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 

@@ -34,7 +34,7 @@ class EmbeddingObjective(Objective):
         self._pooling, self._normalizes = pooling, normalizes
         self.has_first_pass = looks_at_update and loss.name in WHOLE
 
-    def first_pass(self, model: Any, batch: Batch) -> Mapping[str, Tensor]:
+    def first_pass(self, model: Any, batch: Batch, context: Context) -> Mapping[str, Tensor]:
         items = self.embed(model, batch)
         rows = {
             "vectors": items.vectors,

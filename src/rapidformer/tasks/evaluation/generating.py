@@ -63,11 +63,28 @@ def check_stop_strings(generation: Generation, tokenizer: Any) -> None:
         ) from None
 
 
+def get_end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return set(ids if isinstance(ids, list) else [ids])
+
+
 def generate(
-    model: nn.Module, batch: Batch, tokenizer: Any, generation: Generation, streamer: Any = None
+    model: nn.Module,
+    batch: Batch,
+    tokenizer: Any,
+    generation: Generation,
+    streamer: Any = None,
+    processors: Any = None,
 ) -> list[list[Any]]:
-    """Per row of the batch, the ids of its answers: new tokens only, as arrays."""
+    """Per row of the batch, the ids of its answers: new tokens only, as arrays.
+
+    ``processors`` change the scores of the next tokens, as transformers' ``logits_processor`` does.
+    """
     options: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+    if processors is not None:
+        options["logits_processor"] = processors
     if generation.stop_strings:
         options["tokenizer"] = tokenizer
     ids = model.generate(  # type: ignore[operator]

@@ -48,6 +48,8 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
         return [ShownRow(name=f"an image of {shape}", fact=_describe(batch, prepared))]
     if "slots" in batch:
         return _view_texts(batch, prepared)
+    if names := prepared.extras.get("row_names"):
+        return [_view_answer_row(batch, prepared, *item) for item in enumerate(names)]
     ids = batch["input_ids"][0]
     if ids.dim() == 2:
         return [
@@ -128,6 +130,21 @@ def _view_texts(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownR
     scores = batch["scores"][0].tolist() if "scores" in batch else []
     shown = ", ".join(f"{score:.6g}" for score in scores)
     return [*rows, ShownRow(fact=f"score: {shown}")] if scores else rows
+
+
+def _view_answer_row(
+    batch: Mapping[str, Any], prepared: PreparedData, place: int, name: str
+) -> ShownRow:
+    """One of the answers that are compared, without its padding."""
+    size = int(batch["attention_mask"][place].sum())
+    ids, labels = batch["input_ids"][place, :size], batch.get("labels")
+    fact = "" if labels is not None else "scored at the last token"
+    if "desirable" in batch:
+        fact = "desirable" if batch["desirable"][place] else "undesirable"
+    if place and "margin" in batch:
+        fact = f"margin: {batch['margin'][place]:.6g}"
+    shown = None if labels is None else labels[place, :size]
+    return ShownRow(name=name, tokens=_read(ids, {}, prepared, shown), fact=fact)
 
 
 def _view_answer(batch: Mapping[str, Any], prepared: PreparedData) -> ShownRow:

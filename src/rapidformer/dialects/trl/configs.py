@@ -1,0 +1,292 @@
+"""The arguments of TRL's trainers: its names and defaults (1.16), and what each is called here.
+
+A row says what becomes of a name, as in ``dialects/huggingface/names.py``; those of
+``TrainingArguments`` mean what they mean there. No torch at the top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+
+from rapidformer.dialects.calls import check_names
+from rapidformer.dialects.huggingface.arguments import TrainingArguments, takes_former_names
+from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
+
+C = TypeVar("C", bound="type[TaskConfig]")
+_PADDING = ignored("rows are padded to the longest of their batch", default="auto")
+_SYNC = refused("the reference is what the run started from")
+_VLLM = refused("answers are drawn by the model itself; there is no inference server")
+_LENGTHS = refused("prompt and answer share max_length")
+
+
+def _takes_other_names(refusals: Mapping[str, str]) -> Callable[[C], C]:
+    """Let a class say why it does not have these names of TRL's; ``vllm_`` stands for many."""
+
+    def decorate(cls: C) -> C:
+        build: Callable[..., None] = cls.__init__
+        fields = inspect.signature(build).parameters.keys()
+
+        @functools.wraps(build)
+        def take(self: TaskConfig, *positional: Any, **named: Any) -> None:
+            unknown = named.keys() - fields
+            problems = [
+                f"{cls.__name__}({name}=...) is not supported: {reason}."
+                for name in sorted(unknown)
+                for start, reason in refusals.items()
+                if name.startswith(start)
+            ]
+            raise_problems(problems)
+            build(self, *positional, **named)
+
+        cls.__init__ = take  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+@dataclass(repr=False)
+class TaskConfig(TrainingArguments):
+    """What the configurations of TRL's trainers share."""
+
+    task: ClassVar[str]
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None  # type: ignore[assignment]
+    learning_rate: float = 1e-6
+    model_init_kwargs: Annotated[dict[str, Any] | str | None, honoured(
+        "passed to from_pretrained() if the model is a name")] = None  # fmt: skip
+    trust_remote_code: Annotated[bool, mapped("trust_remote_code")] = False
+    disable_dropout: Annotated[bool, honoured("off in model and reference")] = True
+    dataset_num_proc: Annotated[int | None, mapped("preprocessing_workers")] = None
+    max_length: Annotated[int | None, mapped("seq_length")] = 1024
+    pad_to_multiple_of: Annotated[int | str | None, _PADDING] = "auto"
+    activation_offloading: Annotated[bool, mapped("activation_offload")] = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model_init_kwargs, str):
+            self.model_init_kwargs = json.loads(self.model_init_kwargs)
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and _has_bf16(self)
+        super().__post_init__()
+        problems: list[str] = []
+        table = self.get_table()
+        changed = {n: v for n in table if (v := getattr(self, n)) != _get_default(self, n)}
+        check_names(type(self).__name__, changed, table, problems)
+        raise_problems(problems)
+
+    @classmethod
+    def get_table(cls) -> dict[str, ForeignName]:
+        """The names that are TRL's own, and what becomes of them."""
+        hints = get_type_hints(cls, include_extras=True)
+        names = [field.name for field in dataclasses.fields(cls)]
+        rows = {n: getattr(hints[n], "__metadata__", (None,))[0] for n in names}
+        theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+        return {n: row for n, row in rows.items() if n not in theirs and row is not None}
+
+    def list_settings(self) -> dict[str, Any]:
+        """The settings that they stand for."""
+        rows = self.get_table().items()
+        named = {row.setting: getattr(self, name) for name, row in rows if row.outcome == "mapped"}
+        return {"task": self.task, **{n: v for n, v in named.items() if v is not None}}
+
+
+def _get_default(config: Any, name: str) -> Any:
+    field = config.__dataclass_fields__[name]
+    make = field.default_factory
+    return make() if make is not dataclasses.MISSING else field.default
+
+
+def _has_bf16(config: Any) -> bool:
+    """Whether the device computes in bf16: TRL's default, which a CPU is better without."""
+    import torch
+
+    is_cuda = torch.cuda.is_available() and not config.use_cpu
+    return is_cuda and torch.cuda.is_bf16_supported()
+
+
+@takes_former_names
+@_takes_other_names({"pad_token": "set tokenizer.pad_token", "padding_free": "leave it out: unpad"})
+@dataclass(repr=False)
+class DPOConfig(TaskConfig):
+    """How to learn from pairs of answers."""
+
+    task: ClassVar[str] = "preference"
+    truncation_mode: Annotated[str, refused("answers are cut at their end")] = "keep_start"
+    precompute_ref_log_probs: Annotated[bool, refused(
+        "`rapidformer --task preference --precompute-reference` has it")] = False  # fmt: skip
+    precompute_ref_batch_size: Annotated[int | None, ignored("nothing is precomputed")] = None
+    loss_type: Annotated[list[str] | str, honoured(
+        "sigmoid, sigmoid_norm, ipo, hinge, robust or apo_zero, alone or with sft",
+        "loss")] = dataclasses.field(default_factory=lambda: ["sigmoid"])  # fmt: skip
+    loss_weights: Annotated[list[float] | None, honoured(
+        "the other loss weighs 1", "sft_weight")] = None  # fmt: skip
+    ld_alpha: Annotated[float | None, refused("every answer counts in full")] = None
+    f_divergence_type: Annotated[str, refused("only reverse_kl")] = "reverse_kl"
+    f_alpha_divergence_coef: Annotated[float, ignored("there is no alpha divergence")] = 0.5
+    label_smoothing: Annotated[float, mapped("label_smoothing")] = 0.0
+    beta: Annotated[float, mapped("beta")] = 0.1
+    use_weighting: Annotated[bool, refused("every pair weighs the same")] = False
+    discopop_tau: Annotated[float, ignored("there is no discopop loss")] = 0.05
+    sync_ref_model: Annotated[bool, _SYNC] = False
+    ref_model_mixup_alpha: Annotated[float, ignored("the reference stays")] = 0.6
+    ref_model_sync_steps: Annotated[int, ignored("the reference stays")] = 512
+
+    def list_settings(self) -> dict[str, Any]:
+        kinds = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        weights = dict(zip(kinds, self.loss_weights or [1.0] * len(kinds), strict=True))
+        sft = weights.pop("sft", 0.0)
+        known = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero")
+        if len(weights) != 1 or set(weights.values()) != {1.0} or not weights.keys() <= {*known}:
+            raise ConfigurationError(
+                f"DPOConfig(loss_type={self.loss_type!r}, loss_weights={self.loss_weights!r}): use "
+                f"one of {', '.join(known)} with the weight 1, alone or with sft."
+            )
+        (kind,) = weights
+        values = {"loss": kind.removesuffix("_norm"), "sft_weight": sft}
+        if kind == "sigmoid_norm":
+            values["length_normalized"] = True
+        return {**super().list_settings(), **values}
+
+
+@takes_former_names
+@dataclass(repr=False)
+class KTOConfig(TaskConfig):
+    """How to learn from single answers that are good or bad."""
+
+    task: ClassVar[str] = "preference"
+    train_sampling_strategy: str = "sequential"
+    precompute_ref_log_probs: Annotated[bool, refused(
+        "`rapidformer --task preference --precompute-reference` has it")] = False  # fmt: skip
+    precompute_ref_batch_size: Annotated[int | None, ignored("nothing is precomputed")] = None
+    loss_type: Annotated[str, refused("only kto")] = "kto"
+    beta: Annotated[float, mapped("beta")] = 0.1
+    desirable_weight: Annotated[float, mapped("desirable_weight")] = 1.0
+    undesirable_weight: Annotated[float, mapped("undesirable_weight")] = 1.0
+    sync_ref_model: Annotated[bool, _SYNC] = False
+    ref_model_mixup_alpha: Annotated[float, ignored("the reference stays")] = 0.6
+    ref_model_sync_steps: Annotated[int, ignored("the reference stays")] = 512
+
+    def list_settings(self) -> dict[str, Any]:
+        return {**super().list_settings(), "loss": "kto"}
+
+
+@takes_former_names
+@_takes_other_names({"pad_token": "set tokenizer.pad_token"})
+@dataclass(repr=False)
+class RewardConfig(TaskConfig):
+    """How to learn to score answers."""
+
+    task: ClassVar[str] = "reward"
+    learning_rate: float = 1e-4
+    chat_template_path: Annotated[str | None, mapped("chat_template")] = None
+    eos_token: Annotated[str | None, refused("the tokenizer's own ends a row")] = None
+    center_rewards_coefficient: Annotated[float | None, mapped("center_rewards_coefficient")] = None
+
+
+@takes_former_names
+@dataclass(repr=False)
+class ORPOConfig(TaskConfig):
+    """How to learn answers and preferences at once, without a reference."""
+
+    task: ClassVar[str] = "preference"
+    max_completion_length: Annotated[int | None, _LENGTHS] = None
+    beta: Annotated[float, mapped("beta")] = 0.1
+    padding_value: Annotated[int | None, ignored("the tokenizer's own")] = None
+    generate_during_eval: Annotated[bool, refused("evaluation compares given answers")] = False
+    is_encoder_decoder: Annotated[bool | None, refused("only decoders")] = None
+
+    def list_settings(self) -> dict[str, Any]:
+        return {**super().list_settings(), "loss": "orpo"}
+
+
+@takes_former_names
+@dataclass(repr=False)
+class CPOConfig(TaskConfig):
+    """SimPO; CPO's own loss is not supported."""
+
+    task: ClassVar[str] = "preference"
+    max_completion_length: Annotated[int | None, _LENGTHS] = None
+    beta: Annotated[float, mapped("beta")] = 0.1
+    label_smoothing: Annotated[float, mapped("label_smoothing")] = 0.0
+    loss_type: Annotated[str, honoured("simpo alone", "loss")] = "sigmoid"
+    cpo_alpha: Annotated[float, mapped("sft_weight")] = 1.0
+    simpo_gamma: Annotated[float, mapped("simpo_gamma")] = 0.5
+    alpha: Annotated[float, refused("AlphaPO's rewards are not supported")] = 0.0
+    generate_during_eval: Annotated[bool, refused("evaluation compares given answers")] = False
+    is_encoder_decoder: Annotated[bool | None, refused("only decoders")] = None
+
+    def list_settings(self) -> dict[str, Any]:
+        if self.loss_type != "simpo":
+            raise ConfigurationError(
+                f"CPOConfig(loss_type={self.loss_type!r}) is not supported: use loss_type='simpo' "
+                "(SimPO as published has cpo_alpha=0), or DPOTrainer."
+            )
+        return {**super().list_settings(), "loss": "simpo"}
+
+
+@takes_former_names
+@_takes_other_names({
+    "vllm_": "answers are drawn by the model itself; there is no inference server",
+    "use_transformers_": "answers are drawn batch by batch", "sapo_": "there is no such loss",
+    "vespo_": "there is no such loss", "entropy_": "there is no entropy bonus",
+    "use_adaptive_entropy": "there is no entropy bonus",
+    "max_tool_calling_iterations": "answers call no tools",
+    "generation_kwargs": "give temperature, top_p, top_k or min_p",
+    "cast_lm_head_to_fp32": "log-probabilities are always computed in fp32",
+})  # fmt: skip
+@dataclass(repr=False)
+class GRPOConfig(TaskConfig):
+    """How to learn from rewards. ``per_device_train_batch_size`` counts answers, as in TRL."""
+
+    task: ClassVar[str] = "grpo"
+    max_length: Annotated[int | None, mapped("seq_length")] = None
+    disable_dropout: Annotated[bool, honoured("always off")] = True
+    num_generations: Annotated[int, mapped("num_generations")] = 8
+    num_generations_eval: Annotated[int | None, refused("the likeliest answer")] = None
+    max_completion_length: Annotated[int, mapped("max_new_tokens")] = 512
+    shuffle_dataset: Annotated[bool, honoured("the order of the prompts")] = True
+    generation_batch_size: Annotated[int | None, refused("that of an update")] = None
+    steps_per_generation: Annotated[int | None, refused("that of an update")] = None
+    temperature: Annotated[float, mapped("temperature")] = 1.0
+    top_p: Annotated[float, mapped("top_p")] = 1.0
+    top_k: Annotated[int, honoured("0 = all", "top_k")] = 0
+    min_p: Annotated[float | None, mapped("min_p")] = None
+    repetition_penalty: Annotated[float, refused("it would change the probabilities")] = 1.0
+    chat_template_kwargs: Annotated[dict[str, Any] | None, honoured(
+        "variables of the chat template", "chat_template_kwargs")] = None  # fmt: skip
+    use_vllm: Annotated[bool, _VLLM] = False
+    beta: Annotated[float, mapped("beta")] = 0.0
+    num_iterations: Annotated[int, mapped("updates_per_generation")] = 1
+    epsilon: Annotated[float, mapped("clip_epsilon")] = 0.2
+    epsilon_high: Annotated[float | None, mapped("clip_epsilon_high")] = None
+    delta: Annotated[float | None, refused("ratios have one bound")] = None
+    importance_sampling_level: Annotated[str, refused("only token")] = "token"
+    reward_weights: Annotated[list[float] | None, mapped("reward_weights")] = None
+    multi_objective_aggregation: Annotated[str, refused(
+        "rewards are added up first")] = "sum_then_normalize"  # fmt: skip
+    scale_rewards: Annotated[str | bool, honoured(
+        "True = group, False = none", "scale_rewards")] = "group"  # fmt: skip
+    loss_type: Annotated[str, mapped("loss")] = "dapo"
+    mask_truncated_completions: Annotated[bool, refused("every answer counts")] = False
+    sync_ref_model: Annotated[bool, _SYNC] = False
+    top_entropy_quantile: Annotated[float, refused("every token counts")] = 1.0
+    off_policy_mask_threshold: Annotated[float | None, refused("every answer counts")] = None
+    use_bias_correction_kl: Annotated[bool, mapped("kl_correction")] = True
+    log_completions: Annotated[bool, ignored("an answer is in the log now and then")] = False
+    num_completions_to_print: Annotated[int | None, ignored("one")] = None
+
+    def list_settings(self) -> dict[str, Any]:
+        scale = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        values: dict[str, Any] = {"scale_rewards": scale, "top_k": self.top_k or None}
+        if not self.shuffle_dataset:
+            values["dataloader_type"] = "single"
+        if self.chat_template_kwargs:
+            values["chat_template_kwargs"] = json.dumps(self.chat_template_kwargs)
+        return {**super().list_settings(), **values}

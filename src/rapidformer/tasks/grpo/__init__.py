@@ -1,0 +1,1 @@
+"""Learning from rewards: the model answers prompts, and functions of the user score the answers."""

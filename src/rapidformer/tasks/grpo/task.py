@@ -1,0 +1,234 @@
+"""The task ``grpo``: prompts and reward functions instead of answers to learn.
+
+The model itself draws the answers, on the GPUs that train it. That is honest up to a few billion
+parameters on one GPU or data parallel; larger models need an inference server, which this task does
+not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError
+from rapidformer.tasks.base import Batch, PreparedData, Record
+from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
+from rapidformer.tasks.chat.columns import (
+    CONTEXT,
+    MESSAGES,
+    PROMPT,
+    SYSTEM,
+    TOOLS,
+    ChatColumns,
+    as_optional,
+    find_chat_columns,
+    holds_turns,
+)
+from rapidformer.tasks.grpo.rewards import (
+    RewardFunction,
+    add_up,
+    load_reward_functions,
+    read_answers,
+    score,
+)
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.preference.preference import without_dropout
+from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.rows import RowList, get_column_names, get_splits
+from rapidformer.tasks.text.text import (
+    TEXT,
+    TextParts,
+    build_text_collator,
+    get_context_length,
+    load_text_parts,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.objectives import Objective
+
+_DEFAULT_NEW_TOKENS = 256
+
+
+class Grpo(CausalLM):
+    name = "grpo"
+    aliases = ("rl", "reinforcement_learning")
+    description = "learn from a reward function that scores the model's own answers to prompts"
+    notes = (
+        "Micro-batches count prompts: each has `--num-generations` answers. The model's dropout is "
+        "off. `eval_reward` is that of the most likely answer."
+    )
+    columns = (as_optional(TEXT), MESSAGES, as_optional(PROMPT), CONTEXT, SYSTEM, TOOLS)
+    best_metric, greater_is_better = "reward", True
+    metrics = ("reward", "mean_length")
+
+    def __init__(self, functions: Sequence[RewardFunction] | None = None) -> None:
+        """With functions of a script, or else those of ``--reward-function``."""
+        self._functions = functions
+
+    def _get_functions(self, args: Settings) -> Sequence[RewardFunction]:
+        return load_reward_functions(args) if self._functions is None else self._functions
+
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        columns = find_prompts(rows, args)
+        if columns is None:
+            find_column(TEXT, get_column_names(rows), args)
+        if has_answers:
+            for function in self._get_functions(args):
+                function.check(get_column_names(rows))
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        self._get_functions(args)  # before anything slow
+        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
+        args = parts.args
+        functions = self._get_functions(args)
+        check_is_causal(parts.config, args)
+        new_tokens = get_new_tokens(args, parts.tokenizer, parts.config)
+        limit = args.seq_length or get_context_length(parts.tokenizer, parts.config)
+        features, stop_id = {}, None
+        for split, table in tables.items():
+            rows = [dict(row) for row in table]
+            for function in functions:
+                function.check(get_column_names(rows))
+            features[split], stop_id = encode_prompts(
+                rows, split, parts.tokenizer, limit - new_tokens, args
+            )
+        extras = {
+            "mode": "reward", "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
+        }  # fmt: skip
+        collate = PromptCollator(build_text_collator(parts.tokenizer, side="left"))
+        return parts.prepare(features, extras, collate=collate)
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        # Answers are drawn without dropout: with it, they would be those of another model.
+        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
+
+    def build_objective(self, args: Settings) -> Objective:
+        parts = load_text_parts(args)
+        return self.build(args, parts.tokenizer, parts.config)
+
+    def build(self, args: Settings, tokenizer: Any, config: Any) -> Objective:
+        """The objective of a model with this tokenizer and configuration."""
+        from rapidformer.tasks.grpo.objective import GrpoLoss, GrpoObjective
+        from rapidformer.tasks.grpo.rollouts import Rollouts
+        from rapidformer.tasks.grpo.sampling import Sampling
+
+        new_tokens = get_new_tokens(args, tokenizer, config)
+        sampling = Sampling.read(args, new_tokens)
+        rollouts = Rollouts(
+            sampling, self._get_functions(args), tokenizer, size=args.num_generations,
+            scale=args.scale_rewards, keeps=args.updates_per_generation > 1,
+            show_every=int(args.log_interval) if args.log_interval >= 1 else 10,
+        )  # fmt: skip
+        loss = GrpoLoss(
+            kind=args.loss or "dapo", epsilon=args.clip_epsilon,
+            epsilon_high=args.clip_epsilon_high, beta=args.beta or 0.0,
+            corrects_kl=args.kl_correction, max_tokens=new_tokens,
+        )  # fmt: skip
+        return GrpoObjective(loss, rollouts, sampling.temperature)
+
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
+        return {"reference": self.build_model(args, prepared)} if args.beta else {}
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        if prepared.extras["mode"] != "reward":
+            return super().evaluate_step(model, batch, prepared)
+        from rapidformer.tasks.grpo.sampling import generate_whole
+
+        functions, tokenizer = prepared.extras["functions"], prepared.processor
+        found = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])
+        pairs = zip(found, batch["rows"], strict=True)
+        answers = [a for ids, row in pairs for a in read_answers([ids], row, tokenizer)]
+        rewards = [add_up(values, functions) for values in score(functions, answers)]
+        lengths = map(len, found)
+        return [
+            {"loss": 0.0, "count": 0, "reward": reward, "length": length}
+            for reward, length in zip(rewards, lengths, strict=True)
+        ]
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        return RewardTally()
+
+
+class RewardTally(Tally):
+    """The mean reward and length of answers."""
+
+    _reward, _length = 0.0, 0
+
+    def add(self, records: Sequence[Record]) -> None:
+        self._reward += sum(record["reward"] for record in records)
+        self._length += sum(record["length"] for record in records)
+        self.examples += len(records)
+
+    def score(self) -> dict[str, float]:
+        count = max(self.examples, 1)
+        return {"reward": self._reward / count, "mean_length": self._length / count}
+
+    def compute(self) -> dict[str, float]:
+        return self.score()
+
+
+class PromptCollator:
+    """Prompts padded on the left, with their rows and the seeds of their answers."""
+
+    def __init__(self, pad: Any) -> None:
+        self.pad = pad
+
+    def __call__(self, items: list[Any]) -> Batch:
+        from rapidformer.data.random_numbers import get_sample_seeds
+
+        batch: Batch = self.pad([{"input_ids": item["input_ids"]} for item in items])
+        rows: Any = [item["row"] for item in items]
+        seeds: Any = list(get_sample_seeds(len(items)))
+        return {**batch, "rows": rows, "seeds": seeds}
+
+
+def find_prompts(rows: Any, args: Settings) -> ChatColumns | None:
+    """The columns of the prompts, which may be texts or messages; None if they are plain text."""
+    columns = find_chat_columns(rows, args, TEXT, has_answers=False)
+    if columns is not None and columns.prompt is not None and holds_turns(rows, columns.prompt):
+        return ChatColumns(messages=columns.prompt, tools=columns.tools)
+    return columns
+
+
+def get_new_tokens(args: Settings, tokenizer: Any, config: Any) -> int:
+    """The longest answer in tokens."""
+    limit = args.seq_length or get_context_length(tokenizer, config)
+    new_tokens: int = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
+    if new_tokens >= limit:
+        raise ConfigurationError(
+            f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: use "
+            f"at most {limit - 1}."
+        )
+    return new_tokens
+
+
+def encode_prompts(
+    rows: list[dict[str, Any]], split: str, tokenizer: Any, length: int, args: Settings
+) -> tuple[RowList, int | None]:
+    """Items of prompts with what their reward functions get, and the token that ends a turn."""
+    from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions
+
+    columns = find_prompts(rows, args)
+    if columns is None:
+        name = str(find_column(TEXT, get_column_names(rows), args))
+        features, extras = encode_beginnings(rows, tokenizer, length, args)
+        prompts = [row[name] for row in rows]
+    else:
+        name = str(columns.messages or columns.prompt)
+        features, extras = encode_questions(rows, columns, tokenizer, length, args, split)
+        prompts = [shown[name] for shown in extras["shown"]]
+    names = get_column_names(rows)
+    items = RowList()
+    for number, (feature, row, prompt) in enumerate(zip(features, rows, prompts, strict=True), 1):
+        others = {column: row.get(column) for column in names if column != name}
+        facts = {"prompt": prompt, "columns": others, "place": f"{split}, row {number}"}
+        items.append({"input_ids": list(feature["input_ids"]), "row": facts})
+    return items, extras.get("stop_id")

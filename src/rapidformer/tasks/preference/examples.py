@@ -1,0 +1,231 @@
+"""Read rows of preferences: a prompt and its answers, as texts or as turns; errors name the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rapidformer.errors import DataError
+from rapidformer.tasks.chat.turns import (
+    BadRowError,
+    Message,
+    is_empty,
+    join_prompt,
+    read_messages,
+)
+from rapidformer.tasks.preference.columns import PreferenceColumns
+
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+
+
+class Example(NamedTuple):
+    """A prompt and its answers: the better one first, or a single one."""
+
+    number: int
+    """The row's, from 0."""
+    prompt: str | list[Message]
+    answers: tuple[str | list[Message], ...]
+    system: str = ""
+    context: str = ""
+    tools: Any = None
+    variables: Mapping[str, Any] | None = None
+    margin: float = 0.0
+    is_good: bool | None = None
+    """The label of a single answer."""
+
+    def get_turns(self, answer: int) -> list[Message]:
+        """The conversation up to and including an answer; only of examples with turns."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = join_prompt(prompt, self.context)
+        turns = [*_as_turns(prompt, "user"), *_as_turns(self.answers[answer], "assistant")]
+        if self.system.strip() and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self.system})
+        return turns
+
+    def count_answers(self, answer: int) -> int:
+        """The assistant's turns after the prompt."""
+        turns = _as_turns(self.answers[answer], "assistant")
+        return sum(turn["role"] == "assistant" and not is_empty(turn) for turn in turns)
+
+
+def read_examples(
+    cells: Mapping[str, Sequence[Any]], indices: Sequence[int], split: str, names: PreferenceColumns
+) -> Iterator[Example]:
+    """The examples of some rows, of columns of cells."""
+    for place, number in enumerate(indices):
+        row = {name: values[place] for name, values in cells.items()}
+        try:
+            yield _read_row(row, number, names)
+        except BadRowError as reason:
+            raise DataError(f"{split}, row {number + 1}: {reason}.") from None
+
+
+def unpair(example: Example) -> list[Example]:
+    """The answers of a pair as examples with a label each."""
+    if len(example.answers) == 1:
+        return [example]
+    return [
+        example._replace(answers=(answer,), is_good=place == 0)
+        for place, answer in enumerate(example.answers)
+    ]
+
+
+def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> Example:
+    read = _read_turns_or_text if names.has_turns else _read_text
+    prompt: str | list[Message] = ""
+    if names.messages is not None:
+        prompt = _read_cell(row, names.messages, read_messages)
+    elif names.prompt is not None:
+        prompt = _read_cell(row, names.prompt, read)
+    if names.is_pair:
+        rejected = _read_cell(row, names.rejected, read)
+        chosen, prompt = (
+            (_read_cell(row, names.chosen, read), prompt)
+            if names.chosen is not None
+            else _split_last_answer(prompt, names)
+        )
+        prompt, answers = _find_prompt(prompt, chosen, rejected, names)
+    else:
+        answer, prompt = (
+            (_read_cell(row, names.response, read), prompt)
+            if names.response is not None
+            else _split_last_answer(prompt, names)
+        )
+        answers = (answer,)
+    for name, answer in zip((names.chosen, names.rejected), answers, strict=False):
+        column = name or names.response or names.messages
+        if _says_nothing(answer):
+            raise BadRowError(f"the column {column} holds an empty answer")
+    return Example(
+        number, prompt, answers,
+        system=_read_optional(row, names.system), context=_read_optional(row, names.context),
+        tools=row.get(names.tools or ""), variables=_read_variables(row, names.variables),
+        margin=_read_margin(row, names.margin), is_good=_read_label(row, names.label),
+    )  # fmt: skip
+
+
+def _find_prompt(
+    prompt: str | list[Message],
+    chosen: str | list[Message],
+    rejected: str | list[Message],
+    names: PreferenceColumns,
+) -> tuple[str | list[Message], tuple[str | list[Message], ...]]:
+    """The prompt and both answers without it."""
+    is_whole = all(isinstance(a, list) and a and a[0]["role"] != "assistant"
+                   for a in (chosen, rejected))  # fmt: skip
+    if is_whole:  # both repeat the prompt, whether it has a column or not
+        # At least one turn each is the answer.
+        count = min(_count_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+        return chosen[:count], (chosen[count:], rejected[count:])
+    if names.has_prompt:
+        return prompt, (chosen, rejected)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        end = _find_common_words(chosen, rejected)
+        return chosen[:end], (chosen[end:], rejected[end:])
+    raise BadRowError(
+        f"the columns {names.chosen} and {names.rejected} begin with an answer, and no column has "
+        "the prompt"
+    )
+
+
+def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _find_common_words(first: str, second: str) -> int:
+    """Where two texts part, cut back to a word; the space before it belongs to the answer."""
+    place = _count_common(first, second)
+    if first != second and place in (len(first), len(second)):
+        place -= 1  # one begins with the other: its last word is its answer
+    while place and not first[place - 1].isspace() and first != second:
+        place -= 1
+    return place - 1 if place and first[place - 1] == " " else place
+
+
+def _split_last_answer(
+    turns: str | list[Message], names: PreferenceColumns
+) -> tuple[list[Message], list[Message]]:
+    """The answer that ends a conversation, and what comes before it."""
+    assert isinstance(turns, list)
+    if not turns or turns[-1]["role"] != "assistant":
+        raise BadRowError(f"the column {names.messages} does not end with an answer")
+    return turns[-1:], turns[:-1]
+
+
+def _as_turns(value: str | list[Message], role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _says_nothing(answer: str | list[Message]) -> bool:
+    turns = _as_turns(answer, "assistant")
+    return not any(turn["role"] == "assistant" and not is_empty(turn) for turn in turns)
+
+
+# ---- cells -------------------------------------------------------------------------------------
+
+
+def _read_cell(row: Mapping[str, Any], name: str | None, read: Callable[[Any], Any]) -> Any:
+    assert name is not None
+    if row.get(name) is None:
+        raise BadRowError(f"the column {name} is empty: every row needs one")
+    try:
+        return read(row[name])
+    except BadRowError as reason:
+        raise BadRowError(f"the column {name} {reason}") from None
+
+
+def _read_text(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        raise BadRowError(f"must hold text as in other rows, not a {type(value).__name__}")
+    return value if isinstance(value, str) else str(value)
+
+
+def _read_turns_or_text(value: Any) -> str | list[Message]:
+    """Turns, one turn, either of them as JSON, or a plain text."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("[{", '{"')):
+            return value
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value)
+    return read_messages([value] if isinstance(value, Mapping) else value)
+
+
+def _read_optional(row: Mapping[str, Any], name: str | None) -> str:
+    value = row.get(name or "")
+    return "" if value is None else str(value)
+
+
+def _read_label(row: Mapping[str, Any], name: str | None) -> bool | None:
+    if name is None:
+        return None
+    value = row.get(name)
+    known = _TRUTHS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    if known is None:
+        raise BadRowError(f"the column {name} must hold true or false, not {value!r}")
+    return known
+
+
+def _read_margin(row: Mapping[str, Any], name: str | None) -> float:
+    value = row.get(name or "")
+    if value is None:
+        return 0.0
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise BadRowError(f"the column {name} must hold a number, not {value!r}") from None
+
+
+def _read_variables(row: Mapping[str, Any], name: str | None) -> Mapping[str, Any] | None:
+    value = row.get(name or "")
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = ""
+    if value is not None and not isinstance(value, Mapping):
+        raise BadRowError(f"the column {name} must hold variables by name, as a JSON object")
+    return value and {key: item for key, item in value.items() if item is not None}

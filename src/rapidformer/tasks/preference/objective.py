@@ -1,0 +1,306 @@
+"""What is learnt from preferences. Every mean is over the pairs (or answers) of the whole update.
+
+A batch of pairs has interleaved rows: 2i is the better answer of pair i, 2i + 1 the worse one.
+KTO's baseline compares prompts with answers that do not belong to them: with those before them in
+the update, whichever micro-batch and process they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.data.batch import get_host_copy
+from rapidformer.data.update import MicroBatch
+from rapidformer.models.configuration import get_position_limit
+from rapidformer.objectives import Context, Objective, Term, Terms
+from rapidformer.objectives.logprobs import get_token_logprobs
+from rapidformer.objectives.objective import Count
+from rapidformer.objectives.reference import REFERENCE, get_reference_logprobs
+from rapidformer.tasks.base import IGNORED_LABEL
+from rapidformer.tasks.preference.losses import (
+    LossSettings,
+    compute_kto_losses,
+    compute_log_odds,
+    compute_pair_losses,
+    compute_reward_losses,
+)
+
+_OWN = ("labels", "margin", "desirable", "reference_logps")
+"""What a batch has besides the model's inputs."""
+
+
+@dataclass
+class PairScores:
+    """One value for each pair."""
+
+    losses: Tensor
+    shown: dict[str, Tensor] = field(default_factory=dict)
+    """What the losses are made of, by TRL's names."""
+    likelihood: tuple[Tensor, Tensor] | None = None
+    """The negative log-likelihood of the better answers, and how many tokens it has."""
+
+
+class PairObjective(Objective):
+    """To prefer one answer to another."""
+
+    def __init__(self, settings: LossSettings) -> None:
+        self.settings = settings
+        self.frozen = (REFERENCE,) if settings.needs_reference else ()
+        is_orpo = settings.name == "orpo"
+        self._names = (
+            ("odds_ratio_loss", "nll_loss") if is_orpo else ("preference_loss", "sft_loss")
+        )
+        self._weights = (settings.beta, 1.0) if is_orpo else (1.0, settings.sft_weight)
+
+    @property
+    def has_likelihood(self) -> bool:
+        return self._weights[1] > 0
+
+    @property
+    def likelihood_name(self) -> str | None:
+        return self._names[1] if self.has_likelihood else None
+
+    def score(self, model: Any, batch: Any, context: Context) -> PairScores:
+        """The loss of each pair, and what TRL reports of it."""
+        settings, labels = self.settings, batch["labels"]
+        read = self._get_read_labels(batch)
+        tokens = get_token_logprobs(model, get_inputs(batch), read)
+        is_answer = labels != IGNORED_LABEL
+        logps = tokens.where(is_answer, 0.0).sum(1)
+        lengths = is_answer.sum(1).clamp(min=1)
+        ratios = logps
+        if settings.needs_reference:
+            ratios = logps - get_reference_logprobs(context, _get_reference_inputs(batch), labels)
+        means = ratios / lengths if settings.is_normalized else ratios
+        losses = compute_pair_losses(*split_pairs(means), settings)
+        # TRL shows sums where there is a reference, and means over tokens where there is none.
+        rewards = settings.beta * (ratios if settings.needs_reference else means)
+        shown = {
+            **describe_rewards(*split_pairs(rewards.detach())),
+            **_name_pairs("logps", (logps if settings.needs_reference else means).detach()),
+        }
+        if settings.name == "orpo":
+            shown |= {
+                "log_odds_ratio": -losses.detach(),
+                "log_odds_chosen": compute_log_odds(*split_pairs(means.detach())),
+            }
+        scores = PairScores(losses, shown)
+        if self.has_likelihood:
+            counts = (read[:, 1:] != IGNORED_LABEL).sum(1)
+            scores.likelihood = -tokens.sum(1)[::2], counts[::2]
+        return scores
+
+    def compute(self, model: Any, batch: Any, context: Context) -> Terms:
+        scores = self.score(model, batch, context)
+        pairs = len(scores.losses)
+        terms = {name: Term.from_sum(v.sum(), pairs, 0.0) for name, v in scores.shown.items()}
+        if scores.likelihood is None:
+            return {**terms, "loss": Term.from_sum(scores.losses.sum(), pairs)}
+        (name, other), (weight, other_weight) = self._names, self._weights
+        total, count = scores.likelihood
+        return {
+            **terms,
+            name: Term.from_sum(scores.losses.sum(), pairs, weight),
+            other: Term.from_sum(total.sum(), count.sum(), other_weight),
+        }
+
+    def count(self, micro_batch: MicroBatch) -> Mapping[str, Count]:
+        if not self.has_likelihood:
+            return {}
+        read = self._get_read_labels(micro_batch.batch)[::2, 1:]
+        name, other = self._names
+        return {name: len(read), other: (read != IGNORED_LABEL).sum()}
+
+    def combine(self, loss: float, likelihood: float) -> float:
+        """The whole loss of means over all the data."""
+        return self._weights[0] * loss + self._weights[1] * likelihood
+
+    def _get_read_labels(self, batch: Any) -> Tensor:
+        """The tokens whose log-probabilities are needed: ORPO learns better rows as a whole."""
+        labels: Tensor = batch["labels"]
+        if self.settings.name != "orpo":
+            return labels
+        whole = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL)
+        is_better = torch.arange(len(labels), device=labels.device) % 2 == 0
+        return torch.where(is_better[:, None], whole, labels)
+
+
+class RewardObjective(Objective):
+    """To score one answer higher than another."""
+
+    def __init__(self, centering: float = 0.0) -> None:
+        self.centering = centering
+
+    def score(self, model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of each pair and the rewards of its answers."""
+        rewards = model(**get_inputs(batch)).logits.float().squeeze(-1)
+        chosen, rejected = split_pairs(rewards)
+        margin = batch["margin"][::2] if "margin" in batch else None
+        return compute_reward_losses(chosen, rejected, margin, self.centering), chosen, rejected
+
+    def compute(self, model: Any, batch: Any, context: Context) -> Terms:
+        losses, chosen, rejected = self.score(model, batch)
+        pairs = len(losses)
+        shown = {
+            "accuracy": (chosen > rejected).float(), "margin": chosen - rejected,
+            "mean_reward": (chosen + rejected) / 2,
+        }  # fmt: skip
+        terms = {name: Term.from_sum(v.detach().sum(), pairs, 0.0) for name, v in shown.items()}
+        return {**terms, "loss": Term.from_sum(losses.sum(), pairs)}
+
+
+class KTOObjective(Objective):
+    """To give good answers more probability, and bad ones less, than a baseline gets."""
+
+    frozen = (REFERENCE,)
+    has_first_pass = True
+
+    def __init__(self, settings: LossSettings, max_length: int | None = None) -> None:
+        self.settings, self._max_length = settings, max_length
+
+    def exchange(self, batch: Any) -> Mapping[str, Tensor]:
+        """The answers of these rows, for the prompts of others."""
+        ids, labels, starts, lengths = _read_rows(batch)
+        sizes = lengths - starts
+        places = torch.arange(int(sizes.max()))
+        index = (starts[:, None] + places).clamp(max=ids.shape[1] - 1)
+        is_real = places < sizes[:, None]
+        device = batch["input_ids"].device
+        return {
+            "ids": ids.gather(1, index).where(is_real, IGNORED_LABEL).to(device),
+            "labels": labels.gather(1, index).where(is_real, IGNORED_LABEL).to(device),
+        }
+
+    def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
+        """How much more likely than in the reference an answer to another prompt is."""
+        inputs, labels = self._mismatch(model, batch, context)
+        return {
+            "ratio": self._get_ratios(model, inputs, labels, context),
+            "desirable": batch["desirable"],
+        }
+
+    def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        desirable = rows["desirable"].sum()
+        return {
+            "kl": compute_baseline(rows["ratio"]),
+            "desirable": desirable,
+            "undesirable": len(rows["desirable"]) - desirable,
+        }
+
+    def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor]:
+        """Of each answer: how much more likely than in the reference it is, and how likely."""
+        inputs, labels = get_inputs(batch), batch["labels"]
+        logps = get_token_logprobs(model, inputs, labels).sum(1)
+        return logps - get_reference_logprobs(context, _get_reference_inputs(batch), labels), logps
+
+    def score_others(self, model: Any, batch: Any, context: Context) -> Tensor:
+        """The same of answers to other prompts that the batch brings, in an evaluation."""
+        inputs = {name: batch[f"other_{name}"] for name in ("input_ids", "attention_mask")}
+        return self._get_ratios(model, inputs, batch["other_labels"], context)
+
+    def compute(self, model: Any, batch: Any, context: Context) -> Terms:
+        ratios, logps = self.score(model, batch, context)
+        is_good = batch["desirable"].bool()
+        update, rows = context.rows, len(ratios)
+        losses = compute_kto_losses(ratios, is_good, update["kl"], self.settings)
+        rewards, logps = self.settings.beta * ratios.detach(), logps.detach()
+        terms = {"kl": Term(update["kl"], rows, 0.0)}
+        for name, of in (("chosen", is_good), ("rejected", ~is_good)):
+            for kind, values in (("rewards", rewards), ("logps", logps)):
+                total = values.where(of, 0.0).sum()
+                terms[f"{kind}/{name}"] = Term.from_sum(total, of.sum(), 0.0)
+        terms["rewards/margins"] = _get_margin(rewards, is_good, update)
+        return {**terms, "loss": Term.from_sum(losses.sum(), rows)}
+
+    def compute_loss(self, ratio: float, is_good: bool, baseline: float) -> float:
+        """The loss of one answer."""
+        ratios, baselines = (torch.tensor(v, dtype=torch.float64) for v in (ratio, baseline))
+        return float(compute_kto_losses(ratios, torch.tensor(is_good), baselines, self.settings))
+
+    def _get_ratios(
+        self, model: Any, inputs: Mapping[str, Tensor], labels: Tensor, context: Context
+    ) -> Tensor:
+        logps = get_token_logprobs(model, inputs, labels).sum(1)
+        return logps - get_reference_logprobs(context, inputs, labels)
+
+    def _mismatch(
+        self, model: Any, batch: Any, context: Context
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Each prompt with the answer of the row before it in the update."""
+        assert context.places is not None
+        ids, _, starts, _ = _read_rows(batch)
+        device = batch["input_ids"].device
+        answers, labels = context.rows["ids"], context.rows["labels"]
+        others = (context.places - 1) % len(answers)
+        width = int(starts.max()) + answers.shape[1]
+        limits = (self._max_length, get_position_limit(model.config))
+        width = min(width, *(limit for limit in limits if limit is not None))
+        places = torch.arange(width, device=device)
+        begins = starts.to(device)[:, None]
+        index = (places - begins).clamp(0, answers.shape[1] - 1)
+        is_prompt = places < begins
+        is_in = places - begins < answers.shape[1]
+        prompts = functional.pad(ids.to(device), (0, max(0, width - ids.shape[1])))[:, :width]
+        tail = answers[others].gather(1, index).where(is_in, IGNORED_LABEL)
+        mixed = torch.where(is_prompt, prompts, tail)
+        kept = labels[others].gather(1, index).where(is_in & ~is_prompt, IGNORED_LABEL)
+        mask = mixed != IGNORED_LABEL
+        inputs = {"input_ids": mixed.where(mask, 0), "attention_mask": mask.long()}
+        return inputs, kept
+
+
+def compute_baseline(ratios: Tensor) -> Tensor:
+    """KTO's z: zero at least, and for a single answer, which has no other prompt."""
+    return ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
+
+
+def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) -> Term:
+    """The mean reward of good answers less that of bad ones, as a mean over all answers."""
+    good, bad = update["desirable"], update["undesirable"]
+    total = good + bad
+    shares = torch.where(is_good, total / good.clamp(min=1), -total / bad.clamp(min=1))
+    return Term.from_sum((rewards * shares).sum(), len(rewards) * (good > 0) * (bad > 0), 0.0)
+
+
+def describe_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """TRL's figures of two rewards."""
+    return {
+        "rewards/chosen": chosen, "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        "rewards/margins": chosen - rejected,
+    }  # fmt: skip
+
+
+def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of better and of worse answers."""
+    return rows[::2], rows[1::2]
+
+
+def get_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the model is called with."""
+    return {
+        name: value for name, value in batch.items()
+        if name not in _OWN and not name.startswith("other_")
+    }  # fmt: skip
+
+
+def _get_reference_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same for the reference, with what was computed before."""
+    known = {name: batch[name] for name in ("reference_logps",) if name in batch}
+    return {**get_inputs(batch), **known}
+
+
+def _name_pairs(kind: str, rows: Tensor) -> dict[str, Tensor]:
+    return dict(zip((f"{kind}/chosen", f"{kind}/rejected"), split_pairs(rows), strict=True))
+
+
+def _read_rows(batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens and labels on the host, where each row's answer begins and where the row ends."""
+    ids, labels, mask = (get_host_copy(batch[n]) for n in ("input_ids", "labels", "attention_mask"))
+    return ids, labels, (labels != IGNORED_LABEL).int().argmax(1), mask.sum(1)

@@ -1,0 +1,181 @@
+"""Learn which of two answers is better, or whether an answer is good: DPO and its relatives.
+
+The reference is what the run started from. Dropout is off unless it is asked for: policy and
+reference must differ by what was learnt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
+from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
+from rapidformer.tasks.evaluation.generating import generate_records
+from rapidformer.tasks.preference.columns import (
+    ANSWER,
+    LABEL,
+    PAIR_ROLES,
+    find_preference_columns,
+)
+from rapidformer.tasks.rows.rows import get_splits, to_rows
+from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.objectives import Objective
+    from rapidformer.tasks.metrics.tally import Tally
+
+
+class Preference(CausalLM):
+    name = "preference"
+    aliases = ("dpo", "kto", "orpo", "simpo", "preferences")
+    description = (
+        "learn which of two answers is better (DPO, IPO, SimPO, ORPO, ...) or whether an answer "
+        "is good (KTO)"
+    )
+    notes = (
+        "Every loss is a mean over the pairs of the global batch; KTO's baseline is that of the "
+        "global batch, too. ORPO's likelihood is that of prompt and chosen answer, per token."
+    )
+    columns = (*PAIR_ROLES, ANSWER, LABEL)
+    best_metric = "loss"
+    metrics = (
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+        "logps/chosen", "logps/rejected", "sft_loss", "nll_loss", "log_odds_ratio",
+        "log_odds_chosen", "kl",
+    )  # fmt: skip
+    smooths_labels = False
+
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        if has_answers:
+            find_preference_columns(rows, args, may_be_single=args.loss == "kto")
+        else:
+            super().check_columns(rows, args, has_answers=False)
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
+        from rapidformer.tasks.preference.features import (
+            AnswerCollator,
+            PairCollator,
+            RotatedRows,
+            build_preference_encoder,
+            encode_preferences,
+        )
+
+        args = parts.args
+        check_is_causal(parts.config, args)
+        is_paired = args.loss != "kto"
+        columns = find_preference_columns(
+            next(iter(tables.values())), args, may_be_single=not is_paired
+        )
+        encoder = build_preference_encoder(
+            parts.tokenizer, columns, args, parts.length, is_paired=is_paired
+        )
+        features = {
+            split: encode_preferences(rows, split, encoder, args.preprocessing_workers)
+            for split, rows in tables.items()
+        }
+        labelled = {split: rows is not None for split, rows in features.items()}
+        for split, rows in features.items():
+            # An evaluation compares prompts with the answers before them in the split.
+            if rows is not None and not is_paired and split != "train":
+                features[split] = RotatedRows(rows, parts.length)
+        pad = build_text_collator(parts.tokenizer, side="right")
+        names = ("chosen", "rejected") if is_paired else ("answer",)
+        collate: Any = (
+            PairCollator(pad, ("input_ids", "labels")) if is_paired else AnswerCollator(pad)
+        )
+        extras = {
+            "mode": "evaluate", "labelled": labelled, "stop_id": encoder.chat.get_stop_id(),
+            "row_names": names, "objective": self.build_objective(args), "frozen": {},
+        }  # fmt: skip
+        return parts.prepare(features, extras, collate=collate)
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
+
+    def build_objective(self, args: Settings) -> Objective:
+        from rapidformer.tasks.preference.losses import LossSettings
+        from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
+
+        settings = LossSettings.read(args)
+        if settings.name == "kto":
+            return KTOObjective(settings, args.seq_length)
+        return PairObjective(settings)
+
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
+        from rapidformer.objectives.reference import REFERENCE
+
+        if not self.build_objective(args).frozen:
+            return {}
+        return {REFERENCE: self.build_model(args, prepared)}
+
+    def build_compared_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
+        from rapidformer.objectives.reference import REFERENCE
+
+        if not self.build_objective(args).frozen:
+            return {}
+        start = args.reference_model
+        if start is None:
+            raise ConfigurationError(
+                f"--loss {args.loss or 'sigmoid'} compares a model with the one that its run "
+                "started from, and this folder does not say which: name it with --reference-model."
+            )
+        source = "the reference"
+        there = args.replace(
+            source, load=start, pretrained_model_name_or_path=start, lora_rank=None,
+            peft_config=None,
+        )  # fmt: skip
+        return {REFERENCE: self.build_model(there, prepared)}
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.objectives import Context
+        from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
+
+        if prepared.extras["mode"] == "predict":
+            return generate_records(model, batch, prepared)
+        objective, context = prepared.extras["objective"], Context(frozen=prepared.extras["frozen"])
+        if isinstance(objective, KTOObjective):
+            ratios, logps = objective.score(model, batch, context)
+            others = objective.score_others(model, batch, context)
+            columns = {"ratio": ratios.tolist(), "logp": logps.tolist(), "other": others.tolist()}
+            columns["is_good"] = batch["desirable"].bool().tolist()
+            return [{**row, "loss": 0.0, "count": 1} for row in to_rows(columns)]
+        assert isinstance(objective, PairObjective)
+        scores = objective.score(model, batch, context)
+        shown = to_rows({name: values.tolist() for name, values in scores.shown.items()})
+        columns = {"loss": scores.losses.tolist(), "shown": shown, "count": [1] * len(shown)}
+        if scores.likelihood is not None:
+            columns["likelihood"] = scores.likelihood[0].tolist()
+            columns["tokens"] = scores.likelihood[1].tolist()
+        return to_rows(columns)
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.preference.metrics import AnswerTally, PairTally
+        from rapidformer.tasks.preference.objective import KTOObjective
+
+        objective = prepared.extras["objective"]
+        if isinstance(objective, KTOObjective):
+            return AnswerTally(objective.settings.beta, objective.compute_loss)
+        return PairTally(objective.combine, objective.likelihood_name)
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        if prepared.extras["mode"] == "predict":
+            return super().predictions(records, prepared, split)
+        return [dict(record.get("shown", record)) for record in records]
+
+
+def without_dropout(args: Settings) -> Settings:
+    """Dropout off, unless it is asked for."""
+    names = ("hidden_dropout", "attention_dropout")
+    zeros = {name: 0.0 for name in names if getattr(args, name) is None}
+    return args.replace("preferences: no dropout", **zeros)

@@ -1,0 +1,153 @@
+"""Learn to score answers: a reward model, a classifier with one output that reads the last token.
+
+transformers scores the last token that is not the padding token. If that is also the token that
+ends an answer, the end is never scored; so rows are padded with another token or, if the tokenizer
+has none, do not end with it. Training and any other program then score the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import DataError
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.chat.columns import (
+    RESPONSE,
+    ChatColumns,
+    as_optional,
+    find_chat_columns,
+)
+from rapidformer.tasks.preference.columns import (
+    MARGIN,
+    PAIR_ROLES,
+    REJECTED,
+    find_preference_columns,
+)
+from rapidformer.tasks.preference.preference import without_dropout
+from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits, to_rows
+from rapidformer.tasks.text.text import TEXT, TextParts, build_text_collator, load_text_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.objectives import Objective
+    from rapidformer.tasks.metrics.tally import Tally
+
+
+class Reward(Task):
+    name = "reward"
+    aliases = ("reward_model", "reward_modeling", "rm")
+    description = "learn to score answers from pairs of a better and a worse one (reward models)"
+    notes = "The score is read at the last real token; the exported model scores the same."
+    columns = (*PAIR_ROLES, MARGIN, as_optional(TEXT), as_optional(RESPONSE))
+    auto_class = "AutoModelForSequenceClassification"
+    best_metric = "accuracy"
+    greater_is_better = True
+    metrics = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", "loss")
+    answer_keys = frozenset({"score"})
+
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        if has_answers:
+            find_preference_columns(rows, args, may_be_single=False)
+        else:
+            _find_answers(rows, args)
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        return self.prepare_tables(_load_parts(args), get_splits(args, splits))
+
+    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
+        """The rows of these splits, with this tokenizer."""
+        from rapidformer.tasks.preference.features import (
+            PairCollator,
+            build_preference_encoder,
+            encode_preferences,
+        )
+
+        args = parts.args
+        columns = find_preference_columns(next(iter(tables.values())), args, may_be_single=False)
+        encoder = build_preference_encoder(
+            parts.tokenizer, columns, args, parts.length, is_paired=True, cuts=False,
+            stripped=parts.tokenizer.pad_token_id,
+        )  # fmt: skip
+        features = {
+            split: encode_preferences(rows, split, encoder, args.preprocessing_workers)
+            for split, rows in tables.items()
+        }
+        labelled = {split: rows is not None for split, rows in features.items()}
+        pad = build_text_collator(parts.tokenizer, side="right")
+        extras = {
+            "labelled": labelled, "row_names": ("chosen", "rejected"),
+            "objective": self.build_objective(args),
+        }  # fmt: skip
+        return parts.prepare(
+            features, extras, _get_head(parts), collate=PairCollator(pad, ("input_ids",))
+        )
+
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        """Texts, conversations that end with an answer, or prompts with answers."""
+        from rapidformer.tasks.preference.features import encode_answers
+
+        parts = _load_parts(args)
+        table = as_rows(rows, args.text_column or "text")
+        columns = _find_answers(table, args)
+        features = encode_answers(table, columns, args, parts)
+        return parts.prepare_input(features, {"rows": {"test": table}}, side="right")
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
+
+    def build_objective(self, args: Settings) -> Objective:
+        from rapidformer.tasks.preference.objective import RewardObjective
+
+        return RewardObjective(args.center_rewards_coefficient)
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        if "objective" not in prepared.extras:
+            scores = model(**batch).logits.float().squeeze(-1).tolist()
+            return [{"score": score} for score in scores]
+        losses, *rewards = prepared.extras["objective"].score(model, batch)
+        pairs = list(zip(*(values.tolist() for values in rewards), strict=True))
+        return to_rows({"loss": losses.tolist(), "count": [1] * len(pairs), "rewards": pairs})
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        from rapidformer.tasks.preference.metrics import RewardTally
+
+        return RewardTally()
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows = prepared.extras.get("rows", {}).get(split) or [{}] * len(records)
+        return [{**row, **record} for row, record in zip(rows, records, strict=True)]
+
+
+def _find_answers(rows: list[Record], args: Settings) -> ChatColumns | None:
+    """The columns of conversations or prompts with answers; None for texts."""
+    names = get_column_names(rows)
+    if find_column(as_optional(REJECTED), names, args) is not None:
+        raise DataError(
+            "predict scores answers one by one, and these rows are pairs: give texts, "
+            "conversations, or prompts with answers. `rapidformer evaluate` compares pairs."
+        )
+    return find_chat_columns(rows, args, TEXT, has_answers=True)
+
+
+def _load_parts(args: Settings) -> TextParts:
+    """The tokenizer pads with a token that ends no answer, if it has one."""
+    parts = load_text_parts(args)
+    tokenizer = parts.tokenizer
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        spare = [
+            tokenizer.unk_token,
+            *(t for t in tokenizer.all_special_tokens if "pad" in t.lower()),
+        ]
+        other = next((token for token in spare if token not in (None, tokenizer.eos_token)), None)
+        tokenizer.pad_token = other or tokenizer.pad_token
+    return parts
+
+
+def _get_head(parts: TextParts) -> dict[str, Any]:
+    return {"num_labels": 1, "pad_token_id": parts.tokenizer.pad_token_id}
