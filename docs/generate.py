@@ -6,6 +6,7 @@ python docs/generate.py
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ from rapidformer.dialects.flags import FLAGS
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.dialects.mindformers.names import DEFAULTS, TRAINER, TRAINING_ARGUMENTS
+from rapidformer.dialects.trl.configs import (
+    CPOConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    RewardConfig,
+    TaskConfig,
+)
 from rapidformer.foreign_names import ForeignName
 from rapidformer.tasks.registry import PRETRAINING, PRETRAINING_DESCRIPTION, list_tasks
 
@@ -259,6 +269,11 @@ def _render_name(name: str, default: Any, row: ForeignName) -> str:
     return f"| `{name}` | `{default!r}` | {ours} | {row.note} |"
 
 
+def render_trl(config: type[TaskConfig]) -> str:
+    """What becomes of TRL's own names in one of its configurations."""
+    return _render_rows(config.get_table())
+
+
 def render_aliases() -> str:
     """Every other name of a setting."""
     lines = ["| name | here |", "|---|---|"]
@@ -268,6 +283,10 @@ def render_aliases() -> str:
     return "\n".join(lines) + "\n"
 
 
+TRL = {
+    "trl-dpo": DPOConfig, "trl-kto": KTOConfig, "trl-reward": RewardConfig,
+    "trl-orpo": ORPOConfig, "trl-cpo": CPOConfig, "trl-grpo": GRPOConfig,
+}  # fmt: skip
 TABLES = {
     ("coming_from/hugging_face.md", "hugging-face"): render_hugging_face,
     ("coming_from/flagai.md", "flagai"): render_flagai,
@@ -278,6 +297,7 @@ TABLES = {
     ("coming_from/mindformers.md", "mindformers-arguments"): render_mindformers_arguments,
     ("coming_from/megatron.md", "megatron-flags"): render_megatron_flags,
     ("coming_from/flags.md", "aliases"): render_aliases,
+    **{("coming_from/trl.md", name): partial(render_trl, cls) for name, cls in TRL.items()},
     ("switches.md", "switches"): render_switches,
     ("switches.md", "automatic"): render_automatic,
     ("parity.md", "exclusions"): render_exclusions,

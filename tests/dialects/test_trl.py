@@ -162,7 +162,7 @@ def test_other_trainers(name: str, options: dict[str, Any], shown: str, tmp_path
         (lambda: ours.GRPOConfig("x", vllm_mode="server"), r"GRPOConfig\(vllm_mode=...\) is not"),
         (lambda: ours.GRPOConfig("x", use_vllm=True), "there is no inference server"),
         (
-            lambda: ours.DPOTrainer(build_model(), args=ours.KTOConfig("x")),
+            lambda: ours.DPOTrainer("x", args=ours.KTOConfig("x")),
             "takes a DPOConfig, got",
         ),
     ],

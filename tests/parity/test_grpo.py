@@ -73,7 +73,7 @@ def train(toy: Path, **settings: Any) -> Lines:
         "task": "grpo", "pretrained_model_name_or_path": str(toy / "model"),
         "train_data": [str(toy / "train.jsonl")], "save": "none", "log_interval": 1,
         "reward_function": [str(toy / "score.py"), f"{toy / 'score.py'}:brief"],
-        "num_generations": 3, "max_new_tokens": 4, "beta": 0.05, "epochs": 2, "lr": 0.2,
+        "num_generations": 3, "max_new_tokens": 4, "beta": 0.05, "epochs": 2, "lr": 0.1,
         "optimizer": "sgd", "lr_decay_style": "constant", "clip_grad": 0.0, "micro_batch_size": 1,
         "global_batch_size": 4, "temperature": 0.9, **settings,
     }  # fmt: skip
@@ -95,18 +95,18 @@ def check(found: Lines, wanted: Lines) -> None:
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     names = [name for name in wanted[0] if "/" in name or name in SHOWN]
     for mine, theirs in zip(found, wanted, strict=True):
-        expected = pytest.approx({n: theirs[n] for n in names}, abs=1e-6, rel=2e-6)
+        expected = pytest.approx({n: theirs[n] for n in names}, abs=1e-6, rel=4e-6)
         assert {n: mine[n] for n in names} == expected
 
 
 def test_splits_change_nothing(toy: Path) -> None:
-    """Accumulation of 1, 2 and 4, two processes, ZeRO-1 to 3, several updates per generation."""
+    """Accumulation of 1, 2 and 4, two processes, ZeRO-2 and 3, several updates per generation."""
     alone = train(toy, micro_batch_size=4)
     assert len(alone) == 4 and len({line["reward"] for line in alone}) > 1
     assert all(line["reward_std"] > 0 for line in alone) and alone[-1]["kl"] > 0
     again = {
         "updates_per_generation": 2, "loss": "grpo", "scale_rewards": "batch", "beta": 0.0,
-        "lr": 0.3, "clip_epsilon": 0.05,
+        "lr": 0.2, "clip_epsilon": 0.05,
     }  # fmt: skip
     twice = train(toy, micro_batch_size=4, **again)
     rewards = [line["reward"] for line in twice]
@@ -114,8 +114,9 @@ def test_splits_change_nothing(toy: Path) -> None:
     assert any(line["clip_ratio/region_mean"] > 0 for line in twice)
     for micro in (2, 1):
         check(train(toy, micro_batch_size=micro), alone)
-    layouts: list[dict[str, Any]] = [{}, {"zero_1_memory_optimization": True}]
-    layouts += [{"zero_2_memory_optimization": True}, {"zero_3_memory_optimization": True, **again}]
+    layouts: list[dict[str, Any]] = [
+        {}, {"zero_2_memory_optimization": True}, {"zero_3_memory_optimization": True, **again},
+    ]  # fmt: skip
     for results in run_in_processes(train_each, 2, toy, layouts):
         for found in results[:-1]:
             check(found, alone)

@@ -139,7 +139,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float, corr
     reference = stored["reference"] if beta else None
     terms = wanted.compute(ours, stored["old"], reference, stored["worth"], stored["counted"])
     terms["loss"].mean.backward()
-    assert float(terms["loss"].mean) == pytest.approx(loss.item(), abs=1e-9)
+    assert terms["loss"].mean.item() == pytest.approx(loss.item(), abs=1e-9)
     assert theirs.grad is not None
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=0)
     shown = trainer._metrics["train"]

@@ -1,7 +1,7 @@
 """The arguments of TRL's trainers: its names and defaults (1.16), and what each is called here.
 
 A row says what becomes of a name, as in ``dialects/huggingface/names.py``; those of
-``TrainingArguments`` mean what they mean there. No torch at the top.
+``TrainingArguments`` mean what they mean there.
 """
 
 from __future__ import annotations

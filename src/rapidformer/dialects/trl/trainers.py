@@ -71,7 +71,7 @@ class TaskTrainer(Trainer):
         if isinstance(model, str):
             model, processing_class = self._load(model, processing_class, args)
         elif processing_class is None:
-            processing_class = _load_tokenizer(model.config._name_or_path)
+            processing_class = _load_tokenizer(model.name_or_path)
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
         if args.disable_dropout:
