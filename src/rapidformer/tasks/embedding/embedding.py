@@ -74,30 +74,35 @@ class Embedding(PairTask):
     answer_keys = frozenset({"embedding", "similarity"})
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_pair_parts(args)
         tables = get_splits(args, splits)
         columns = find_pair_columns(next(iter(tables.values())), args)
-        loss = _choose_loss(args, columns, parts)
-        recipe = _choose_recipe(args, loss.name)
+        return self.prepare_tables(load_pair_parts(args), tables, columns, _read_saved(args))
+
+    def prepare_tables(
+        self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns, saved: Recipe
+    ) -> PreparedData:
+        """Rows with these columns; ``saved`` is what the model brings."""
+        loss = _choose_loss(parts.args, columns, parts)
+        recipe = _choose_recipe(parts.args, loss.name, saved)
         features = {
             split: _encode_rows(rows, split, columns, parts, recipe, loss.name)
             for split, rows in tables.items()
         }
         extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
         prepared = parts.prepare(features, extras, collate=build_collator(features, parts))
-        return _add_recipe(prepared, parts, recipe, loss, args)
+        return _add_recipe(prepared, parts, recipe, loss)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         from rapidformer.tasks.embedding.losses import LossSettings
 
         parts = load_pair_parts(args)
         table = as_rows(rows, args.text_column or "text")
-        recipe = _choose_recipe(args, "infonce")
+        recipe = _choose_recipe(args, "infonce", _read_saved(args))
         items, prompt = _read_input(table, args)
         features = encode_items(items, parts, recipe, prompt)
         prepared = parts.prepare_input(features, {"rows": {"test": table}})
         prepared = replace(prepared, collate=build_collator({"test": features}, parts))
-        return _add_recipe(prepared, parts, recipe, LossSettings(name="infonce"), args)
+        return _add_recipe(prepared, parts, recipe, LossSettings(name="infonce"))
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
@@ -198,12 +203,16 @@ def _choose_loss(args: Settings, columns: PairColumns, parts: TextParts) -> Loss
     )  # fmt: skip
 
 
-def _choose_recipe(args: Settings, loss: str) -> Recipe:
-    """What was asked for, what is saved with the model, or the defaults."""
+def _read_saved(args: Settings) -> Recipe:
+    """What is saved with the model."""
     from rapidformer.models.adapter_folder import find_files
     from rapidformer.models.location import get_model_location
 
-    saved = read_recipe(find_files(get_model_location(args), "modules.json"))
+    return read_recipe(find_files(get_model_location(args), "modules.json"))
+
+
+def _choose_recipe(args: Settings, loss: str, saved: Recipe) -> Recipe:
+    """What was asked for, what the model brings, or the defaults."""
     normalizes = saved.normalizes
     if args.normalize_embeddings is not None:
         normalizes = args.normalize_embeddings
@@ -217,7 +226,7 @@ def _choose_recipe(args: Settings, loss: str) -> Recipe:
 
 
 def _add_recipe(
-    prepared: PreparedData, parts: TextParts, recipe: Recipe, loss: LossSettings, args: Settings
+    prepared: PreparedData, parts: TextParts, recipe: Recipe, loss: LossSettings
 ) -> PreparedData:
     """The data with its objective, and with what is saved next to the model."""
     from rapidformer.models.configuration import get_size
@@ -226,7 +235,7 @@ def _add_recipe(
     width = int(get_size(parts.config, "hidden_size"))
     objective = EmbeddingObjective(
         loss, recipe.pooling, normalizes=bool(recipe.normalizes),
-        looks_at_update=args.negatives == "global-batch",
+        looks_at_update=parts.args.negatives == "global-batch",
     )  # fmt: skip
     files = SentenceFiles(parts.tokenizer, recipe, width, parts.length)
     return replace(prepared, objective=objective, saved=files)
