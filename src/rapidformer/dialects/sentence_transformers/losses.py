@@ -68,9 +68,17 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
 class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
     """Also finds the query of each document."""
 
-    def __init__(self, model: Any = None, scale: float = 20.0, *args: Any, **options: Any) -> None:
-        both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-        super().__init__(model, scale, *args, **options, **both)
+    def __init__(
+        self,
+        model: Any = None,
+        scale: float = 20.0,
+        similarity_fct: Any = None,
+        gather_across_devices: bool = True,
+    ) -> None:
+        super().__init__(
+            model, scale, similarity_fct, gather_across_devices,
+            directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction",
+        )  # fmt: skip
 
 
 class CoSENTLoss(Loss):

@@ -136,7 +136,7 @@ def _find_negatives(available: Sequence[str], args: Settings) -> tuple[str, ...]
 
 
 def _list_text_columns(rows: Any, taken: Sequence[str | None]) -> list[str]:
-    first = next(iter(take_first(rows, 1)), {})
+    first: dict[str, Any] = next(iter(take_first(rows, 1)), {})
     return [
         name
         for name, value in first.items()

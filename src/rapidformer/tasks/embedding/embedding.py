@@ -114,7 +114,8 @@ class Embedding(PairTask):
         objective: Any = prepared.objective
         items = objective.embed(model, batch)
         vectors, counts = items.vectors.cpu().numpy(), items.is_present.sum(1).tolist()
-        ids, scores = items.text_ids.tolist(), [[]] * len(counts)
+        ids = items.text_ids.tolist()
+        scores: list[list[float]] = [[]] * len(counts)
         if items.scores is not None:
             scores = [[x for x in row if x == x] for row in items.scores.tolist()]
         rows = zip(vectors, ids, scores, counts, strict=True)
