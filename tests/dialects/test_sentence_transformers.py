@@ -62,7 +62,8 @@ def run_script(system: Any, losses: Any, name: str, folder: Path, output: Path) 
         loss = losses.MatryoshkaLoss(model, loss, [16, 8])
     arguments = system.SentenceTransformerTrainingArguments(
         output_dir=str(output), max_steps=3, per_device_train_batch_size=16, learning_rate=0.1,
-        optim="sgd", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        optim="sgd", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
     )  # fmt: skip
     evaluator = evaluation.TripletEvaluator(TEXTS, TEXTS[::-1], TEXTS, name="own")
     trainer = system.SentenceTransformerTrainer(

@@ -155,6 +155,21 @@ def test_pretraining_from_the_standard_library(python: Path, tmp_path: Path) -> 
     assert "unigram entropy of the held-out part" in done.stdout
 
 
+def test_preference(python: Path, tmp_path: Path) -> None:
+    """A toy preference is learnt: from chance to nearly always, on pairs that were held out."""
+    done = subprocess.run(
+        [python, EXAMPLES / "preference.py", "out"], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line).get("eval_rewards/accuracies") for line in lines]
+    first, *_, last = [accuracy for accuracy in found if accuracy is not None]
+    assert 0.35 < first < 0.65
+    assert last > 0.9
+    assert f"{first:.0%} before training, {last:.0%} after it" in done.stdout
+
+
 def test_embeddings_find_functions(python: Path, tmp_path: Path) -> None:
     """On a tenth of the data: five times as many functions are found as by chance."""
     done = subprocess.run(

@@ -147,7 +147,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(kind: str, beta: float, corr
         assert float(terms[name].mean) == pytest.approx(shown[name][0], abs=1e-6)
     assert shown["clip_ratio/region_mean"][0] > 0
     if beta:
-        assert float(terms["kl"].mean) == pytest.approx(shown["kl"][0], abs=1e-6)
+        assert terms["kl"].mean.item() == pytest.approx(shown["kl"][0], abs=1e-6)
 
 
 # ---- reward functions ----------------------------------------------------------------------------

@@ -55,3 +55,17 @@ def has_dropout(model: nn.Module) -> bool:
     rates = [value for name, value in values.items() if "drop" in name]
     rates += [m.p for m in model.modules() if isinstance(m, DROPOUTS)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def apply_no_dropout(model: nn.Module, *, changes_config: bool = False) -> None:
+    """Set every dropout rate to zero: in layers, and in attributes passed to functions.
+
+    A configuration that is saved with the model should stay as it is.
+    """
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None) if changes_config else None):
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)

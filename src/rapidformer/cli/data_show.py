@@ -28,8 +28,8 @@ All other flags are those of the run.
 # Enough rows to fill what is shown; tasks whose rows do not depend on each other need no more.
 _PREPARED_ROWS = 1000
 _INDEPENDENT = frozenset({
-    "causal_lm", "masked_lm", "seq2seq_lm", "question_answering", "preference", "reward",
-    "embedding", "reranking",
+    "causal_lm", "distillation", "masked_lm", "seq2seq_lm", "question_answering", "preference",
+    "reward", "embedding", "reranking",
 })  # fmt: skip
 _TRAINED, _SPECIAL, _NOTE = "black on green", "bold", "italic magenta"
 _OPEN = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}"

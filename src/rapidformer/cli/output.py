@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.embedding_section import EmbeddingArguments
 from rapidformer.config.task_sections import (
     DataArguments,
-    EmbeddingArguments,
     GenerationArguments,
     ModelArguments,
     RunArguments,

@@ -43,6 +43,14 @@ _ADAPTER_TASKS = {
     "CAUSAL_LM": "causal_lm", "SEQ_2_SEQ_LM": "seq2seq_lm", "SEQ_CLS": "sequence_classification",
     "TOKEN_CLS": "token_classification", "QUESTION_ANS": "question_answering",
 }  # fmt: skip
+# The models that a task's training asks, and how: evaluation asks them again.
+_ASKED = {
+    "distillation": (
+        "teacher", "divergence", "distillation_beta", "distillation_temperature",
+        "distillation_alpha", "teacher_precision",
+    ),
+    "preference": ("pretrained_model_name_or_path",),
+}  # fmt: skip
 _DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
 # Which rows were held out, which samples pre-training took: only with the run's own data.
 _SPLITTING = ("validation_split", "seed")
@@ -149,8 +157,10 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
             return args
     if command == "predict" and not has_data:
         names.remove("data_name")  # on its own, it would name a data set to predict on
-    if command == "predict" and stored.get("task") in ("causal_lm", "preference"):
+    if command == "predict" and stored.get("task") in ("causal_lm", "distillation", "preference"):
         names.remove("seq_length")  # answers and conversations may fill the model's whole context
+    if command == "evaluate":
+        names += _ASKED.get(str(stored.get("task")), ())
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()
@@ -161,9 +171,6 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
                 values[name] = settings[name].convert(stored[name])
             except ValueError as reason:
                 raise ModelError(f"{file}: {name} {reason}.") from None
-    started_from = stored.get("pretrained_model_name_or_path")
-    if command == "evaluate" and args.reference_model is None and started_from is not None:
-        values["reference_model"] = started_from
     return args.replace(f"the run of {file.parent}", **values)
 
 

@@ -39,6 +39,11 @@ def find_grpo_problems(args: Settings) -> Iterator[str]:
             "--zero-3-memory-optimization to save memory. A model that needs more than that needs "
             "an inference server, which rapidformer does not have."
         )
+    if args.precompute_reference:
+        yield (
+            "--precompute-reference needs answers that are known before training, and --task grpo "
+            "draws them: leave it out."
+        )
     if args.updates_per_generation > 1 and (args.group_by_length or args.tokens_per_micro_batch):
         yield (
             "--updates-per-generation repeats each batch, which --group-by-length and "

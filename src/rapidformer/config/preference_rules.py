@@ -14,6 +14,15 @@ _ALWAYS_NORMALIZED = ("simpo", "orpo")
 
 def find_preference_problems(args: Settings) -> Iterator[str]:
     """Every rule that the settings of --task preference or reward break."""
+    if args.task not in ("preference", "reward"):
+        return
+    if args.packing:
+        yield (
+            f"--packing: --task {args.task} keeps the answers of a pair in rows of their own, and "
+            "padding is not computed anyway (--dynamic-shape). Leave it out."
+        )
+    if args.train_on_prompts:
+        yield f"--train-on-prompts: --task {args.task} compares answers. Leave it out."
     if args.task == "reward" and args.center_rewards_coefficient < 0:
         yield (
             "--center-rewards-coefficient must not be negative, got "
@@ -44,6 +53,6 @@ def find_preference_problems(args: Settings) -> Iterator[str]:
             "most half of the pairs may be labelled the wrong way round."
         )
     if args.length_normalized is False and loss in _ALWAYS_NORMALIZED:
-        yield f"--no-length-normalized: --loss {loss} is defined by means over tokens. Leave it out."
+        yield f"--no-length-normalized: --loss {loss} is one of means over tokens. Leave it out."
     if args.length_normalized and loss == "kto":
-        yield "--length-normalized: --loss kto is defined by sums over tokens. Leave it out."
+        yield "--length-normalized: --loss kto is one of sums over tokens. Leave it out."

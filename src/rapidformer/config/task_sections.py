@@ -278,9 +278,6 @@ class PreferenceArguments:
     """KTO: weight of undesirable answers"""
     center_rewards_coefficient: float = _read_by("reward", default=0.0)
     """weight of the squared sum of both rewards, which keeps them around 0, such as 0.01"""
-    reference_model: str | None = _read_by("preference", default=None)
-    """`rapidformer evaluate`: the model that answers are compared with (default: the one that the
-    run started from)"""
     chosen_column: str | None = _read_by("preference", "reward", default=None)
     """column with the better answer (default: found by name)"""
     rejected_column: str | None = _read_by("preference", "reward", default=None)
@@ -347,35 +344,36 @@ class GenerationArguments:
 
 
 @dataclass(kw_only=True, frozen=True)
-class EmbeddingArguments:
-    """Embeddings and rerankers"""
+class ReferenceArguments:
+    """Reference model"""
 
-    negatives: Literal["global-batch", "micro-batch"] = _read_by(
-        "embedding", default="global-batch"
+    precompute_reference: bool = False
+    """ask the reference once, before training, and keep its answers in the run's folder: no frozen
+    copy of the model in memory"""
+    reference_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """precision of the frozen copy that is the reference when all weights are trained: half the
+    memory in 16 bits, but rewards no longer start at 0 (default: as the model)"""
+
+
+@dataclass(kw_only=True, frozen=True)
+class DistillationArguments:
+    """Distillation"""
+
+    teacher: str | None = _read_by("distillation", default=None)
+    """model whose answers the student learns: a Hub name, a folder or a run"""
+    divergence: Literal["forward", "reverse", "jsd"] = _read_by("distillation", default="forward")
+    """of teacher and student: forward KL(teacher, student), reverse KL(student, teacher), or the
+    generalised Jensen-Shannon divergence"""
+    distillation_beta: float = _read_by("distillation", default=0.5)
+    """jsd: the teacher's share of the mixture that both are compared with; near 0 it is like the
+    forward, near 1 like the reverse divergence"""
+    distillation_temperature: float = _read_by("distillation", default=1.0)
+    """divides the logits of teacher and student before they are compared"""
+    distillation_alpha: float = _read_by("distillation", default=0.5)
+    """weight of the divergence, times the temperature squared; the label loss weighs 1 - alpha"""
+    teacher_precision: Literal["fp32", "bf16", "fp16"] | None = _read_by(
+        "distillation", default=None
     )
-    """whose documents infonce and cosent compare a row with: those of all rows of the update, or
-    only of its own micro-batch"""
-    similarity_scale: float = _read_by("embedding", default=20.0)
-    """factor of the cosines in infonce and cosent: 1 / temperature"""
-    symmetric: bool = _read_by("embedding", default=False)
-    """infonce: also find the query of each document, and take the mean of both"""
-    mask_duplicates: bool = _read_by("embedding", default=True)
-    """infonce: a text is no negative of a row whose positive is the same text, or of an equal
-    query"""
-    triplet_margin: float = _read_by("embedding", default=5.0)
-    """triplet: how much farther away a negative must be than the positive"""
-    matryoshka_dims: list[int] | None = field(default=None, metadata={"tasks": ("embedding",)})
-    """also learn the first N numbers of a vector, for each of these N: the losses are added"""
-    pooling: Literal["mean", "first", "last"] | None = _read_by("embedding", default=None)
-    """which tokens' states become the vector (default: the model's own, or mean)"""
-    normalize_embeddings: bool | None = _read_by("embedding", default=None)
-    """scale vectors to length 1 (default: the model's own; otherwise yes, but not for triplet and
-    margin_mse, which learn from lengths)"""
-    query_prompt: str | None = _read_by("embedding", default=None)
-    """text to put before every query, such as "query: " (default: the model's own)"""
-    document_prompt: str | None = _read_by("embedding", default=None)
-    """text to put before every document, such as "passage: " (default: the model's own)"""
-    pool_prompt: bool | None = _read_by("embedding", default=None)
-    """count the prompt's tokens in the vector (default: the model's own, or yes)"""
-    negative_columns: list[str] | None = None
-    """columns with hard negatives, or one with lists of them (default: found by name)"""
+    """precision of the teacher's weights and arithmetic (default: as the student)"""
+    shard_teacher: bool = _read_by("distillation", default=False)
+    """split the teacher's weights over the data-parallel ranks, even if the student's are whole"""

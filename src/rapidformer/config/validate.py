@@ -33,7 +33,13 @@ _AT_LEAST_ONE = (
     "lora_rank", "updates_per_generation",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
-_POSITIVE = ("distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", *_INTERVALS)
+_POSITIVE = (
+    "distributed_timeout_minutes",
+    "neftune_noise_alpha",
+    "lora_alpha",
+    "distillation_temperature",
+    *_INTERVALS,
+)
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
@@ -44,6 +50,7 @@ _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
     "label_smoothing", "validation_split", "lora_dropout", "adam_beta1", "adam_beta2",
 )  # fmt: skip
+_SHARES = ("distillation_alpha", "distillation_beta")
 # Settings of which only one may be given.
 _SAME = (
     ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),
@@ -82,6 +89,7 @@ def _check_ranges(args: Settings) -> Iterator[str]:
     yield from _check_each(args, (*_POSITIVE, *numbers), lambda v: v > 0, "be positive")
     yield from _check_each(args, _NOT_NEGATIVE, lambda v: v >= 0, "not be negative")
     yield from _check_each(args, _FRACTIONS, lambda v: 0 <= v < 1, "be at least 0 and below 1")
+    yield from _check_each(args, _SHARES, lambda v: 0 <= v <= 1, "be between 0 and 1")
 
 
 def list_sampling(args: Settings) -> list[str]:

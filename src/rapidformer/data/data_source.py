@@ -113,7 +113,7 @@ class Stream:
         if self._gather_digests is None:
             return
         digest = hashlib.sha256()
-        _add(digest, samples)
+        add_to_digest(digest, samples)
         digests = self._gather_digests(digest.hexdigest())
         self._gather_digests = None
         if len(set(digests)) > 1:
@@ -141,18 +141,18 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
-def _add(digest: Any, value: Any) -> None:
+def add_to_digest(digest: Any, value: Any) -> None:
     """Add rows to a digest: equal for equal rows, in whatever process."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     if isinstance(value, Mapping):
         for key, item in value.items():
             digest.update(repr(key).encode())
-            _add(digest, item)
+            add_to_digest(digest, item)
     elif isinstance(value, (list, tuple)):
         digest.update(f"{len(value)}:".encode())
         for item in value:
-            _add(digest, item)
+            add_to_digest(digest, item)
     elif hasattr(value, "tobytes"):  # arrays and images
         digest.update(value.tobytes())
     elif isinstance(value, (str, bytes, int, float, bool, type(None))):

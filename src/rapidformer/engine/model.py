@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from rapidformer.accel.double_backward import RowGradients
 from rapidformer.accel.parallelize import Parallelized, parallelize
+from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine.current_batch import CurrentBatch
@@ -23,6 +27,8 @@ from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import GivenPlan
 from rapidformer.models.work import ModelWork, count_work
 from rapidformer.optim.observer import get_observer
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RunModel:
@@ -42,6 +48,11 @@ class RunModel:
         """Whether the model compares each position with the next label."""
         self.skips_cache = True
         """Whether a model keeps no key/value cache in training."""
+        self.keeps_start = False
+        """Whether ``compose`` keeps what a reference needs of the model: set it before."""
+        self.start: RunModel | None = None
+        """A frozen copy of the model as composed, unless its adapters are all that is trained."""
+        self._beside: list[RunModel] = []
         self._runtime, self._current = runtime, current
         self._parallelized: Parallelized | None = None
         self._row_gradients = RowGradients()
@@ -76,7 +87,11 @@ class RunModel:
         get_observer().before_compose(model)
         self.work = count_work(model)
         names = {id(p): name for name, p in model.named_parameters()}
+        start = copy.deepcopy(model) if self.keeps_start and self.adapter is None else None
         self._switch_on(model, plan, for_training=True)
+        if start is not None:
+            precision = self.args.reference_precision
+            self.start = self.compose_beside(start, plan=plan, precision=precision)
         if is_own_loop:
             self._watch_calls(model)
         # Listed once: walking a model's modules takes longer than many of its kernels.
@@ -91,6 +106,31 @@ class RunModel:
         self.adapter = adapters.find_adapter(inner)
         self._switch_on(inner, plan, for_training=False)
         return model.eval()
+
+    def compose_beside(
+        self,
+        model: nn.Module,
+        *,
+        plan: GivenPlan | None = None,
+        precision: str | None = None,
+        layout: Mapping[str, Any] | None = None,
+    ) -> RunModel:
+        """A second model, frozen, under the layout of this run; it is closed with the first one.
+
+        With a ``precision``, its weights are kept in it, and it computes in it. ``layout`` has the
+        settings that differ from those of the run: it may be sharded while the first one is whole.
+        """
+        args, runtime = self.args, self._runtime
+        if precision is not None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(_DTYPES[precision])
+            runtime = replace(runtime, precision=Precision(dtype=None, reason=precision))
+        if layout:
+            args = args.replace("the layout of a second model", **layout)
+        beside = RunModel(args, runtime, self._current)
+        beside.compose_for_evaluation(model.requires_grad_(False), plan=plan)
+        self._beside.append(beside)
+        return beside
 
     def _watch_calls(self, model: nn.Module) -> None:
         """Let ``backward`` know which batch went through the model."""
@@ -163,8 +203,10 @@ class RunModel:
 
     def close(self, *, gives_back: bool) -> None:
         """Let go of the model; with ``gives_back``, it is the plain model again."""
+        for second in self._beside:
+            second.close(gives_back=False)
         parallelized, self._parallelized, self.module = self._parallelized, None, None
-        self.parameters, self.adapter = [], None
+        self.parameters, self.adapter, self.start, self._beside = [], None, None, []
         if parallelized is None:
             return
         if parallelized.deepspeed is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ class DeferredWeights:
         if self.recording.holds(parameter):
             return self.recording.read(parameter, spans)
         return take(parameter, spans)
+
+    def __deepcopy__(self, memo: Any) -> DeferredWeights:
+        """A copy of the model is made by the same recipes, which go by name."""
+        return self
 
 
 def splits_weights(args: Settings) -> bool:

@@ -24,7 +24,8 @@ from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
-from rapidformer.objectives.objective import Context, Count, Objective, Term, Terms
+from rapidformer.objectives.objective import AskedModel, Context, Count, Objective, Term, Terms
+from rapidformer.objectives.reference import LOGPS, REFERENCE, get_reference_logprobs
 
 _UPDATE = "rapidformer_update"
 """Key of a batch: what is known of its whole update."""
@@ -48,24 +49,25 @@ class BoundObjective:
         self,
         objective: Objective,
         model: Any,
-        frozen: Mapping[str, nn.Module] | None = None,
+        frozen: Mapping[str, nn.Module | AskedModel] | None = None,
         evaluating: Callable[[], AbstractContextManager[None]] = torch.no_grad,
     ) -> None:
         """``evaluating`` is where ``Objective.expand`` runs."""
         self._objective = objective
         self._model = model
         self._evaluating = evaluating
-        self._frozen = {name: (frozen or {}).get(name) for name in objective.frozen}
-        missing = [name for name, module in self._frozen.items() if module is None]
+        given = frozen or {}
+        missing = [name for name in objective.frozen if name not in given]
         if missing:
             raise RapidformerError(
                 f"{type(objective).__name__} needs a frozen model as {missing[0]!r}: return it "
                 f"from provide_frozen_models() as {{{missing[0]!r}: model}}."
             )
-        for module in self._frozen.values():
-            assert module is not None
-            module.requires_grad_(False).eval()
-        self.context = Context(frozen=self._frozen)  # type: ignore[arg-type]
+        asked = {name: given[name] for name in objective.frozen}
+        for module in asked.values():
+            if isinstance(module, nn.Module):
+                module.requires_grad_(False).eval()
+        self.context = Context(frozen=asked)
         """What the objective is given besides the model and the batch."""
         self._weights: dict[str, float] = {}
         """The weights of the terms, if there are several."""
@@ -152,6 +154,8 @@ class BoundObjective:
         if self._objective.expands:
             with self._evaluating():
                 update = self._objective.expand(self._model, update, topology, device)
+        if topology.pipeline > 1 and REFERENCE in self._objective.frozen:
+            update = self._ask_reference(update, device)
         counts = [self._objective.count(micro_batch) for micro_batch in update]
         is_alone = len(update) == 1 and topology.get_group("data") is None
         looks = self._objective.has_first_pass and not (self._objective.is_whole_alone and is_alone)
@@ -174,6 +178,18 @@ class BoundObjective:
             for micro_batch, facts in zip(update, known, strict=True)
         )
         return replace(update, micro_batches=micro_batches)
+
+    def _ask_reference(self, update: Update, device: torch.device) -> Update:
+        """Ask the reference before the schedule: during it, the stages are busy with the model."""
+        micro_batches = []
+        for micro_batch in update:
+            moved = move_micro_batch(micro_batch, device)
+            inputs, labels = self._objective.get_reference_inputs(moved.batch)
+            logps = moved.batch.get(LOGPS)
+            if logps is None:
+                logps = get_reference_logprobs(self.context, inputs, labels)
+            micro_batches.append(moved._replace(batch={**moved.batch, LOGPS: logps}))
+        return replace(update, micro_batches=tuple(micro_batches))
 
     @staticmethod
     def _sum_counts(

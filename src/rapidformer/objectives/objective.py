@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from rapidformer.data.update import MicroBatch, Update
 from rapidformer.dist.topology import Topology
 
 Count = float | Tensor
+T = TypeVar("T")
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ Terms = Mapping[str, Term]
 """The terms of a loss by name; names that end in ``_loss`` are printed in the log lines."""
 
 
+@runtime_checkable
+class AskedModel(Protocol):
+    """A frozen model that is not a module of its own, such as the trained one without adapters."""
+
+    def ask(self, question: Callable[[Any], T]) -> T:
+        """``question(model)``, without gradient; it calls the model once."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What an objective is given besides the model and the batch."""
@@ -52,15 +63,16 @@ class Context:
     """What ``first_pass`` returned, for all rows of the update, in the order of the samples."""
     places: Tensor | None = None
     """Which of ``rows`` are those of this micro-batch."""
-    frozen: Mapping[str, nn.Module] = field(default_factory=dict)
-    """The frozen models by the names in ``Objective.frozen``."""
+    frozen: Mapping[str, nn.Module | AskedModel] = field(default_factory=dict)
+    """The frozen models by the names in ``Objective.frozen``; ``ask`` (reference.py) takes both."""
 
 
 class Objective(ABC):
     """What is learnt."""
 
     frozen: tuple[str, ...] = ()
-    """The frozen models that it needs besides the one that learns: ``reference``, ``teacher``."""
+    """The frozen models that it needs besides the one that learns. ``reference``, the model that
+    the run started from, is made by the run; others (``teacher``) are given to it."""
     has_first_pass = False
     """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
     is_whole_alone = False
@@ -118,6 +130,10 @@ class Objective(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` returned; every rank gets all of it."""
         return
+
+    def get_reference_inputs(self, batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+        """What the reference is asked about a batch: the model's inputs, and the labels."""
+        return {name: batch[name] for name in MODEL_INPUTS if name in batch}, batch["labels"]
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that computes the loss and may be the user's: ``--cuda-graph`` examines it."""

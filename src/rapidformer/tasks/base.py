@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
@@ -58,6 +58,16 @@ class PreparedData:
         return bool(self.extras.get("labelled", {}).get(split, True))
 
 
+class FrozenModel(NamedTuple):
+    """A model that an objective asks, as built; it is composed beside the one that learns."""
+
+    module: nn.Module
+    precision: str | None = None
+    """Of its weights and its arithmetic, if not the run's."""
+    layout: Mapping[str, Any] = {}
+    """The settings in which its layout differs from that of the model that learns."""
+
+
 class Task(ABC):
     """One black-box task."""
 
@@ -81,6 +91,10 @@ class Task(ABC):
     """True if position i predicts label i+1, so that the first label of a row does not count."""
     smooths_labels: bool = True
     """Whether --label-smoothing is about the model's own loss, not about the objective's."""
+    uses_dropout: bool = True
+    """False: models are trained without dropout, which would blur what the objective compares."""
+    reads_as: tuple[str, ...] = ()
+    """Other tasks whose settings this one reads, too."""
     row_extras: tuple[str, ...] = ()
     """Extras of data prepared for prediction that have one entry per row."""
 
@@ -140,12 +154,14 @@ class Task(ABC):
 
         return LossFunction(self.forward)
 
-    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        """The models that the objective needs besides the one that learns, by name."""
-        return {}
+    def build_frozen_models(
+        self, args: Settings, prepared: PreparedData
+    ) -> dict[str, nn.Module | FrozenModel]:
+        """The models that the objective needs besides the one that learns, by name.
 
-    def build_compared_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        """The same models for an evaluation that is not part of a run."""
+        Not the ``reference``: the run makes it. Evaluations find them all in
+        ``prepared.extras["context"]``.
+        """
         return {}
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -161,11 +177,6 @@ class Task(ABC):
     def drop_labels(batch: Batch) -> Batch:
         """The batch without its labels: their loss is computed row by row."""
         return {key: value for key, value in batch.items() if key != "labels"}
-
-
-def with_frozen(prepared: PreparedData, frozen: Mapping[str, Any]) -> PreparedData:
-    """The same data for a task whose evaluation asks the objective's frozen models."""
-    return replace(prepared, extras={**prepared.extras, "frozen": frozen}) if frozen else prepared
 
 
 def check_row_texts(values: Sequence[Any], column: str, split: str, first: int = 0) -> list[str]:

@@ -31,7 +31,7 @@ from rapidformer.tasks.evaluation.generating import (
     decode_answers,
     generate_records,
 )
-from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.columns import ColumnRole, find_column
 from rapidformer.tasks.rows.rows import (
     as_rows,
     drop_columns,
@@ -63,17 +63,17 @@ _DEFAULT_NEW_TOKENS_IN_CHAT = 512
 class CausalLM(LanguageModel):
     name = "causal_lm"
     # The documents of the original system spell it "casual".
-    aliases = ("casual_lm", "clm", "language_modeling", "text_generation")
+    aliases: tuple[str, ...] = ("casual_lm", "clm", "language_modeling", "text_generation")
     description = (
         "predict the next token in plain text, conversations or answers to prompts (GPT-type "
         "models)"
     )
-    columns = (
+    columns: tuple[ColumnRole, ...] = (
         as_optional(TEXT), MESSAGES, as_optional(PROMPT), as_optional(RESPONSE), CONTEXT, SYSTEM,
     )  # fmt: skip
     auto_class = "AutoModelForCausalLM"
     answer_keys = frozenset({"generated"})
-    metrics = ("perplexity", "accuracy", "loss")
+    metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
     row_extras = ("shown", "expected")
 

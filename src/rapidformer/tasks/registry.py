@@ -8,6 +8,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
+from rapidformer.tasks.distillation import Distillation
 from rapidformer.tasks.embedding.embedding import Embedding
 from rapidformer.tasks.embedding.reranking import Reranking
 from rapidformer.tasks.grpo.task import Grpo
@@ -28,8 +29,8 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Preference(), Reward(), Grpo(),
-    Embedding(), Reranking(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Distillation(), Preference(), Reward(),
+    Grpo(), Embedding(), Reranking(),
 )  # fmt: skip
 
 
@@ -69,6 +70,6 @@ def describe_unused_flags(args: Settings, task: Task) -> str | None:
 
 def _is_read(setting: Setting, task: Task) -> bool:
     if setting.tasks:
-        return task.name in setting.tasks
+        return not {task.name, *task.reads_as}.isdisjoint(setting.tasks)
     readers = [t for t in list_tasks() if any(role.setting == setting.name for role in t.columns)]
     return not readers or task in readers

@@ -12,8 +12,10 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.log import warn, warn_once
 from rapidformer.objectives import BoundObjective, Objective
-from rapidformer.tasks.base import PreparedData, Task, with_frozen
+from rapidformer.objectives.objective import AskedModel
+from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
+from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
@@ -29,6 +31,7 @@ class TaskFinetuner(Finetuner):
         self.task, self.splits = task, splits
         self.has_shifted_labels = task.has_shifted_labels
         self.smooths_labels = task.smooths_labels
+        self.uses_dropout = task.uses_dropout
         self.prepared: PreparedData | None = None
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
@@ -60,15 +63,14 @@ class TaskFinetuner(Finetuner):
         assert self.prepared is not None
         return self.prepared.objective or self.task.build_objective(self.args)
 
-    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
+    def provide_frozen_models(self) -> Mapping[str, nn.Module | AskedModel]:
         assert self.prepared is not None
-        built = self.task.build_frozen_models(self.args, self.prepared)
-        return {name: module.to(self.engine.device) for name, module in built.items()}
+        return compose_frozen_models(self.engine, self.task, self.prepared)
 
     def make_forward(self, model: Any) -> BoundObjective:
         forward = super().make_forward(model)
         assert self.prepared is not None
-        self.prepared = with_frozen(self.prepared, forward.context.frozen)
+        self.prepared = add_context(self.prepared, forward.context)
         return forward
 
     def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> dict[str, float]:

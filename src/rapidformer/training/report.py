@@ -19,8 +19,8 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
 from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun, Tracker, TrackerList
 
-_SHOWN = ("reward", "kl")
-"""Numbers that are printed next to the loss, as those are whose names end in ``_loss``."""
+_SHOWN = ("_loss", "accuracy", "/accuracies", "reward", "kl")
+"""Endings of the parts of a loss that are printed beside it."""
 
 
 class Reporter(Callback):
@@ -134,9 +134,9 @@ def format_training_line(line: dict[str, Any], total_steps: int) -> str:
         f"epoch {line['epoch']:.2f}",
         f"loss {line['loss']:.4f}",
         *(
-            f"{name.replace('_', ' ')} {value:.4f}"
+            f"{name.replace('_', ' ').rpartition('/')[2]} {value:.4f}"
             for name, value in line.items()
-            if name.endswith("_loss") or name in _SHOWN
+            if name.endswith(_SHOWN)
         ),
         f"lr {line['lr']:.2e}",
         f"grad norm {line['grad_norm']:.3f}",

@@ -47,13 +47,15 @@ from rapidformer.log import get_logger
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
+REFERENCE = "reference"
+"""The folder with what a run keeps of the model that it started from."""
 # Where runs without --save are kept (default: a folder named runs in the current folder).
 RUNS_VARIABLE = "RAPIDFORMER_RUNS"
 _SOURCE = "derived: every run has a folder"
 
-_NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", ABANDONED)
+_NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", REFERENCE, ABANDONED)
 # A run only adds files to a folder for TensorBoard; it would overwrite these.
-_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST)
+_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST, REFERENCE)
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""
 _DELETED = ".replaced-deleted"

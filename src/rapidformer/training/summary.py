@@ -145,7 +145,7 @@ def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
         yield f"next      rapidformer evaluate --load {run}{data}"
         if args.task != "pretraining":
             yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
-        if args.task == "causal_lm" and (model / "chat_template.jinja").is_file():
+        if args.task in ("causal_lm", "distillation") and (model / "chat_template.jinja").is_file():
             yield f"          rapidformer predict --load {run} --chat"
         yield f"          rapidformer export {run} FOLDER"
     elif is_model_folder(model):

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.accel.dropout_seeds import apply_no_dropout
 from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.config import Settings
@@ -28,9 +29,11 @@ from rapidformer.log import get_logger
 from rapidformer.models.location import check_has_tokenizer, is_model_folder, quiet_transformers
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.objectives.loss_function import LossFunction
+from rapidformer.objectives.objective import AskedModel
 from rapidformer.training.best_model import is_greater_better
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Metrics, Progress
+from rapidformer.training.frozen_models import FrozenModels
 from rapidformer.training.loop import TrainingLoop
 from rapidformer.training.regularization import regularize
 from rapidformer.training.report import Reporter
@@ -64,6 +67,8 @@ class Template(ABC):
     """Whether the model compares each position with the next label; None: decided by its class."""
     smooths_labels = True
     """Whether --label-smoothing is about the model's own loss, not about the objective's."""
+    uses_dropout: bool = True
+    """False: the model is trained without dropout, as preferences are: they compare likelihoods."""
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
@@ -135,7 +140,9 @@ class Template(ABC):
 
     def _train(self) -> dict[str, float]:
         resume = self.find_resume_folder()
-        train_data, valid_data, test_data, collate = self.get_datasets()
+        train_data, valid_data, test_data, collate = self.frozen_models.number_rows(
+            *self.get_datasets()
+        )
         loader = self.engine.data.build_loader(
             train_data, collate, shuffle=self.is_shuffled, is_training=True
         )
@@ -219,6 +226,9 @@ class Template(ABC):
                 "optimizer (or None), lr_scheduler (or None)."
             )
         model, optimizer, scheduler = provided
+        if not self.uses_dropout:
+            apply_no_dropout(model)
+        self.frozen_models.before_compose()
         is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
         self.engine.updates.is_own_loop = False
         composed = self.engine.compose(
@@ -236,9 +246,19 @@ class Template(ABC):
             self.list_steps(),
         )
 
-    def provide_frozen_models(self) -> Mapping[str, nn.Module]:
-        """Hook: the models that ``Objective.frozen`` names, on the device; whole on each rank."""
+    def provide_frozen_models(self) -> Mapping[str, nn.Module | AskedModel]:
+        """Hook: the models that ``Objective.frozen`` names, on the device.
+
+        The run itself makes the ``reference``, unless this returns one.
+        ``engine.model.compose_beside(model).module`` is a model under the run's layout; a plain one
+        is whole on each rank.
+        """
         return {}
+
+    @functools.cached_property
+    def frozen_models(self) -> FrozenModels:
+        """Those that the objective names, made once."""
+        return FrozenModels(self.engine, self.build_objective, self.provide_frozen_models)
 
     def make_forward(self, model: Any) -> BoundObjective:
         """The objective with this model: a function of the batch only."""
@@ -247,9 +267,8 @@ class Template(ABC):
                 self.has_shifted_labels and not self.engine.model.has_learned_tokens
             )
         return BoundObjective(
-            self.build_objective(), model, self.provide_frozen_models(),
-            self.engine.model.evaluating,
-        )  # fmt: skip
+            self.build_objective(), model, self.frozen_models.get(), self.engine.model.evaluating
+        )
 
     def list_steps(self) -> list[Callable[..., Any]]:
         """The code that runs in a forward step and may be the user's."""
@@ -273,7 +292,11 @@ class Template(ABC):
         train_iters = self.engine.data.get_train_iters()
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
+        if not self.args.finetune:
+            self.frozen_models.take_reference(resume)
         extra = self.engine.load_checkpoint(resume) if resume is not None else {}
+        if self.args.finetune:  # a new run, which starts from the weights of the checkpoint
+            self.frozen_models.take_reference(None)
         # Another batch size changes it.
         train_iters = self.engine.data.get_train_iters() or train_iters
         if self.args.save is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from rapidformer.accel.dropout_seeds import DROPOUTS
+from rapidformer.accel.dropout_seeds import apply_no_dropout
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import observe_runs
@@ -44,7 +44,7 @@ class VerifiedRun(Recorder):
         torch.backends.cudnn.allow_tf32 = False
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             model.float()
-        apply_no_dropout(model)
+        apply_no_dropout(model, changes_config=True)
 
     def after_compose(self, engine: Any) -> None:
         super().after_compose(engine)
@@ -112,14 +112,3 @@ def apply_visible_decay(optimizer: Optimizer) -> None:
         is_apart = group.get("decoupled_weight_decay") is True or isinstance(optimizer, SGD)
         if rate > 0 and decay > 0 and is_apart:
             group["weight_decay"] = max(decay, _VISIBLE_DECAY / rate)
-
-
-def apply_no_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to zero: in layers, and in attributes passed to functions."""
-    for module in model.modules():
-        if isinstance(module, DROPOUTS):
-            module.p = 0.0
-        for owner in (module, getattr(module, "config", None)):
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
-                if "drop" in name and isinstance(value, float):
-                    setattr(owner, name, 0.0)

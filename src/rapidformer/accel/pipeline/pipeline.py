@@ -104,7 +104,7 @@ class Pipeline:
         self.model = model
         self._far_modules = list_far_modules(model, self.layout, self.plan)
         apply_gates(self.plan.get_blocks(model), self._context)
-        apply_staged_calls(model, self._context, self._relay, len(self.plan.blocks))
+        apply_staged_calls(model, self._context, self.relay, len(self.plan.blocks))
         absent = self.holdings.processes_of.keys() - self.holdings.get_held(self._process)
         refuse_partial_reads(model, absent, self.plan.blocks, self._context)
         self.shared = SharedGradients(model, self.holdings, self._mesh)
@@ -114,8 +114,8 @@ class Pipeline:
         self._open.enter_context(self.shared.serve_clipping(model, self._device))
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
 
-    def _relay(self, run: Callable[[], Any]) -> Any:
-        """A call of the model outside training."""
+    def relay(self, run: Callable[[], Any]) -> Any:
+        """What ``run``, which calls the model once outside training, returns on the last stage."""
         return relay_call(run, self.layout, self._context, self._group, self._device)
 
     def close(self) -> None:

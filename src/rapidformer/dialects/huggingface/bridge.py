@@ -24,7 +24,7 @@ from rapidformer.dialects.huggingface.records import STATE_FILE
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
-from rapidformer.objectives import Objective
+from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.evaluation import Evaluation, Progress
 from rapidformer.training.finetuner import to_metrics
@@ -236,6 +236,7 @@ class TrainerTemplate(Template):
         self.processor = trainer.processing_class
         self._events = LoopEvents(trainer)
         self.callbacks = [self._events]
+        self.smooths_labels = trainer.smooths_labels
 
     @property
     def is_shuffled(self) -> bool:
@@ -290,6 +291,7 @@ class TrainerTemplate(Template):
         # The trainer honours its arguments itself, also where it makes the optimizer from them.
         self.engine.updates.has_own_parts = False
         self.engine.model.skips_cache = not trainer.args.use_cache
+        self.frozen_models.before_compose()
         trainer.compose(self.engine)
         return trainer.model
 
@@ -298,6 +300,11 @@ class TrainerTemplate(Template):
 
     def provide_frozen_models(self) -> Mapping[str, nn.Module]:
         return self.trainer.provide_frozen_models()
+
+    def make_forward(self, model: Any) -> BoundObjective:
+        forward = super().make_forward(model)
+        self.trainer.context = forward.context
+        return forward
 
     def run_forward_step(self, batch_or_iterator: Any, model: Any) -> Any:
         return self.trainer.run_training_step(model, batch_or_iterator)

@@ -12,7 +12,7 @@ from transformers import TrainerControl, TrainerState
 from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.engine import RapidformerEngine
-from rapidformer.objectives import Objective
+from rapidformer.objectives import Context, Objective
 
 Inputs = dict[str, Any]
 Metrics = dict[str, Any]
@@ -38,6 +38,8 @@ class TrainerInterface(Protocol):
     label_names: list[str]
     compute_metrics: Callable[..., Any] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None
+    context: Context | None
+    smooths_labels: bool
     _is_training: bool
     _ignore_keys: Keys
     _engine: RapidformerEngine | None

@@ -48,7 +48,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
-from rapidformer.objectives import Objective
+from rapidformer.objectives import Context, Objective
 
 _OWN = "rapidformer.dialects.huggingface"
 _STEPS = ("compute_loss", "run_training_step", "training_step", "_compute")
@@ -65,6 +65,10 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     room = "rapidformer"
     """Where a script imports it from."""
+    context: Context | None = None
+    """What the objective of the last run was given besides the model."""
+    smooths_labels = True
+    """Whether label smoothing is about the model's own loss."""
 
     def __init__(
         self,

@@ -283,7 +283,9 @@ class GRPOConfig(TaskConfig):
     num_completions_to_print: Annotated[int | None, ignored("one")] = None
 
     def list_settings(self) -> dict[str, Any]:
-        scale = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        scale = self.scale_rewards
+        if isinstance(scale, bool):
+            scale = "group" if scale else "none"
         values: dict[str, Any] = {"scale_rewards": scale, "top_k": self.top_k or None}
         if not self.shuffle_dataset:
             values["dataloader_type"] = "single"

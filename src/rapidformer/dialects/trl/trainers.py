@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from rapidformer.accel.dropout_seeds import apply_no_dropout
 from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.interface import Keys
 from rapidformer.dialects.huggingface.trainer import Trainer
@@ -22,11 +22,15 @@ from rapidformer.dialects.trl.configs import (
     RewardConfig,
     TaskConfig,
 )
+from rapidformer.engine.reference import build_untouched
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.configuration import get_position_limit
-from rapidformer.objectives import Objective
-from rapidformer.tasks.base import PreparedData, with_frozen
+from rapidformer.objectives import Context, Objective
+from rapidformer.objectives.objective import AskedModel
+from rapidformer.objectives.reference import REFERENCE
+from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation.evaluating import measure
+from rapidformer.tasks.evaluation.frozen import add_context
 from rapidformer.tasks.grpo.rewards import RewardFunction
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.registry import get_task
@@ -40,6 +44,7 @@ class TaskTrainer(Trainer):
     """A trainer of rows, not of batches: what it learns is a task's objective."""
 
     room = "rapidformer.dialects.trl"
+    smooths_labels = False
     config_class: ClassVar[type[TaskConfig]]
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     args: TaskConfig
@@ -67,7 +72,7 @@ class TaskTrainer(Trainer):
                 f"{type(self).__name__}(data_collator=...) is not supported: rows are tokenized "
                 "and padded by the trainer."
             )
-        self._task, self._reference, self._frozen = get_task(args.task), ref_model, None
+        self._task, self._reference = get_task(args.task), ref_model
         if isinstance(model, str):
             model, processing_class = self._load(model, processing_class, args)
         elif processing_class is None:
@@ -75,7 +80,7 @@ class TaskTrainer(Trainer):
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
         if args.disable_dropout:
-            drop_dropout(model)
+            apply_no_dropout(model)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, **others,
@@ -117,14 +122,9 @@ class TaskTrainer(Trainer):
         return self._task.build_objective(self.build_settings())
 
     def provide_frozen_models(self) -> Mapping[str, nn.Module]:
-        """The reference: the one given, or the model as it was before its first update."""
-        if self._frozen is None:
-            needed = bool(self.build_objective().frozen)
-            reference = self._reference
-            if needed and reference is None:
-                reference = copy.deepcopy(self.model)
-            self._frozen = {"reference": reference.to(self.args.device)} if needed else {}
-        return self._frozen
+        """The reference, if one was given: otherwise the run makes it."""
+        given = self._reference
+        return {} if given is None else {REFERENCE: given.to(self.args.device)}
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = []  # the collate function reads rows, not the model
@@ -145,7 +145,10 @@ class TaskTrainer(Trainer):
         """The task's metrics, each row once."""
         engine = self.engine
         loader = engine.data.adopt_loader(dataloader, is_training=False)
-        prepared = with_frozen(self.prepared, self.provide_frozen_models())
+        if self.context is None:  # nothing is trained yet: the model is its own reference
+            frozen: dict[str, nn.Module | AskedModel] = {REFERENCE: build_untouched(engine.model)}
+            self.context = Context(frozen={**frozen, **self.provide_frozen_models()})
+        prepared = add_context(self.prepared, self.context)
         with ExitStack() as stack:
             if not self._is_training or self.model.training:
                 stack.enter_context(engine.model.evaluating())
@@ -256,15 +259,6 @@ def _in_our_words(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(prompts=prompts, completions=turns if are_turns else answers, **columns)
 
     return reward
-
-
-def drop_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _load_tokenizer(name: str) -> Any:

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from rapidformer.config import Settings
 from rapidformer.data.folders import name_splits
 from rapidformer.data.loader import DistributedLoader
@@ -18,7 +16,8 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import gather_rounds, run_batches
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.base import PreparedData, Record, Task, with_frozen
+from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.evaluation.frozen import add_frozen_models
 from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
 from rapidformer.tasks.evaluation.report import EvaluationReport
 from rapidformer.tasks.metrics.tally import Tally
@@ -79,7 +78,7 @@ def evaluate_task(
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
     started = time.perf_counter()
     model = compose_task_model(engine, task, prepared)
-    prepared = with_frozen(prepared, _build_frozen(engine, task, prepared))
+    prepared = add_frozen_models(engine, task, prepared)
     loader = engine.data.build_loader(
         prepared.get_split(name), prepared.collate, shuffle=False,
         batch_size=args.eval_micro_batch_size, is_training=False,
@@ -98,16 +97,6 @@ def evaluate_task(
         task=task.name, split=split, metrics=tally.compute() | more, tables=tally.tables(),
         examples=len(rows), seconds=round(seconds, 3),
     )  # fmt: skip
-
-
-def _build_frozen(
-    engine: RapidformerEngine, task: Task, prepared: PreparedData
-) -> dict[str, nn.Module]:
-    """The models that the objective compares with, as its run had them."""
-    models = task.build_compared_models(engine.args, prepared)
-    return {
-        name: model.to(engine.device).requires_grad_(False).eval() for name, model in models.items()
-    }
 
 
 def _find_single_file(args: Settings) -> Path | None:

@@ -33,7 +33,6 @@ from rapidformer.tasks.grpo.rewards import (
     score,
 )
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.preference.preference import without_dropout
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import RowList, get_column_names, get_splits
 from rapidformer.tasks.text.text import (
@@ -63,6 +62,7 @@ class Grpo(CausalLM):
     columns = (as_optional(TEXT), MESSAGES, as_optional(PROMPT), CONTEXT, SYSTEM, TOOLS)
     best_metric, greater_is_better = "reward", True
     metrics = ("reward", "mean_length")
+    uses_dropout = False  # with it, answers would be those of another model
 
     def __init__(self, functions: Sequence[RewardFunction] | None = None) -> None:
         """With functions of a script, or else those of ``--reward-function``."""
@@ -104,12 +104,6 @@ class Grpo(CausalLM):
         collate = PromptCollator(build_text_collator(parts.tokenizer, side="left"))
         return parts.prepare(features, extras, collate=collate)
 
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        # Answers are drawn without dropout: with it, they would be those of another model.
-        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
-
     def build_objective(self, args: Settings) -> Objective:
         parts = load_text_parts(args)
         return self.build(args, parts.tokenizer, parts.config)
@@ -133,9 +127,6 @@ class Grpo(CausalLM):
             corrects_kl=args.kl_correction, max_tokens=new_tokens,
         )  # fmt: skip
         return GrpoObjective(loss, rollouts, sampling.temperature)
-
-    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        return {"reference": self.build_model(args, prepared)} if args.beta else {}
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         if prepared.extras["mode"] != "reward":
@@ -162,7 +153,7 @@ class RewardTally(Tally):
 
     _reward, _length = 0.0, 0
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._reward += sum(record["reward"] for record in records)
         self._length += sum(record["length"] for record in records)
         self.examples += len(records)

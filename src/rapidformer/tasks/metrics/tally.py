@@ -191,6 +191,23 @@ class TokenTally(Tally):
         }
 
 
+class DistillationTally(TokenTally):
+    """Also the two parts of the loss, each per labelled token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts = {"divergence_loss": 0.0, "label_loss": 0.0}
+
+    def add(self, records: Sequence[Record]) -> None:
+        super().add(records)
+        for name in self._parts:
+            self._parts[name] += sum(record[name] for record in records)
+
+    def score(self) -> dict[str, float]:
+        means = {name: total / max(self._terms, 1) for name, total in self._parts.items()}
+        return {**means, **super().score(), "perplexity": compute_perplexity(means["label_loss"])}
+
+
 class ChoiceTally(Tally):
     """The fraction of rows whose highest score is the right one's."""
 

@@ -1,7 +1,7 @@
 """Learn which of two answers is better, or whether an answer is good: DPO and its relatives.
 
-The reference is what the run started from. Dropout is off unless it is asked for: policy and
-reference must differ by what was learnt alone.
+The reference is what the run started from, and dropout is off: policy and reference must differ by
+what was learnt alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.evaluation.generating import generate_records
@@ -49,6 +48,8 @@ class Preference(CausalLM):
         "log_odds_chosen", "kl",
     )  # fmt: skip
     smooths_labels = False
+    uses_dropout = False
+    reads_as = ("causal_lm",)
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         if has_answers:
@@ -94,14 +95,9 @@ class Preference(CausalLM):
         )
         extras = {
             "mode": "evaluate", "labelled": labelled, "stop_id": encoder.chat.get_stop_id(),
-            "row_names": names, "objective": self.build_objective(args), "frozen": {},
+            "row_names": names, "objective": self.build_objective(args),
         }  # fmt: skip
         return parts.prepare(features, extras, collate=collate)
-
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
 
     def build_objective(self, args: Settings) -> Objective:
         from rapidformer.tasks.preference.losses import LossSettings
@@ -112,38 +108,14 @@ class Preference(CausalLM):
             return KTOObjective(settings, args.seq_length)
         return PairObjective(settings)
 
-    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        from rapidformer.objectives.reference import REFERENCE
-
-        if not self.build_objective(args).frozen:
-            return {}
-        return {REFERENCE: self.build_model(args, prepared)}
-
-    def build_compared_models(self, args: Settings, prepared: PreparedData) -> dict[str, nn.Module]:
-        from rapidformer.objectives.reference import REFERENCE
-
-        if not self.build_objective(args).frozen:
-            return {}
-        start = args.reference_model
-        if start is None:
-            raise ConfigurationError(
-                f"--loss {args.loss or 'sigmoid'} compares a model with the one that its run "
-                "started from, and this folder does not say which: name it with --reference-model."
-            )
-        source = "the reference"
-        there = args.replace(
-            source, load=start, pretrained_model_name_or_path=start, lora_rank=None,
-            peft_config=None,
-        )  # fmt: skip
-        return {REFERENCE: self.build_model(there, prepared)}
-
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.objectives import Context
         from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
 
         if prepared.extras["mode"] == "predict":
             return generate_records(model, batch, prepared)
-        objective, context = prepared.extras["objective"], Context(frozen=prepared.extras["frozen"])
+        objective = prepared.extras["objective"]
+        context = prepared.extras.get("context", Context())
         if isinstance(objective, KTOObjective):
             ratios, logps = objective.score(model, batch, context)
             others = objective.score_others(model, batch, context)
@@ -172,10 +144,3 @@ class Preference(CausalLM):
         if prepared.extras["mode"] == "predict":
             return super().predictions(records, prepared, split)
         return [dict(record.get("shown", record)) for record in records]
-
-
-def without_dropout(args: Settings) -> Settings:
-    """Dropout off, unless it is asked for."""
-    names = ("hidden_dropout", "attention_dropout")
-    zeros = {name: 0.0 for name in names if getattr(args, name) is None}
-    return args.replace("preferences: no dropout", **zeros)

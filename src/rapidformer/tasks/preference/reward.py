@@ -25,7 +25,6 @@ from rapidformer.tasks.preference.columns import (
     REJECTED,
     find_preference_columns,
 )
-from rapidformer.tasks.preference.preference import without_dropout
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits, to_rows
 from rapidformer.tasks.text.text import TEXT, TextParts, build_text_collator, load_text_parts
@@ -48,6 +47,7 @@ class Reward(Task):
     greater_is_better = True
     metrics = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", "loss")
     answer_keys = frozenset({"score"})
+    uses_dropout = False
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         if has_answers:
@@ -95,11 +95,6 @@ class Reward(Task):
         columns = _find_answers(table, args)
         features = encode_answers(table, columns, args, parts)
         return parts.prepare_input(features, {"rows": {"test": table}}, side="right")
-
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        return super().build_model(without_dropout(args), prepared, must_be_trained=must_be_trained)
 
     def build_objective(self, args: Settings) -> Objective:
         from rapidformer.tasks.preference.objective import RewardObjective

@@ -173,7 +173,7 @@ def _read_architectures(location: str) -> list[str]:
 
 def _check_input(args: Settings, task: Task) -> Iterator[str]:
     texts = args.input or []
-    if args.chat and task.name != "causal_lm":
+    if args.chat and "causal_lm" not in (task.name, *task.reads_as):
         yield f"--chat needs --task causal_lm, not {task.name}: only its models answer in turns."
     if args.stream and "generated" not in task.answer_keys:
         yield f"--stream needs a task that generates text; {task.name} does not."

@@ -1,0 +1,30 @@
+"""peft's adapters: switched off for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+PRIVATE_NAMES = {
+    "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters",
+}
+_IS_OFF = "_disable_adapters"
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, adapted layers are those of the base model, and ``modules_to_save`` the originals.
+
+    peft's own ``enable_adapters`` would also freeze the adapters, which are being trained.
+    """
+    adapted: list[Any] = [m for m in model.modules() if getattr(m, _IS_OFF, None) is False]
+    for module in adapted:
+        setattr(module, _IS_OFF, True)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            setattr(module, _IS_OFF, False)
