@@ -505,6 +505,21 @@ def test_reranker_is_a_cross_encoder(command: Command, bert_folder: Path, tmp_pa
     assert command("evaluate", "--load", run).returncode == 0
 
 
+def test_models_of_other_tasks(command: Command, small_model: Path) -> None:
+    """Every encoder has vectors; a classifier is no reranker."""
+    row = '{"query": "w1 w2", "document": ["w3", "w1 w2"]}'
+    done = command("predict", "--task", "embedding", "--load", small_model, "--input", row)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)["similarity"]
+    assert first < second == 1.0
+    ask = ("predict", "--task", "reranking", "--load", small_model, "--input", row)
+    refused = command(*ask)
+    assert refused.returncode == 1
+    assert "was never trained for this task" in refused.stderr
+    done = command(*ask, "--allow-untrained")
+    assert len(json.loads(done.stdout)["scores"]) == 2, done.stderr
+
+
 def test_rows_are_shown(command: Command, bert_folder: Path, tmp_path: Path) -> None:
     row = {**make_rows(1)[0], "score": [0.5, 0.25]}
     data = write_jsonl(tmp_path / "train.jsonl", [row])

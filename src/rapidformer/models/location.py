@@ -121,6 +121,8 @@ def check_head(auto_class_name: str, architectures: Sequence[str] | None, locati
     Heads of different tasks may have weights of the same names: only the class tells them apart.
     """
     wanted = auto_class_name.removeprefix("AutoModel")
+    if not wanted:
+        return  # the trunk alone, which every model has
     saved = next(iter(architectures or ()), "")
     other = next((head for head in _HEADS if saved.endswith(head)), wanted)
     if other != wanted:

@@ -67,7 +67,8 @@ class Reranking(PairTask):
         items = columns.read(values, range(len(table)), "input", joins=True)
         features = encode_pairs(items, parts)
         prepared = parts.prepare_input(features, {"rows": {"test": table}})
-        return replace(prepared, collate=build_collator({"test": features}, parts))
+        collate = build_collator({"test": features}, parts)
+        return replace(prepared, collate=collate, model_settings={"num_labels": 1, **_SIGMOID})
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.embedding.objective import compute_ranking_losses, score_documents
