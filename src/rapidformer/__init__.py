@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     )
     from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
     from rapidformer.dialects.huggingface.trainer import Trainer
+    from rapidformer.dialects.sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
     from rapidformer.dialects.trl import (
         CPOConfig,
         CPOTrainer,
@@ -62,7 +67,9 @@ __all__ = [
     "DistributedType", "Finetuner", "GPTModel", "GRPOConfig", "GRPOTrainer", "KTOConfig",
     "KTOTrainer", "ModelPlan", "ORPOConfig", "ORPOTrainer", "PreTrainer", "Pretrainer",
     "ProjectConfiguration", "RapidformerEngine", "RapidformerError", "RewardConfig",
-    "RewardTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments",
+    "RewardTrainer", "SentenceTransformer", "SentenceTransformerTrainer",
+    "SentenceTransformerTrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer",
+    "TrainingArguments",
     "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
     "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
@@ -80,6 +87,8 @@ _NAMES = {
     "dialects.accelerate.settings": "DeepSpeedPlugin ProjectConfiguration",
     "dialects.huggingface.arguments": "Seq2SeqTrainingArguments TrainingArguments",
     "dialects.huggingface.seq2seq": "Seq2SeqTrainer", "dialects.huggingface.trainer": "Trainer",
+    "dialects.sentence_transformers": "SentenceTransformer SentenceTransformerTrainer "
+    "SentenceTransformerTrainingArguments",
     "dialects.trl": "CPOConfig CPOTrainer DPOConfig DPOTrainer GRPOConfig GRPOTrainer KTOConfig "
     "KTOTrainer ORPOConfig ORPOTrainer RewardConfig RewardTrainer",
     "dist": "mpu", "engine": "RapidformerEngine", "errors": "RapidformerError", "log": "get_logger",

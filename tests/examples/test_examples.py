@@ -179,3 +179,20 @@ def test_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     change = {words[0]: (float(words[1]), float(words[3])) for words in lines if "->" in words}
     assert change["divergence_loss"][0] > 2 and change["divergence_loss"][1] < 0.2
     assert change["accuracy"][0] < 0.1 and change["accuracy"][1] > 0.85
+
+
+def test_embeddings_find_functions(python: Path, tmp_path: Path) -> None:
+    """On a tenth of the data: five times as many functions are found as by chance."""
+    done = subprocess.run(
+        [python, str(EXAMPLES / "embeddings" / "run.py"), "--pairs", "1000", "--steps", "20",
+         "--output", str(tmp_path)],
+        capture_output=True, text=True, timeout=280, check=False, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    chance, *steps = [
+        float(line.split()[-1].removesuffix("%"))
+        for line in done.stdout.splitlines()
+        if line.startswith(("by chance", "after"))
+    ]
+    assert steps[-1] > max(steps[0], 3 * chance), done.stdout
+    assert "Return the size of a file." in done.stdout

@@ -16,7 +16,7 @@ def test_names_and_aliases() -> None:
     names = [name for task in list_tasks() for name in (task.name, *task.aliases)]
     assert len(names) == len(set(names))
     for task in list_tasks():
-        assert task.description and task.columns and task.auto_class.startswith("AutoModelFor")
+        assert task.description and task.columns and task.auto_class.startswith("AutoModel")
 
 
 def test_unknown_task_gets_a_hint() -> None:

@@ -29,7 +29,7 @@ All other flags are those of the run.
 _PREPARED_ROWS = 1000
 _INDEPENDENT = frozenset({
     "causal_lm", "distillation", "masked_lm", "seq2seq_lm", "question_answering", "preference",
-    "reward",
+    "reward", "embedding", "reranking",
 })  # fmt: skip
 _TRAINED, _SPECIAL, _NOTE = "black on green", "bold", "italic magenta"
 _OPEN = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.embedding_section import EmbeddingArguments
 from rapidformer.config.task_sections import (
     DataArguments,
     GenerationArguments,
@@ -30,7 +31,9 @@ Row = dict[str, Any]
 _KEY = "rapidformer_run"
 # What predictions depend on; what only changes speed (processes, parallelism, logging) is left out,
 # so a run may be resumed on another number of GPUs.
-_SECTIONS = (RunArguments, ModelArguments, DataArguments, GenerationArguments)
+_SECTIONS = (
+    RunArguments, ModelArguments, DataArguments, GenerationArguments, EmbeddingArguments,
+)  # fmt: skip
 _BESIDES = ("load", "mixed_precision", "fp16", "bf16")
 _WITHOUT_EFFECT = (
     "input", "output", "config", "local_rank", "data_path", "num_workers", "preprocessing_workers",

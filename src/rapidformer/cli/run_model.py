@@ -27,6 +27,8 @@ _READING = (
     "rejected_column", "margin_column", "loss", "beta", "simpo_gamma", "length_normalized",
     "sft_weight", "desirable_weight", "undesirable_weight", "label_smoothing",
     "center_rewards_coefficient",
+    "negative_columns", "similarity_scale", "symmetric", "mask_duplicates", "triplet_margin",
+    "matryoshka_dims",
 )  # fmt: skip
 # The end of a class name in config.json -> the task of such models.
 _ARCHITECTURES = {
@@ -127,9 +129,14 @@ def guess_task(location: str | None) -> str | None:
     """The task that a local model was trained for, by the class it names; None if unknown."""
     if not location:
         return None
+    config = _read(Path(location) / "config.json")
+    if (Path(location) / "modules.json").is_file():  # sentence-transformers' models have these
+        return "embedding"
+    if "sentence_transformers" in config:
+        return "reranking"
     if adapter := _read(Path(location) / "adapter_config.json"):
         return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
-    names = _read(Path(location) / "config.json").get("architectures")
+    names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     return next((task for end, task in _ARCHITECTURES.items() if name.endswith(end)), None)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rapidformer.config import sections, task_sections
+from rapidformer.config import embedding_section, sections, task_sections
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
@@ -17,10 +17,10 @@ class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
     task_sections.PreferenceArguments, task_sections.GrpoArguments,
     task_sections.ReferenceArguments, task_sections.DistillationArguments,
-    task_sections.GenerationArguments, sections.TrainingLengthArguments,
-    sections.OptimizerArguments, sections.AdapterArguments, sections.AccelerationArguments,
-    sections.ParallelArguments, sections.CheckpointArguments, sections.LoggingArguments,
-    sections.LaunchArguments,
+    embedding_section.EmbeddingArguments, task_sections.GenerationArguments,
+    sections.TrainingLengthArguments, sections.OptimizerArguments, sections.AdapterArguments,
+    sections.AccelerationArguments, sections.ParallelArguments, sections.CheckpointArguments,
+    sections.LoggingArguments, sections.LaunchArguments,
 ):  # fmt: skip
     """Every setting of a run, with the user's own extra flags and the origin of each value."""
 

@@ -118,6 +118,8 @@ def check_has_tokenizer(location: str) -> None:
 def check_head(auto_class_name: str, architectures: Sequence[str] | None, location: str) -> None:
     """Refuse a model of another task, by its class: names of weights may be the same."""
     wanted = auto_class_name.removeprefix("AutoModel")
+    if not wanted:
+        return  # the trunk alone, which every model has
     saved = next(iter(architectures or ()), "")
     other = next((head for head in _HEADS if saved.endswith(head)), wanted)
     if other != wanted:

@@ -87,9 +87,10 @@ class BoundObjective:
         return self._combine(terms, known.get("factors"), batch)
 
     def _get_context(self, known: Mapping[str, Any], batch: Any) -> Context:
-        if not self._objective.has_first_pass:
+        is_alone = "rows" not in known and self._objective.is_whole_alone
+        if not self._objective.has_first_pass or is_alone:
             return self.context
-        if not known:  # outside of an update, a batch is one by itself
+        if "rows" not in known:  # outside of an update, a batch is one by itself
             given = self._objective.exchange(batch)
             alone = _with_rows(self.context, given) if given else self.context
             rows = _look(self._objective, self._model, batch, alone)
@@ -156,7 +157,9 @@ class BoundObjective:
         if topology.pipeline > 1 and REFERENCE in self._objective.frozen:
             update = self._ask_reference(update, device)
         counts = [self._objective.count(micro_batch) for micro_batch in update]
-        if not (self._objective.has_first_pass or counts[0]):
+        is_alone = len(update) == 1 and topology.get_group("data") is None
+        looks = self._objective.has_first_pass and not (self._objective.is_whole_alone and is_alone)
+        if not (looks or counts[0]):
             return update
         if not all(isinstance(micro_batch.batch, Mapping) for micro_batch in update):
             raise RapidformerError(
@@ -167,7 +170,7 @@ class BoundObjective:
         if counts[0]:
             factors = self._sum_counts(update, counts, topology, device)
             known = [{"factors": factors} for _ in update]
-        if self._objective.has_first_pass:
+        if looks:
             surveyed = _survey(self._objective, self._model, update, self.context, topology, device)
             known = [a | b for a, b in zip(known, surveyed, strict=True)]
         micro_batches = tuple(

@@ -78,6 +78,9 @@ class Objective(ABC):
     before training; not if answers are generated, or joined with other rows' prompts."""
     has_first_pass = False
     """Whether ``first_pass`` runs on the whole update before the first loss is computed."""
+    is_whole_alone = False
+    """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
+    then gets no rows and takes those of the batch."""
     expands = False
     """Whether the update that is learnt from is made by ``expand``."""
 

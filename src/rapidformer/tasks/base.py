@@ -43,6 +43,10 @@ class PreparedData:
     """Tokenizer or image processor, saved with the model by ``save_pretrained``."""
     model_settings: dict[str, Any] = field(default_factory=dict)
     """Overrides of the model's configuration: num_labels, id2label, problem_type, ..."""
+    saved: Any | None = None
+    """What is saved with the model by ``save_pretrained``, if not the processor alone."""
+    objective: Objective | None = None
+    """What is learnt, if it depends on the data."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What the task itself needs later, such as the user's rows and the label names."""
 

@@ -9,6 +9,8 @@ from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.distillation import Distillation
+from rapidformer.tasks.embedding.embedding import Embedding
+from rapidformer.tasks.embedding.reranking import Reranking
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
 from rapidformer.tasks.masked_lm import MaskedLM
@@ -28,7 +30,7 @@ PRETRAINING_DESCRIPTION = (
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
     Seq2SeqLM(), MultipleChoice(), ImageClassification(), Distillation(), Preference(), Reward(),
-    Grpo(),
+    Grpo(), Embedding(), Reranking(),
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class TaskFinetuner(Finetuner):
                 "the data has no training split: name a file train.…, or use --train-data."
             )
         self.prepared = prepared
-        self.processor = prepared.processor
+        self.processor = prepared.saved or prepared.processor
         self.best_metric, self.greater_is_better = self.task.get_best_metric(prepared)
         validation = prepared.validation if prepared.is_labelled("validation") else None
         if validation is None:
@@ -60,7 +60,8 @@ class TaskFinetuner(Finetuner):
         return self.task.build_model(self.args, self.prepared), None, None
 
     def build_objective(self) -> Objective:
-        return self.task.build_objective(self.args)
+        assert self.prepared is not None
+        return self.prepared.objective or self.task.build_objective(self.args)
 
     def provide_frozen_models(self) -> Mapping[str, nn.Module | AskedModel]:
         assert self.prepared is not None

@@ -1,13 +1,16 @@
 """Which batches can run without padding: those whose loss cannot change.
 
-The model must get its labels, and every label must belong to a real token. A model that a CUDA
-graph replays cannot read its mask. So its rows are read from the batch in host memory first, and
-attached to the mask, which is overwritten in place.
+The model must get its labels, and every label must belong to a real token; or our own code calls it
+and reads no padding (``leaving_padding``). A model that a CUDA graph replays cannot read its mask.
+So its rows are read from the batch in host memory first, and attached to the mask, which is
+overwritten in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +28,22 @@ from rapidformer.overlay import find_fact
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
 _FIXED = "rapidformer_fixed_rows"
+_LEAVES_PADDING: ContextVar[bool] = ContextVar("leaves padding", default=False)
+
+
+@contextmanager
+def leaving_padding() -> Iterator[None]:
+    """Inside, whoever calls a model reads none of what it returns for padding, which is zero."""
+    token = _LEAVES_PADDING.set(True)
+    try:
+        yield
+    finally:
+        _LEAVES_PADDING.reset(token)
+
+
+def leaves_padding() -> bool:
+    """Whether the caller of a model says that it reads no padding."""
+    return _LEAVES_PADDING.get()
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,9 @@ def get_fixed_rows(mask: Any) -> FixedRows | None:
 def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
     """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
     mask, labels = given.get("attention_mask"), given.get("labels")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(labels, Tensor):
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if not isinstance(labels, Tensor) and not leaves_padding():
         return None
     if find_requested(model, given) or given.get("past_key_values") is not None:
         return None
@@ -66,7 +87,8 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
         return fixed.rows
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
-    targets = get_host_copy(labels) if labels.shape == mask.shape else labels
+    is_by_token = labels is not None and labels.shape == mask.shape
+    targets = get_host_copy(labels) if labels is not None and is_by_token else labels
     if not _is_removable(model, is_real, targets):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
@@ -96,12 +118,14 @@ def _is_on(model: Any) -> bool:
     return removal is not None and removal.is_on
 
 
-def _is_removable(model: Any, is_real: Mask, labels: Tensor) -> bool:
+def _is_removable(model: Any, is_real: Mask, labels: Tensor | None) -> bool:
     """Whether there is enough padding, and removing it cannot change the loss."""
     if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
         return False
     is_causal = shifts_labels(model)
-    if labels.shape == is_real.shape:  # every label must be predicted from a real token
+    if (
+        labels is not None and labels.shape == is_real.shape
+    ):  # every label must be predicted from a real token
         is_trained, is_read = (labels != -100).numpy(), is_real
         if is_causal:
             is_trained, is_read = is_trained[:, 1:], is_real[:, :-1]

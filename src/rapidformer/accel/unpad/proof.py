@@ -106,7 +106,8 @@ def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> 
     outputs = forward(dict(batch))
     if hasattr(outputs, "start_logits"):
         raise ModelError("its loss compares all positions of a row, padding included")
-    logits = outputs.logits
+    # A model without a head is used for its hidden states.
+    logits = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
     if "labels" in batch:
         logits = logits[batch["labels"] != -100]
     elif logits.dim() == 3 and "attention_mask" in batch:

@@ -36,6 +36,7 @@ from rapidformer.accel.unpad.sides import (
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models.location import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
@@ -91,7 +92,8 @@ def apply_unpadding(
     WATCHING.keep(applied)
     trial = Removal(is_trial=True)
     unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
-    with uncompiled(model.modules()):
+    # transformers warns if one asks a model without a head for its loss.
+    with uncompiled(model.modules()), quiet_transformers(None):
         difference = find_difference(model, plan, unpadded, dtype)
         packs = difference is None and shifts_labels(model)
         packs = packs and not find_difference(model, plan, unpadded, dtype, is_packed=True)
@@ -176,6 +178,10 @@ def _extend_model(
             if is_by_position:
                 rows = batches.find_packed_rows(self, known, rounds_up=rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
+            if not is_two_sided and kwargs.get("labels") is None:
+                rows = batches.find_rows(self, kwargs, rounds_up=rounds_up)
+                with use_rows(rows):  # nobody reads padding, or there are no rows
+                    return run()
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
             if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):

@@ -20,7 +20,8 @@ from rapidformer.log import get_logger
 _INDEX = "model.safetensors.index.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}
 _GENERATION = "generation_config.json"
-_TEMPLATES = "additional_chat_templates"
+# With more templates of the tokenizer, and with what sentence-transformers reads.
+_FOLDERS = ("additional_chat_templates", "1_Pooling", "2_Normalize")
 # Written by the export itself, or about another folder.
 _OTHERS = {"config.json", "adapter_config.json", _INDEX, ORIGIN}
 _OTHERS |= {"pytorch_model.bin.index.json", "export.json", "trainer_state.json"}
@@ -61,8 +62,9 @@ def copy_texts(source: Source, target: Path) -> None:
     for path in sorted(source.description.iterdir()):
         if path.is_file() and path.suffix in _SUFFIXES and path.name not in _OTHERS:
             shutil.copyfile(path, target / path.name)
-    if (source.description / _TEMPLATES).is_dir():
-        shutil.copytree(source.description / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
+    for name in _FOLDERS:
+        if (source.description / name).is_dir():
+            shutil.copytree(source.description / name, target / name, dirs_exist_ok=True)
     if source.base is not None:
         generation = Path(source.base) / _GENERATION
         if generation.is_file() and not (target / _GENERATION).exists():

@@ -46,6 +46,8 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
     if "pixel_values" in batch:
         shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
         return [ShownRow(name=f"an image of {shape}", fact=_describe(batch, prepared))]
+    if "slots" in batch:
+        return _view_texts(batch, prepared)
     if names := prepared.extras.get("row_names"):
         return [_view_answer_row(batch, prepared, *item) for item in enumerate(names)]
     ids = batch["input_ids"][0]
@@ -111,6 +113,23 @@ def _note(label: int, token: int, prepared: PreparedData) -> str:
     if "words" in prepared.extras:  # tags of words
         return str(prepared.extras["names"][label])
     return "" if label == token else prepared.processor.decode([label])
+
+
+def _view_texts(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:
+    """A query and its documents, or documents together with their query."""
+    names = prepared.extras["text_names"]
+    rows = [
+        ShownRow(
+            name=names[min(number, len(names) - 1)].format(number + 2 - len(names)),
+            tokens=_read(ids[mask > 0], {}, prepared),
+        )
+        for number, (ids, mask) in enumerate(
+            zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        )
+    ]
+    scores = batch["scores"][0].tolist() if "scores" in batch else []
+    shown = ", ".join(f"{score:.6g}" for score in scores)
+    return [*rows, ShownRow(fact=f"score: {shown}")] if scores else rows
 
 
 def _view_answer_row(

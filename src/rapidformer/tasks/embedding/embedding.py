@@ -1,0 +1,354 @@
+"""Learn vectors of texts: those of a query and of a text that fits it are close."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.embedding.columns import (
+    NEGATIVE,
+    POSITIVE,
+    QUERY,
+    SCORE,
+    Item,
+    PairColumns,
+    find_pair_columns,
+)
+from rapidformer.tasks.embedding.files import DOCUMENT, Recipe, SentenceFiles, read_recipe
+from rapidformer.tasks.embedding.files import QUERY as QUERY_PROMPT
+from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    check_column,
+    get_column,
+    get_column_names,
+    get_splits,
+)
+from rapidformer.tasks.text.text import TextParts, load_text_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rapidformer.tasks.embedding.collate import ItemCollator
+    from rapidformer.tasks.embedding.losses import LossSettings
+
+_NEEDS_SCORES = ("cosent", "cosine", "margin_mse")
+_NEEDS_NEGATIVES = ("triplet", "margin_mse")
+_LOSSES = ("infonce", "cosent", "cosine", "triplet", "margin_mse")
+_USES_LENGTHS = ("triplet", "margin_mse")
+_TEXT = ColumnRole("text", "text_column", "the text", ("text", "sentence", "content"))
+_EVALUATED = 64
+"""Rows that are each other's negatives in the loss of an evaluation."""
+
+
+class PairTask(Task):
+    """A task whose rows are a query and documents."""
+
+    columns = (QUERY, POSITIVE, NEGATIVE, SCORE)
+    greater_is_better = True
+
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        if has_answers:
+            find_pair_columns(rows, args)
+
+
+class Embedding(PairTask):
+    name = "embedding"
+    aliases = ("embeddings", "sentence_transformers", "retrieval")
+    description = "learn vectors of texts, for search and similarity"
+    notes = (
+        "The negatives of a row are the documents of the whole global batch, whatever the "
+        "micro-batch and the number of ranks. RUN/best loads as `SentenceTransformer(folder)`. "
+        "See [Embeddings and rerankers](embeddings.md)."
+    )
+    auto_class = "AutoModel"
+    best_metric = "ndcg@10"
+    metrics = ("loss", "pearson", "spearmanr", "triplet_accuracy", *RANKING_METRICS)
+    answer_keys = frozenset({"embedding", "similarity"})
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        tables = get_splits(args, splits)
+        columns = find_pair_columns(next(iter(tables.values())), args)
+        return self.prepare_tables(load_pair_parts(args), tables, columns, _read_saved(args))
+
+    def prepare_tables(
+        self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns, saved: Recipe
+    ) -> PreparedData:
+        """Rows with these columns; ``saved`` is what the model brings."""
+        loss = _choose_loss(parts.args, columns, parts)
+        recipe = _choose_recipe(parts.args, loss.name, saved)
+        features = {
+            split: _encode_rows(rows, split, columns, parts, recipe, loss.name)
+            for split, rows in tables.items()
+        }
+        extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
+        prepared = parts.prepare(features, extras, collate=build_collator(features, parts))
+        return _add_recipe(prepared, parts, recipe, loss)
+
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        from rapidformer.tasks.embedding.losses import LossSettings
+
+        parts = load_pair_parts(args)
+        table = as_rows(rows, args.text_column or "text")
+        recipe = _choose_recipe(args, "infonce", _read_saved(args))
+        items, prompt = _read_input(table, args)
+        features = encode_items(items, parts, recipe, prompt)
+        prepared = parts.prepare_input(features, {"rows": {"test": table}})
+        prepared = replace(prepared, collate=build_collator({"test": features}, parts))
+        return _add_recipe(prepared, parts, recipe, LossSettings(name="infonce"))
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        """Any encoder has vectors, also one that was never trained for them."""
+        return super().build_model(args, prepared)
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        objective: Any = prepared.objective
+        items = objective.embed(model, batch)
+        vectors, counts = items.vectors.cpu().numpy(), items.is_present.sum(1).tolist()
+        ids = items.text_ids.tolist()
+        scores: list[list[float]] = [[]] * len(counts)
+        if items.scores is not None:
+            scores = [[x for x in row if x == x] for row in items.scores.tolist()]
+        rows = zip(vectors, ids, scores, counts, strict=True)
+        return [
+            {"vectors": vector[:count], "ids": names[:count], "scores": numbers}
+            for vector, names, numbers, count in rows
+        ]
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        loss = prepared.extras["loss"]
+        return EmbeddingTally(lambda records: _compute_loss(records, loss), _EVALUATED)
+
+    def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
+        is_scored = prepared.extras["loss"].name in ("cosent", "cosine")
+        return ("spearmanr" if is_scored else "ndcg@10"), True
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows = prepared.extras["rows"][split]
+        return [
+            (dict(row) if isinstance(row, dict) else {}) | _describe(record["vectors"])
+            for row, record in zip(rows, records, strict=True)
+        ]
+
+
+def _describe(vectors: Any) -> dict[str, Any]:
+    """A vector, or the cosines of a query and its documents."""
+    import numpy as np
+
+    if len(vectors) == 1:
+        return {"embedding": [float(f"{number:.9g}") for number in vectors[0]]}
+    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = [round(float(number), 6) for number in units[1:] @ units[0]]
+    return {"similarity": cosines[0] if len(cosines) == 1 else cosines}
+
+
+def load_pair_parts(args: Settings) -> TextParts:
+    """Tokenizer and length; the saved tokenizer cuts texts where training did."""
+    parts = load_text_parts(args)
+    if parts.config.is_encoder_decoder:
+        raise ModelError(
+            f"--task {args.task} needs an encoder or a decoder, and {parts.config.model_type} is "
+            "both: choose a model such as BERT, ModernBERT or Qwen3."
+        )
+    parts.tokenizer.model_max_length = parts.length
+    return parts
+
+
+def build_collator(features: Mapping[str, Any], parts: TextParts) -> ItemCollator:
+    """For items with as many texts and scores as any of these has."""
+    from rapidformer.tasks.embedding.collate import ItemCollator
+    from rapidformer.tasks.text.text import build_text_collator
+
+    pads = build_text_collator(parts.tokenizer).pad_values
+    texts, scores = (
+        max(max(map(len, get_column(rows, name)), default=0) for rows in features.values())
+        for name in ("text_ids", "scores")
+    )
+    return ItemCollator(pads, parts.tokenizer.padding_side, texts=texts, scores=scores)
+
+
+def _choose_loss(args: Settings, columns: PairColumns, parts: TextParts) -> LossSettings:
+    """What was asked for, or what the columns are for; errors say what the data lacks."""
+    from rapidformer.models.configuration import get_size
+    from rapidformer.tasks.embedding.losses import LossSettings
+
+    default = "infonce"
+    if columns.score is not None:
+        default = "margin_mse" if columns.negatives else "cosent"
+    name = (args.loss or default).lower().replace("-", "_")
+    if name not in _LOSSES:
+        raise ConfigurationError(f"--loss {args.loss}: --task embedding has {', '.join(_LOSSES)}.")
+    if name in _NEEDS_SCORES and columns.score is None:
+        raise DataError(f"--loss {name} needs scores: name their column with {SCORE.flag}.")
+    if name in _NEEDS_NEGATIVES and not columns.negatives:
+        raise DataError(f"--loss {name} needs negatives: name their columns with {NEGATIVE.flag}.")
+    width = get_size(parts.config, "hidden_size")
+    too_large = [dim for dim in args.matryoshka_dims or () if not 0 < dim <= width]
+    if too_large:
+        raise ConfigurationError(
+            f"--matryoshka-dims {too_large[0]}: the model's vectors have {width} numbers."
+        )
+    return LossSettings(
+        name=name, scale=args.similarity_scale, is_symmetric=args.symmetric,
+        masks_duplicates=args.mask_duplicates, margin=args.triplet_margin,
+        dims=tuple(args.matryoshka_dims or ()),
+    )  # fmt: skip
+
+
+def _read_saved(args: Settings) -> Recipe:
+    """What is saved with the model."""
+    from rapidformer.models.adapter_folder import find_files
+    from rapidformer.models.location import get_model_location
+
+    return read_recipe(find_files(get_model_location(args), "modules.json"))
+
+
+def _choose_recipe(args: Settings, loss: str, saved: Recipe) -> Recipe:
+    """What was asked for, what the model brings, or the defaults."""
+    normalizes = saved.normalizes
+    if args.normalize_embeddings is not None:
+        normalizes = args.normalize_embeddings
+    given = {QUERY_PROMPT: args.query_prompt, DOCUMENT: args.document_prompt}
+    return Recipe(
+        pooling=args.pooling or saved.pooling,
+        normalizes=loss not in _USES_LENGTHS if normalizes is None else normalizes,
+        pools_prompt=saved.pools_prompt if args.pool_prompt is None else args.pool_prompt,
+        prompts=saved.prompts | {name: text for name, text in given.items() if text is not None},
+    )
+
+
+def _add_recipe(
+    prepared: PreparedData, parts: TextParts, recipe: Recipe, loss: LossSettings
+) -> PreparedData:
+    """The data with its objective, and with what is saved next to the model."""
+    from rapidformer.models.configuration import get_size
+    from rapidformer.tasks.embedding.objective import EmbeddingObjective
+
+    width = int(get_size(parts.config, "hidden_size"))
+    objective = EmbeddingObjective(
+        loss, recipe.pooling, normalizes=bool(recipe.normalizes),
+        looks_at_update=parts.args.negatives == "global-batch",
+    )  # fmt: skip
+    files = SentenceFiles(parts.tokenizer, recipe, width, parts.length)
+    return replace(prepared, objective=objective, saved=files)
+
+
+def _encode_rows(
+    rows: Any, split: str, columns: PairColumns, parts: TextParts, recipe: Recipe, loss: str
+) -> Any:
+    def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        items = columns.read(values, indices, split, joins=False)
+        items = [_check_item(item, loss) for item in items]
+        return _to_columns(encode_items(items, parts, recipe))
+
+    for name in columns.get_names():
+        check_column(rows, split, name)
+    return parts.map_rows(rows, encode, "embedding", columns, recipe, loss)
+
+
+def _check_item(item: Item, loss: str) -> Item:
+    """The item, if the loss can be computed; with margins, if it learns those."""
+    documents, scores = len(item.documents), len(item.scores)
+    if loss in _NEEDS_NEGATIVES and documents < 2:
+        raise DataError(f"{item.where} has no negative, which --loss {loss} needs.")
+    if loss in ("cosent", "cosine") and scores != 1:
+        raise DataError(f"{item.where} has {scores} scores: --loss {loss} needs one for each pair.")
+    if loss == "cosine" and not -1 <= item.scores[0] <= 1:
+        raise DataError(
+            f"{item.where} has the score {item.scores[0]:g}, and a cosine is from -1 to 1: scale "
+            "the scores, or use --loss cosent, which learns their order."
+        )
+    if loss == "margin_mse" and scores == 1 < documents - 1:
+        raise DataError(
+            f"{item.where} has one score for {documents - 1} negatives: give a list with one for "
+            "each negative, or for each document."
+        )
+    if loss == "margin_mse" and scores == documents:
+        return replace(item, scores=tuple(item.scores[0] - score for score in item.scores[1:]))
+    return item
+
+
+def encode_items(
+    items: Sequence[Item], parts: TextParts, recipe: Recipe, prompt: str = QUERY_PROMPT
+) -> list[dict[str, Any]]:
+    """The features of items; ``prompt`` is that of their first texts."""
+    from rapidformer.tasks.embedding.collate import hash_text
+
+    tokenizer = parts.tokenizer
+    before = [recipe.prompts.get(name, "") for name in (prompt, DOCUMENT)]
+    skipped = [0 if recipe.pools_prompt else _count_tokens(text, tokenizer) for text in before]
+    groups = [[item.query, *item.documents] for item in items]
+    flat = [before[place > 0] + text for texts in groups for place, text in enumerate(texts)]
+    ids = tokenizer(flat, truncation=True, max_length=parts.length)["input_ids"]
+    features = []
+    ends = accumulate(map(len, groups), initial=0)
+    for item, texts, (start, stop) in zip(items, groups, pairwise(ends), strict=True):
+        rows = [list(row) for row in ids[start:stop]]
+        feature: dict[str, Any] = {"input_ids": rows, "text_ids": [hash_text(t) for t in texts]}
+        if any(skipped):
+            feature["prompts"] = [skipped[place > 0] for place in range(len(texts))]
+        length = len(rows) * max(map(len, rows))
+        features.append({**feature, "scores": list(item.scores), "length": length})
+    return features
+
+
+def _count_tokens(prompt: str, tokenizer: Any) -> int:
+    """The tokens before the text itself."""
+    if not prompt:
+        return 0
+    ids = tokenizer(prompt)["input_ids"]
+    return len(ids) - (ids[-1] in tokenizer.all_special_ids)
+
+
+def _to_columns(features: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [feature[name] for feature in features] for name in features[0]}
+
+
+def _read_input(table: list[dict[str, Any]], args: Settings) -> tuple[list[Item], str]:
+    """Texts to predict on, and whose prompt the first one of each row gets."""
+    available = get_column_names(table)
+    pair = [_find(role, available, args) for role in (QUERY, POSITIVE)]
+    if all(pair):
+        columns = find_pair_columns(table, args, has_answers=False)
+        values = {name: get_column(table, name) for name in columns.get_names()}
+        return columns.read(values, range(len(table)), "input", joins=True), QUERY_PROMPT
+    name = next(filter(None, pair), None) or str(find_column(_TEXT, available, args))
+    prompt = QUERY_PROMPT if pair[0] else DOCUMENT if pair[1] else ""
+    items = []
+    for number, value in enumerate(get_column(table, name), start=1):
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"input, row {number}: the column {name} has no text.")
+        items.append(Item(f"input, row {number}", value))
+    return items, prompt
+
+
+def _find(role: ColumnRole, available: Sequence[str], args: Settings) -> str | None:
+    return find_column(replace(role, required=False), available, args)
+
+
+def _compute_loss(records: Sequence[Mapping[str, Any]], loss: LossSettings) -> tuple[float, float]:
+    """The loss of a batch of records, as a sum with its count."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from rapidformer.tasks.embedding.losses import Items, compute_losses
+
+    def join(name: str, value: float = 0.0) -> torch.Tensor:
+        rows = [torch.as_tensor(record[name]) for record in records]
+        return pad_sequence(rows, batch_first=True, padding_value=value)
+
+    counts = torch.tensor([len(record["ids"]) for record in records])
+    vectors = join("vectors")
+    is_present = torch.arange(vectors.shape[1]) < counts[:, None]
+    scores = join("scores", float("nan")) if records[0]["scores"] else None
+    losses, weights = compute_losses(Items(vectors, is_present, join("ids"), scores), loss)
+    return float(losses.sum()), float(len(losses) if weights is None else weights.sum())

@@ -1,0 +1,128 @@
+"""What embeddings and rerankers learn.
+
+The loss of a row depends on all rows of the update, so vectors are computed twice: the first pass
+has no gradient and gives every rank all vectors, from which it computes the losses and their
+gradients by each vector. The second pass of a micro-batch, with the same dropout, only carries the
+gradients of its own vectors into the model. Memory is that of one micro-batch, and nothing depends
+on how the update was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.accel.unpad.batches import leaving_padding
+from rapidformer.objectives import Context, Objective, Term, take_value
+from rapidformer.tasks.embedding.collate import Batch, get_inputs
+from rapidformer.tasks.embedding.losses import WHOLE, Items, LossSettings, compute_losses
+
+
+class EmbeddingObjective(Objective):
+    """A loss of the vectors of queries and documents."""
+
+    is_whole_alone = True
+
+    def __init__(
+        self, loss: LossSettings, pooling: str, *, normalizes: bool, looks_at_update: bool = True
+    ) -> None:
+        self._loss = loss
+        self._pooling, self._normalizes = pooling, normalizes
+        self.has_first_pass = looks_at_update and loss.name in WHOLE
+
+    def first_pass(self, model: Any, batch: Batch, context: Context) -> Mapping[str, Tensor]:
+        items = self.embed(model, batch)
+        rows = {
+            "vectors": items.vectors,
+            "is_present": items.is_present,
+            "text_ids": items.text_ids,
+        }
+        return rows if items.scores is None else {**rows, "scores": items.scores}
+
+    def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The loss of each row, and the gradient of their sum by each vector."""
+        vectors = rows["vectors"].detach().requires_grad_()
+        with torch.enable_grad():
+            losses, _ = compute_losses(Items(**{**rows, "vectors": vectors}), self._loss)
+            (gradients,) = torch.autograd.grad(losses.sum(), vectors)
+        return {"losses": losses.detach(), "gradients": gradients}
+
+    def compute(self, model: Any, batch: Batch, context: Context) -> Term:
+        items = self.embed(model, batch)
+        if not context.rows:
+            losses, counts = compute_losses(items, self._loss)
+            return Term.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
+        assert context.places is not None
+        losses, gradients = context.rows["losses"], context.rows["gradients"]
+        # A filler may have more rows than the update.
+        places = context.places.clamp(max=len(losses) - 1)
+        gradient_of = (items.vectors * gradients[places]).sum()
+        return Term.from_sum(take_value(losses[places].sum(), gradient_of), len(places))
+
+    def embed(self, model: Any, batch: Batch) -> Items:
+        """The vectors of a batch; those of texts that an item does not have are zero."""
+        vectors = embed_texts(model, batch, self._pooling, normalizes=self._normalizes)
+        slots = batch["slots"]
+        is_present = slots >= 0
+        vectors = vectors[slots.clamp(min=0)].masked_fill(~is_present[..., None], 0)
+        return Items(vectors, is_present, batch["text_ids"], batch.get("scores"))
+
+
+def embed_texts(model: Any, batch: Batch, pooling: str, *, normalizes: bool) -> Tensor:
+    """The vector of each text, in fp32."""
+    with leaving_padding():
+        hidden = _widen(model(**get_inputs(batch)).last_hidden_state)
+    vectors = pool(hidden, batch.get("pooled", batch["attention_mask"]), pooling)
+    return functional.normalize(vectors, dim=-1) if normalizes else vectors
+
+
+def _widen(output: Tensor) -> Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """The mean over the tokens in the mask, or the first or last of them, padded on any side.
+
+    What a model returns for padding may be anything, even NaN, so it is never multiplied.
+    """
+    if pooling == "mean":
+        total = hidden.masked_fill(mask[..., None] == 0, 0).sum(1)
+        return total / mask.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+    place = mask.argmax(1) if pooling == "first" else mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), place]
+
+
+class RerankingObjective(Objective):
+    """A loss of the scores of documents for their query."""
+
+    def __init__(self, loss: str) -> None:
+        self._loss = loss
+
+    def compute(self, model: Any, batch: Batch, context: Context) -> Term:
+        losses, counts = compute_ranking_losses(score_documents(model, batch), batch, self._loss)
+        return Term.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
+
+
+def score_documents(model: Any, batch: Batch) -> Tensor:
+    """The score of each document, as a logit: [items, documents]."""
+    with leaving_padding():
+        logits = _widen(model(**get_inputs(batch)).logits).squeeze(-1)
+    return logits[batch["slots"].clamp(min=0)]
+
+
+def compute_ranking_losses(logits: Tensor, batch: Batch, name: str) -> tuple[Tensor, Tensor | None]:
+    """The sum of each item and what it counts: the documents, or the item itself."""
+    is_present, labels = batch["slots"] >= 0, batch["scores"]
+    if name == "bce":
+        losses = functional.binary_cross_entropy_with_logits(
+            logits, labels.nan_to_num(0).to(logits.dtype), reduction="none"
+        )
+        return losses.masked_fill(~is_present, 0).sum(1), is_present.sum(1)
+    shares = labels.masked_fill(~is_present, 0)
+    shares = shares / shares.sum(1, keepdim=True)
+    logprobs = logits.masked_fill(~is_present, -torch.inf).log_softmax(1)
+    return -(shares * logprobs.masked_fill(~is_present, 0)).sum(1), None

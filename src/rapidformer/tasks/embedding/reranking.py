@@ -1,0 +1,156 @@
+"""Learn to score a document for a query: both are read together, as one text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
+from rapidformer.tasks.embedding.columns import Item, PairColumns, find_pair_columns
+from rapidformer.tasks.embedding.embedding import PairTask, build_collator, load_pair_parts
+from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, RerankingTally
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.rows.rows import as_full_rows, check_column, get_column, get_splits, to_rows
+from rapidformer.tasks.text.text import TextParts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_LOSSES = ("bce", "listwise")
+# What CrossEncoder(folder) reads; ``predict`` writes the same scores.
+_SIGMOID = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
+
+
+class Reranking(PairTask):
+    name = "reranking"
+    aliases = ("reranker", "cross_encoder")
+    description = "learn to score documents for a query, to sort what a search has found"
+    notes = (
+        "`--loss bce` learns each document's label (from 0 to 1); `--loss listwise` which of a "
+        "query's documents fits. RUN/best loads as `CrossEncoder(folder)`. See "
+        "[Embeddings and rerankers](embeddings.md)."
+    )
+    auto_class = "AutoModelForSequenceClassification"
+    metrics = ("loss", "accuracy", "spearmanr", *RANKING_METRICS)
+    answer_keys = frozenset({"score", "scores"})
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        from rapidformer.tasks.embedding.objective import RerankingObjective
+
+        parts = load_pair_parts(args)
+        tables = get_splits(args, splits)
+        columns = find_pair_columns(next(iter(tables.values())), args)
+        loss = (args.loss or "bce").lower()
+        if loss not in _LOSSES:
+            raise ConfigurationError(
+                f"--loss {args.loss}: --task reranking has {', '.join(_LOSSES)}."
+            )
+        features = {
+            split: _encode_rows(rows, split, columns, parts, loss) for split, rows in tables.items()
+        }
+        has_lists = any(max(map(len, get_column(f, "scores"))) > 1 for f in features.values())
+        extras = {"rows": tables, "loss": loss, "text_names": ("document {}",), "lists": has_lists}
+        prepared = parts.prepare(
+            features, extras, {"num_labels": 1, **_SIGMOID}, collate=build_collator(features, parts)
+        )
+        return replace(prepared, objective=RerankingObjective(loss))
+
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        parts = load_pair_parts(args)
+        table = as_full_rows(rows, "reranking needs a query and a document")
+        columns = find_pair_columns(table, args, has_answers=False)
+        values = {name: get_column(table, name) for name in columns.get_names()}
+        items = columns.read(values, range(len(table)), "input", joins=True)
+        features = encode_pairs(items, parts)
+        prepared = parts.prepare_input(features, {"rows": {"test": table}})
+        collate = build_collator({"test": features}, parts)
+        return replace(prepared, collate=collate, model_settings={"num_labels": 1, **_SIGMOID})
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.tasks.embedding.objective import compute_ranking_losses, score_documents
+
+        logits = score_documents(model, batch)
+        counts = (batch["slots"] >= 0).sum(1).tolist()
+        records: list[Record] = [
+            {"logits": row[:count], "ids": ids}
+            for row, count, ids in zip(
+                logits.cpu().numpy(), counts, batch["text_ids"].tolist(), strict=True
+            )
+        ]
+        if "loss" not in prepared.extras:
+            return records
+        losses, weights = compute_ranking_losses(logits, batch, prepared.extras["loss"])
+        columns = {
+            "loss": losses.tolist(), "count": [1] * len(counts) if weights is None else counts,
+            "scores": [row[:n] for row, n in zip(batch["scores"].tolist(), counts, strict=True)],
+        }  # fmt: skip
+        return [a | b for a, b in zip(records, to_rows(columns), strict=True)]
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        return RerankingTally()
+
+    def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
+        return ("ndcg@10", True) if prepared.extras["lists"] else ("loss", False)
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows = prepared.extras["rows"][split]
+        return [dict(row) | _describe(r["logits"]) for row, r in zip(rows, records, strict=True)]
+
+
+def _describe(logits: Any) -> dict[str, Any]:
+    """A score from 0 to 1 for each document."""
+    import numpy as np
+
+    scores = [round(float(score), 7) for score in 1 / (1 + np.exp(-logits.astype(np.float64)))]
+    return {"score": scores[0]} if len(scores) == 1 else {"scores": scores}
+
+
+def _encode_rows(rows: Any, split: str, columns: PairColumns, parts: TextParts, loss: str) -> Any:
+    def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        items = [_label(item, loss) for item in columns.read(values, indices, split, joins=True)]
+        features = encode_pairs(items, parts)
+        return {name: [feature[name] for feature in features] for name in features[0]}
+
+    for name in columns.get_names():
+        check_column(rows, split, name)
+    return parts.map_rows(rows, encode, "reranking", columns, loss)
+
+
+def _label(item: Item, loss: str) -> Item:
+    """The item with a label for each document: 1 for those that fit, unless it has scores."""
+    count = len(item.documents)
+    labels = item.scores or tuple(float(place < item.positives) for place in range(count))
+    if len(labels) != count:
+        raise DataError(f"{item.where} has {len(labels)} scores for {count} documents.")
+    if min(labels) < 0 or max(labels) > 1:
+        wrong = next(label for label in labels if not 0 <= label <= 1)
+        raise DataError(f"{item.where} has the score {wrong:g}: it must be from 0 to 1.")
+    if loss == "listwise" and (count < 2 or max(labels) == 0):
+        what = "one document alone" if count < 2 else "no document that fits"
+        raise DataError(
+            f"{item.where} has {what}: --loss listwise compares the documents of a row. Use --loss "
+            "bce for single pairs."
+        )
+    return replace(item, scores=labels)
+
+
+def encode_pairs(items: Sequence[Item], parts: TextParts) -> list[dict[str, Any]]:
+    """The features of items: a sequence for each document, which begins with the query."""
+    from rapidformer.tasks.embedding.collate import hash_text
+
+    queries = [item.query for item in items for _ in item.documents]
+    documents = [text for item in items for text in item.documents]
+    encoded = parts.tokenizer(queries, documents, truncation=True, max_length=parts.length)
+    kept = {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
+    features = []
+    ends = accumulate((len(item.documents) for item in items), initial=0)
+    for item, (start, stop) in zip(items, pairwise(ends), strict=True):
+        feature: dict[str, Any] = {name: list(rows[start:stop]) for name, rows in kept.items()}
+        length = (stop - start) * max(map(len, feature["input_ids"]))
+        ids = [hash_text(item.query)] * (stop - start)
+        features.append({**feature, "text_ids": ids, "scores": list(item.scores), "length": length})
+    return features

@@ -1,0 +1,121 @@
+"""A script of sentence-transformers with its import line changed, beside the original."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentence_transformers as theirs
+import torch
+from datasets import Dataset
+from sentence_transformers.sentence_transformer import evaluation
+from sentence_transformers.sentence_transformer import losses as their_losses
+from transformers import BertConfig, BertModel
+
+from rapidformer.dialects import sentence_transformers as ours
+from rapidformer.errors import ConfigurationError
+from tests.small import SPECIAL, WORDS, make_tokenizer
+
+TEXTS = ["w1 w2 w3", "w4", "w5 w6"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without dropout, which the two draw differently."""
+    place = tmp_path_factory.mktemp("bert")
+    make_tokenizer().save_pretrained(place)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(SPECIAL + WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(place)
+    return place
+
+
+def make_rows(names: tuple[str, ...], count: int = 16) -> Dataset:
+    dice = np.random.default_rng(0)
+    columns: dict[str, list[Any]] = {
+        name: [" ".join(dice.choice(WORDS, dice.integers(2, 8))) for _ in range(count)]
+        for name in names
+        if name != "label"
+    }
+    if "label" in names:
+        columns["label"] = dice.random(count).tolist()
+    return Dataset.from_dict(columns)
+
+
+def run_script(system: Any, losses: Any, name: str, folder: Path, output: Path) -> Any:
+    """What a script does; returns the losses of its steps, its metrics and its vectors.
+
+    A batch is the whole data: the two shuffle differently.
+    """
+    model = system.SentenceTransformer(str(folder), device="cpu")
+    if system is theirs:
+        model.max_seq_length = 64
+    pairs = name in ("CoSENTLoss", "CosineSimilarityLoss")
+    rows = make_rows(("first", "second", "label") if pairs else ("question", "answer", "wrong"))
+    loss = getattr(losses, name.removeprefix("Matryoshka "))(model)
+    if name.startswith("Matryoshka"):
+        loss = losses.MatryoshkaLoss(model, loss, [16, 8])
+    arguments = system.SentenceTransformerTrainingArguments(
+        output_dir=str(output), max_steps=3, per_device_train_batch_size=16, learning_rate=0.1,
+        optim="sgd", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    evaluator = evaluation.TripletEvaluator(TEXTS, TEXTS[::-1], TEXTS, name="own")
+    trainer = system.SentenceTransformerTrainer(
+        model=model, args=arguments, train_dataset=rows, eval_dataset=rows, loss=loss,
+        evaluator=evaluator,
+    )  # fmt: skip
+    trainer.train()
+    metrics = trainer.evaluate()
+    found = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    model.save_pretrained(str(output / "saved"))
+    return found, metrics, model.encode(TEXTS)
+
+
+NAMES = ("Matryoshka MultipleNegativesRankingLoss", "CoSENTLoss")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_script_gives_the_same_numbers(name: str, folder: Path, tmp_path: Path) -> None:
+    wanted, theirs_metrics, vectors = run_script(
+        theirs, their_losses, name, folder, tmp_path / "theirs"
+    )
+    found, metrics, mine = run_script(ours, ours.losses, name, folder, tmp_path / "ours")
+    assert found == pytest.approx(wanted, abs=1e-5)
+    np.testing.assert_allclose(mine, vectors, rtol=1e-5, atol=2e-6)
+    key = "eval_own_cosine_accuracy"
+    assert metrics[key] == pytest.approx(theirs_metrics[key])
+    again = theirs.SentenceTransformer(str(tmp_path / "ours" / "saved"), device="cpu")
+    np.testing.assert_allclose(again.encode(TEXTS), mine, atol=1e-6)
+
+
+def test_their_own_model_is_trained(folder: Path, tmp_path: Path) -> None:
+    model = theirs.SentenceTransformer(str(folder), device="cpu")
+    before = model.encode(TEXTS)
+    arguments = ours.SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, report_to=[],
+        learning_rate=1e-2, batch_sampler="no_duplicates", prompts={"question": "w1 "},
+    )  # fmt: skip
+    rows = make_rows(("question", "answer"), 8)
+    trainer = ours.SentenceTransformerTrainer(model, arguments, rows)
+    assert trainer.build_settings().mask_duplicates
+    trainer.train()
+    assert not np.allclose(model.encode(TEXTS), before)
+    saved = theirs.SentenceTransformer(str(tmp_path / "last"), device="cpu")
+    np.testing.assert_allclose(saved.encode(TEXTS), model.encode(TEXTS), atol=1e-6)
+    assert saved.prompts["query"] == "w1 "
+
+
+def test_what_is_not_supported_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"distance_metric=...\) is not supported"):
+        ours.losses.TripletLoss(None, distance_metric=max)
+    with pytest.raises(ConfigurationError, match="batch_sampler='group_by_label'"):
+        ours.SentenceTransformerTrainingArguments("out", batch_sampler="group_by_label")
+    model = ours.SentenceTransformer(str(folder), device="cpu")
+    with pytest.raises(ConfigurationError, match=r"loss= takes one of .*losses, got str"):
+        ours.SentenceTransformerTrainer(model, loss="mnrl")
