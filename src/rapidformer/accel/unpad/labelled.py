@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.kernels import inside
 from rapidformer.accel.unpad.rows import send
 from rapidformer.accel.unpad.sides import is_encoder_decoder
-from rapidformer.accel.unpad.token_attention import inside
 from rapidformer.data.batch import find_host_copy
 from rapidformer.models.own_loss import shifts_labels
 

@@ -36,7 +36,7 @@ from rapidformer.accel.unpad.sides import (
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.models.location import quiet_transformers
+from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
