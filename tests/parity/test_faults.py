@@ -124,7 +124,8 @@ def run_with_faults() -> dict[str, Any]:
     for fault, (put_in, model, settings) in FAULTS.items():
         # The engine's own check of the first update would end the run: the comparison is asked.
         with put_in(), mock.patch.object(backward, "check_whole_gradients", lambda *given: None):
-            traces[fault] = run_case(Training(model), settings)
+            # With the micro-batches of one process, whose blocks are looked at.
+            traces[fault] = run_case(Training(model), {"micro_batch_size": 2, **settings})
     return traces
 
 

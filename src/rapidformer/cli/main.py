@@ -186,10 +186,6 @@ def run_and_leave() -> None:
     sys.exit(status)
 
 
-if __name__ == "__main__":
-    run_and_leave()
-
-
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}  # anywhere: a user may have packages, too
 _MEMORY = (
@@ -256,3 +252,7 @@ def describe_exhaustion(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"host memory ran out{': ' + text if text else ''}. To fit, {_MEMORY}."
     return None
+
+
+if __name__ == "__main__":
+    run_and_leave()
