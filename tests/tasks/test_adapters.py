@@ -17,6 +17,8 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rapidformer.checkpoint.exporting import plain_process, proof
+
 from .conftest import write_jsonl
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -203,6 +205,12 @@ def test_the_notebook_does_the_same_by_calls(
     gpt_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # The proof in this process: a new one takes seconds to import torch.
+    monkeypatch.setattr(
+        proof,
+        "_compute_plainly",
+        lambda folder, rows: plain_process.compute_outputs(plain_process.load_model(folder), rows),
+    )
     monkeypatch.setattr("sys.argv", ["lora_notebook.py"])
     monkeypatch.setenv("MODEL", str(gpt_folder))
     for name in ("TRAIN", "EVAL"):
