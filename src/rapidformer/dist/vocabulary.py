@@ -73,10 +73,7 @@ class SplitRows:
 
 def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> SplitRows:
     """The softmax of rows of fp32 logits; this rank has the words from ``first`` on."""
-    width = logits.shape[-1]
-    # With many ranks and a small vocabulary, the last rank may have no part of it.
-    greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
-    dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+    width, greatest = logits.shape[-1], find_greatest(logits, group)
     relative = logits - greatest[:, None]
     index = labels - first
     is_mine = (index >= 0) & (index < width)
@@ -90,6 +87,15 @@ def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> Sp
     dist.all_reduce(sums, group=group)
     probabilities = exponentials.div_(sums[0][:, None])
     return SplitRows(probabilities, sums[0].log(), sums[1], sums[2], index, is_mine, greatest)
+
+
+def find_greatest(logits: Tensor, group: Group) -> Tensor:
+    """The largest logit of each row, over the words of all ranks."""
+    # With many ranks and a small vocabulary, the last rank may have no part of it.
+    is_empty = logits.shape[-1] == 0
+    greatest = logits.new_full(logits.shape[:1], -torch.inf) if is_empty else logits.amax(-1)
+    dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+    return greatest
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

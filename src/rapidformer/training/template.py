@@ -226,13 +226,13 @@ class Template(ABC):
         self.frozen_models.before_compose()
         is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
         self.engine.updates.is_own_loop = False
-        composed = self.engine.compose(
-            model,
-            optimizer,
-            scheduler if is_function else None,
+        composed, *_ = self.engine.compose(
+            model, optimizer, scheduler if is_function else None,
             lr_scheduler=None if is_function else scheduler,
-        )
-        return composed[0]
+        )  # fmt: skip
+        if not self.uses_dropout:
+            apply_no_dropout(composed)  # that of adapters, which a plain model has got by now
+        return composed
 
     def build_objective(self) -> Objective:
         """What is learnt: the loss that ``run_forward_step`` returns, unless overridden."""

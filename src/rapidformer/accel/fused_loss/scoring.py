@@ -58,14 +58,6 @@ class VocabularySlice:
         """The sum over the ranks, without a gradient."""
         return sum_over(part, self.group)
 
-    def find_greatest(self, logits: Tensor) -> Tensor:
-        """The largest logit of each row, [rows, 1]; a rank may have no words at all."""
-        greatest = logits.new_full((len(logits), 1), -torch.inf)
-        if logits.shape[-1]:
-            greatest = logits.amax(-1, keepdim=True)
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
-        return greatest
-
     def score(
         self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float,
         *, has_gradient: bool, has_statistics: bool,
