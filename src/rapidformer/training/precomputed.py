@@ -210,7 +210,7 @@ class ReferenceFolder:
             target.mkdir(parents=True, exist_ok=True)
             action()
 
-        run_on_first(write, target, is_main=self._rank == 0)
+        run_on_first(write, target)
 
     def _hash(self, rows: AnsweredRows) -> Tensor:
         return rows.hash_rows(self._rank, self._world_size)
