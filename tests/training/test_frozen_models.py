@@ -12,9 +12,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError
 from tests.processes import run_in_processes
-from tests.training.preferring import Dpo, Seen, answer, build_model, make_pairs, run
+from tests.training.preferring import (
+    SETTINGS,
+    Dpo,
+    Preferring,
+    Seen,
+    answer,
+    build_model,
+    make_pairs,
+    run,
+)
 
 ZERO = "zero_{}_memory_optimization"
 LORA = {"lora_rank": 2}
@@ -96,6 +107,15 @@ def test_reference_of_a_continued_adapter_has_it(adapter: Path) -> None:
     check_starts_even(seen)
     base, pair = answer(build_model()), min(seen)
     assert abs(seen[pair][0][1] - base[pair][0]) > 0.1
+
+
+def test_adapters_of_a_plain_model_have_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compose() adds them to a model that the script did not build with engine.build_model()."""
+    provide = "model_optimizer_lr_scheduler_provider"
+    monkeypatch.setattr(Preferring, provide, lambda self: (build_model(), None, None))
+    engine = RapidformerEngine(args={**SETTINGS, **LORA, "lora_dropout": 0.5})
+    assert not has_dropout(Preferring(engine).compose())
+    engine.close(gives_back=False)
 
 
 # ---- layouts -------------------------------------------------------------------------------------

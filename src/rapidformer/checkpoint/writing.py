@@ -48,7 +48,7 @@ def _describe(reason: Exception, target: Path) -> str:
 
 
 def run_on_first(action: Callable[[], T], folder: Path) -> T:
-    """What the action returns on rank 0; every rank must call this, and raises what rank 0 meets."""
+    """What the action returns on rank 0; every rank must call this, and raises its error."""
     result: Any = None
     if is_alone() or dist.get_rank() == 0:
         try:
