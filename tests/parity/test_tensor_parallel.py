@@ -17,10 +17,9 @@ from torch.nn import functional
 
 from rapidformer.accel.fused_loss import chunked
 from rapidformer.accel.fused_loss.chunked import Recipe, compute_losses
-from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.dist.regions import copy_in
 from rapidformer.dist.topology import build_topology
-from rapidformer.dist.vocabulary import compute_split_losses
+from rapidformer.dist.vocabulary import VocabularySlice, compute_split_losses
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.gpt import GPTConfig, GPTModel

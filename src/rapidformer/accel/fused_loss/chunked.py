@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.divergence import Divergence, Teacher
-from rapidformer.accel.fused_loss.scoring import Scored, VocabularySlice, score
+from rapidformer.accel.fused_loss.scoring import score
 from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
-from rapidformer.dist.vocabulary import check_ids
+from rapidformer.dist.vocabulary import Scored, VocabularySlice, check_ids
 from rapidformer.errors import TrainingError
 
 Step = Callable[[Tensor], Tensor]

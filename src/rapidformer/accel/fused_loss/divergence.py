@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.scoring import Scored, VocabularySlice
-from rapidformer.dist.vocabulary import find_greatest
+from rapidformer.dist.vocabulary import Scored, VocabularySlice
 
 
 @dataclass(frozen=True)
@@ -123,5 +122,5 @@ def _normalize(logits: Tensor, words: VocabularySlice | None) -> Tensor:
     """The log-probabilities of rows of logits, of which each rank has some columns."""
     if words is None:
         return functional.log_softmax(logits, -1)
-    relative = logits - find_greatest(logits, words.group)[:, None]
+    relative = logits - words.find_greatest(logits)[:, None]
     return relative - words.sum(relative.exp().sum(-1, keepdim=True)).log()

@@ -31,13 +31,13 @@ from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
-from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import copy_in
+from rapidformer.dist.vocabulary import VocabularySlice
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.watched import find_watched
