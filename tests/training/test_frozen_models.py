@@ -67,6 +67,12 @@ def run_whole() -> Seen:
     return run({})
 
 
+@functools.cache
+def run_continued(adapter: Path) -> Seen:
+    """A trained adapter that learns on, in one process."""
+    return run({}, adapter)
+
+
 def test_reference_of_full_tuning_is_a_copy() -> None:
     seen = run_whole()
     check_reference(seen, answer(build_model()))
@@ -101,7 +107,7 @@ def test_reference_of_a_fresh_adapter_is_the_base(kind: str) -> None:
 
 def test_reference_of_a_continued_adapter_has_it(adapter: Path) -> None:
     """Elsewhere it is the bare base: rewards begin far from 0, and the loss far from ln 2."""
-    seen = run({}, adapter)
+    seen = run_continued(adapter)
     started = PeftModel.from_pretrained(build_model(), adapter)
     check_reference(seen, answer(started))
     check_starts_even(seen)
@@ -129,7 +135,7 @@ def run_layouts(cases: list[tuple[dict[str, Any], Path | None]]) -> list[Seen]:
 def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path) -> None:
     """Also a run that is resumed under another layout."""
     begun = {"epochs": 1, "save": str(tmp_path / "run")}
-    whole, continued, fresh = run_whole(), run({}, adapter), run(LORA)
+    whole, continued, fresh = run_whole(), run_continued(adapter), run(LORA)
     run(begun)
     cases: list[tuple[dict[str, Any], Path | None, Seen]] = [
         ({ZERO.format(3): True}, None, whole),

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -49,21 +49,17 @@ def _describe(reason: Exception, target: Path) -> str:
 
 def run_on_first(action: Callable[[], T], folder: Path) -> T:
     """What the action returns on rank 0; every rank must call this, and raises its error."""
-    result: Any = None
+    outcome: tuple[Any, RapidformerError | None] = None, None
     if is_alone() or dist.get_rank() == 0:
         try:
             with writing(folder):
-                result = action()
+                outcome = action(), None
         except RapidformerError as error:
-            result = _Problem(error)
-    result = broadcast_object(result)
-    if isinstance(result, _Problem):
-        raise result.error
+            outcome = None, error
+    result, problem = broadcast_object(outcome)
+    if problem is not None:
+        raise problem
     return result  # type: ignore[no-any-return]
-
-
-class _Problem(NamedTuple):
-    error: RapidformerError
 
 
 def warn_if_full(folder: Path, needed: int) -> None:

@@ -102,8 +102,9 @@ class Reporter(Callback):
     def record(self, line: dict[str, Any]) -> None:
         """Write numbers to the files only."""
         values = {name: value for name, value in line.items() if name != "step"}
-        for tracker in filter(None, (self._file, self._copies)):
-            tracker.log(values, line["step"])
+        for tracker in (self._file, self._copies):
+            if tracker is not None:
+                tracker.log(values, line["step"])
 
     def go_back(self, step: int) -> None:
         """Remove the lines of steps that will be repeated."""
@@ -121,8 +122,9 @@ class Reporter(Callback):
 
     def close(self) -> None:
         self.close_bar()
-        for tracker in filter(None, (self._file, self._copies)):
-            tracker.finish()
+        for tracker in (self._file, self._copies):
+            if tracker is not None:
+                tracker.finish()
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:
