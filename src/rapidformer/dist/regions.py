@@ -10,8 +10,8 @@ from one to the other is a collective, and its gradient is the mirror image:
     gather_in     slices -> whole, before a split product   gradients are summed and sliced
     scatter_out   parts of a sum -> slices of the sum       gradients are gathered
 
-A gradient is computed by the mirror image itself, so gradients of gradients (a gradient penalty) are
-right as well.
+Under ``create_graph=True`` a gradient is computed by the mirror image itself, so that gradients of
+gradients (a gradient penalty) are right as well.
 
 A slice may be shorter than the others (a vocabulary of 131 on two ranks). Slices are those of
 ``torch.chunk``, like DTensor's, and are padded for the exchange.
@@ -82,7 +82,8 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return sum_out(gradient, ctx.group), None
+        sum_all = sum_out if torch.is_grad_enabled() else sum_over
+        return sum_all(gradient, ctx.group), None
 
 
 class _SumOut(torch.autograd.Function):
@@ -93,7 +94,7 @@ class _SumOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return copy_in(gradient, ctx.group), None
+        return copy_in(gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
 class _Gather(torch.autograd.Function):
@@ -106,7 +107,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        cut = scatter_out if ctx.is_input else slice_in
+        if ctx.is_input:
+            cut = scatter_out if torch.is_grad_enabled() else _sum_and_slice
+        else:
+            cut = slice_in if torch.is_grad_enabled() else take_slice
         return cut(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
@@ -119,7 +123,8 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        gather = gather_in if ctx.is_sum else gather_out
+        mirror = gather_in if ctx.is_sum else gather_out
+        gather = mirror if torch.is_grad_enabled() else gather_slices
         return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
 
 
