@@ -26,7 +26,7 @@ from rapidformer.cli.main import main
 from rapidformer.cli.output import PartialPredictions
 from rapidformer.cli.run_model import choose_run_model, guess_task
 from rapidformer.config import parse_arguments
-from rapidformer.engine import RapidformerEngine, predict_in_groups
+from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.evaluation import predicting
 from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task, show_progress
@@ -112,10 +112,9 @@ def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
     lengths = [len(row["input_ids"]) for row in rows]
     found = [
         int(value)
-        for values in predict_in_groups(
+        for value in predict_rows(
             engine.data, engine.model, rows, step, batch_size=2, lengths=lengths
         )
-        for value in values
     ]
     engine.close()
     return found, seen
@@ -136,7 +135,7 @@ def test_a_step_must_return_a_result_per_row() -> None:
     engine.model.compose_for_evaluation(torch.nn.Linear(1, 1).train())
     rows = [{"input_ids": [1]}] * 2
     with pytest.raises(Exception, match=r"returned 1 results for a batch of 2 rows"):
-        list(predict_in_groups(engine.data, engine.model, rows, lambda batch: [1]))
+        list(predict_rows(engine.data, engine.model, rows, lambda batch: [1]))
     engine.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine import RapidformerEngine, predict_in_groups
+from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import build_encoder
@@ -101,7 +101,7 @@ class Conversation:
         ids = self._encode()
         row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
-        ((tokens,),) = predict_in_groups(
+        (tokens,) = predict_rows(
             self._engine.data, self._engine.model, [row], self._generate, self._prepared.collate,
             batch_size=1, seed=seed,
         )  # fmt: skip

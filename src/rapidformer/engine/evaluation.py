@@ -35,6 +35,32 @@ Step = Callable[[Any], Sequence[Any] | torch.Tensor]
 """From a batch to one result per row, in order."""
 
 
+def predict_rows(
+    data: RunData,
+    model: RunModel,
+    dataset: Any,
+    step: Step,
+    collate_fn: Collate | None = None,
+    *,
+    batch_size: int | None = None,
+    lengths: Sequence[int] | None = None,
+    seed: int | None = None,
+) -> Iterator[Any]:
+    """One result per sample of the data set, in its order, on every rank.
+
+        step = lambda batch: model(**batch).logits.argmax(-1)
+        for answer in predict_rows(engine.data, engine.model, rows, step):
+
+    ``step`` takes a batch and returns one result per row. With ``lengths``, samples of similar
+    length share a batch. With ``seed``, random numbers follow from it and the batch alone.
+    """
+    groups = predict_in_groups(
+        data, model, dataset, step, collate_fn, batch_size=batch_size, lengths=lengths, seed=seed
+    )
+    for results in groups:
+        yield from results
+
+
 def predict_in_groups(
     data: RunData,
     model: RunModel,
@@ -49,15 +75,7 @@ def predict_in_groups(
     start: int = 0,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[list[Any]]:
-    """One result per sample of the data set, in its order, on every rank: a list for each group.
-
-        step = lambda batch: model(**batch).logits.argmax(-1)
-        for answers in predict_in_groups(engine.data, engine.model, rows, step):
-
-    ``step`` takes a batch and returns one result per row. With ``lengths``, samples of similar
-    length share a batch. With ``seed``, random numbers follow from it and the batch alone. Groups
-    are those of ``sizes``; ``advance`` counts samples.
-    """
+    """As ``predict_rows``, but one list per group of ``sizes``; ``advance`` counts samples."""
     size = data.get_prediction_batch_size(batch_size)
     groups = list(sizes or cut_into_groups(len(dataset) - start, size))
     order = sort_in_groups(groups, lengths, start)
