@@ -18,7 +18,7 @@ from transformers import (
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.fused_loss import chunked
-from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
+from rapidformer.accel.fused_loss.chunked import Recipe, compute_losses
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss, find_head
 from rapidformer.errors import ConfigurationError
@@ -261,7 +261,7 @@ def test_every_gradient_equals_torchs(smoothing: float) -> None:
     labels[::4] = -100
     recipe = Recipe(label_smoothing=smoothing)
     ours, theirs = make_leaves(), make_leaves()
-    loss = sum_losses(*ours, labels, recipe)
+    loss = compute_losses(*ours, labels, recipe).values
     expected = functional.cross_entropy(
         functional.linear(*theirs), labels, reduction="sum", label_smoothing=smoothing
     )
@@ -277,7 +277,7 @@ def plain_loss(*leaves: torch.Tensor) -> torch.Tensor:
 
 
 def fused_loss(*leaves: torch.Tensor) -> torch.Tensor:
-    return sum_losses(leaves[0], leaves[1], leaves[2], LABELS, Recipe())
+    return compute_losses(leaves[0], leaves[1], leaves[2], LABELS, Recipe()).values
 
 
 def test_a_second_backward_and_a_gradient_of_a_gradient() -> None:
@@ -306,7 +306,7 @@ def test_fp16_sums_do_not_overflow(
     weight[1:] = 0
     weight.requires_grad_()
     labels = torch.zeros(2048, dtype=torch.long)
-    loss = sum_losses(hidden, weight, None, labels, Recipe()) / 2048
+    loss = compute_losses(hidden, weight, None, labels, Recipe()).values / 2048
     (found,) = torch.autograd.grad(loss, weight)
     logits = functional.linear(hidden.float(), weight.float())
     (expected,) = torch.autograd.grad(functional.cross_entropy(logits, labels), weight)
@@ -317,7 +317,7 @@ def test_fp16_sums_do_not_overflow(
 def test_a_gradient_of_a_gradient_under_autocast() -> None:
     leaves = make_leaves()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = sum_losses(leaves[0].bfloat16(), leaves[1], leaves[2], LABELS, Recipe())
+        loss = compute_losses(leaves[0].bfloat16(), leaves[1], leaves[2], LABELS, Recipe()).values
     (slope,) = torch.autograd.grad(loss, leaves[1], create_graph=True)
     slope.pow(2).sum().backward()
     assert leaves[0].grad is not None and leaves[0].grad.isfinite().all()
@@ -326,7 +326,7 @@ def test_a_gradient_of_a_gradient_under_autocast() -> None:
 def test_only_ignored_labels_give_what_torch_gives() -> None:
     labels = torch.full((21,), -100)
     ours = make_leaves()
-    total = sum_losses(*ours, labels, Recipe())
+    total = compute_losses(*ours, labels, Recipe()).values
     total.backward()
     assert total == 0 and all(not leaf.grad.any() for leaf in ours)
 

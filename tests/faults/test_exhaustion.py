@@ -157,7 +157,7 @@ def test_what_rank_0_cannot_export_reaches_the_other_ranks(
 
     monkeypatch.setattr(writing, "broadcast_object", broadcast)
     with pytest.raises(ModelError, match="edited"):
-        writing.run_on_first(refuse, tmp_path, is_main=True)
+        writing.run_on_first(refuse, tmp_path)
     assert len(sent) == 1
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rapidformer.data.batch import describe_batch
+from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives import BoundObjective, Context, Objective, Term, Terms, take_value
@@ -171,6 +174,21 @@ def test_gradient_is_the_same_on_two_processes() -> None:
     for results in run_in_processes(run_cuts, 2, cuts):
         for name, result in results:
             check_equal(result, run_bare(name))
+
+
+def test_filler_with_more_rows_than_the_update() -> None:
+    """Its loss does not count, but it is computed with rows that exist."""
+    batch = collate(make_rows())
+    cuts = [({name: value[:size] for name, value in batch.items()}, size) for size in (1, 3)]
+    update = Update(
+        tuple(
+            MicroBatch(rows, describe_batch(rows), size > 1, size > 1, 0, number)
+            for number, (rows, size) in enumerate(cuts)
+        )
+    )
+    forward = BoundObjective(Pairs(), build_model())
+    for micro_batch in forward.prepare(update, Topology(), torch.device("cpu")):
+        assert forward(micro_batch.batch).loss.isfinite()
 
 
 def test_second_pass_draws_what_the_first_drew() -> None:

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss import chunked
-from rapidformer.accel.fused_loss.chunked import Recipe, sum_losses
-from rapidformer.accel.fused_loss.scoring import VocabularySlice
+from rapidformer.accel.fused_loss.chunked import Recipe, compute_losses
 from rapidformer.dist.regions import copy_in
 from rapidformer.dist.topology import build_topology
-from rapidformer.dist.vocabulary import compute_split_losses
+from rapidformer.dist.vocabulary import VocabularySlice, compute_split_losses
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.models.gpt import GPTConfig, GPTModel
@@ -214,7 +213,7 @@ def _fuse_losses(group: Any, start: int, end: int) -> list[np.ndarray]:
     weight = weight.detach()[start:end].requires_grad_()
     chunked._choose_chunk = lambda rows, width, device: 4
     recipe = replace(recipe, words=VocabularySlice(group, 5))
-    loss = sum_losses(copy_in(hidden, group), weight, None, labels, recipe)
+    loss = compute_losses(copy_in(hidden, group), weight, None, labels, recipe).values
     loss.backward()
     return [each.detach().numpy() for each in (loss, hidden.grad, weight.grad)]
 
@@ -245,7 +244,7 @@ def test_a_vocabulary_smaller_than_its_processes_allow() -> None:
     gradient = np.concatenate([gradient for _, gradient, _ in results], axis=-1)
     assert np.allclose(gradient, logits.grad.numpy(), rtol=1e-5, atol=1e-7)
     hidden, weight, labels, recipe = _build_head()
-    loss = sum_losses(hidden, weight, None, labels, recipe)
+    loss = compute_losses(hidden, weight, None, labels, recipe).values
     loss.backward()
     for total, of_hidden, _ in (fused for *_, fused in results):
         assert np.allclose(total, loss.item(), rtol=1e-6)

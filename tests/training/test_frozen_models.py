@@ -12,9 +12,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError
 from tests.processes import run_in_processes
-from tests.training.preferring import Dpo, Seen, answer, build_model, make_pairs, run
+from tests.training.preferring import (
+    SETTINGS,
+    Dpo,
+    Preferring,
+    Seen,
+    answer,
+    build_model,
+    make_pairs,
+    run,
+)
 
 ZERO = "zero_{}_memory_optimization"
 LORA = {"lora_rank": 2}
@@ -56,6 +67,12 @@ def run_whole() -> Seen:
     return run({})
 
 
+@functools.cache
+def run_continued(adapter: Path) -> Seen:
+    """A trained adapter that learns on, in one process."""
+    return run({}, adapter)
+
+
 def test_reference_of_full_tuning_is_a_copy() -> None:
     seen = run_whole()
     check_reference(seen, answer(build_model()))
@@ -90,12 +107,21 @@ def test_reference_of_a_fresh_adapter_is_the_base(kind: str) -> None:
 
 def test_reference_of_a_continued_adapter_has_it(adapter: Path) -> None:
     """Elsewhere it is the bare base: rewards begin far from 0, and the loss far from ln 2."""
-    seen = run({}, adapter)
+    seen = run_continued(adapter)
     started = PeftModel.from_pretrained(build_model(), adapter)
     check_reference(seen, answer(started))
     check_starts_even(seen)
     base, pair = answer(build_model()), min(seen)
     assert abs(seen[pair][0][1] - base[pair][0]) > 0.1
+
+
+def test_adapters_of_a_plain_model_have_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compose() adds them to a model that the script did not build with engine.build_model()."""
+    provide = "model_optimizer_lr_scheduler_provider"
+    monkeypatch.setattr(Preferring, provide, lambda self: (build_model(), None, None))
+    engine = RapidformerEngine(args={**SETTINGS, **LORA, "lora_dropout": 0.5})
+    assert not has_dropout(Preferring(engine).compose())
+    engine.close(gives_back=False)
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -109,7 +135,7 @@ def run_layouts(cases: list[tuple[dict[str, Any], Path | None]]) -> list[Seen]:
 def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path) -> None:
     """Also a run that is resumed under another layout."""
     begun = {"epochs": 1, "save": str(tmp_path / "run")}
-    whole, continued, fresh = run_whole(), run({}, adapter), run(LORA)
+    whole, continued, fresh = run_whole(), run_continued(adapter), run(LORA)
     run(begun)
     cases: list[tuple[dict[str, Any], Path | None, Seen]] = [
         ({ZERO.format(3): True}, None, whole),

@@ -213,7 +213,7 @@ def _fail_on_rank_0(folder: Path) -> list[str]:
         problems.append(str(caught.value))
         patch.setattr("rapidformer.training.run_folder._list_run", fail)
         with pytest.raises(CheckpointError) as caught:
-            set_aside(folder, is_main=engine.is_main)
+            set_aside(folder)
         problems.append(str(caught.value))
     return problems
 

@@ -72,7 +72,7 @@ def export_model(
             if processor is not None:
                 processor.save_pretrained(staging)
 
-    run_on_first(write, folder, is_main=get_rank() == 0)
+    run_on_first(write, folder)
     return folder
 
 

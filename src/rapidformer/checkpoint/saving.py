@@ -205,7 +205,7 @@ def prepare_save(
         # Here, not in the background: a tokenizer in use cannot be saved by a thread.
         describe_model(state.model, processor, staging / DESCRIPTION)
 
-    run_on_first(open_staging, folder, is_main=get_rank() == 0)
+    run_on_first(open_staging, folder)
     _leave_out_base(tensors, state)
     checksums = None if state.base is None else compute_base_checksums(state)
     # Rank 0 writes the ties of all ranks: it may hold neither the stage nor the weight itself.

@@ -8,12 +8,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 
-from rapidformer.dist.collectives import broadcast_object
+from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.errors import RapidformerError, WriteError
 from rapidformer.log import get_logger
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -43,18 +47,19 @@ def _describe(reason: Exception, target: Path) -> str:
     return text
 
 
-def run_on_first(action: Callable[[], None], folder: Path, *, is_main: bool) -> None:
-    """Run the action on rank 0; every rank must call this, and raises what rank 0 meets."""
-    problem: RapidformerError | None = None
-    if is_main:
+def run_on_first(action: Callable[[], T], folder: Path) -> T:
+    """What the action returns on rank 0; every rank must call this, and raises its error."""
+    outcome: tuple[Any, RapidformerError | None] = None, None
+    if is_alone() or dist.get_rank() == 0:
         try:
             with writing(folder):
-                action()
+                outcome = action(), None
         except RapidformerError as error:
-            problem = error
-    problem = broadcast_object(problem)
+            outcome = None, error
+    result, problem = broadcast_object(outcome)
     if problem is not None:
         raise problem
+    return result  # type: ignore[no-any-return]
 
 
 def warn_if_full(folder: Path, needed: int) -> None:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -23,28 +22,17 @@ def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
 
 
 def adopt_loader(
-    loader: DataLoader[object],
-    *,
-    num_replicas: int,
-    replica: int,
-    rounds_per_update: int,
-    seed: int,
-    device: torch.device,
-    gather_digests: Callable[[str], Sequence[str]] | None = None,
-    batch_size: int | None = None,
+    loader: DataLoader[object], *, batch_size: int | None = None, **share: Any
 ) -> DistributedLoader:
     """A user's DataLoader: the same data in the same batches, or others, divided over the ranks.
 
     Data set, collate function, batch size, workers and order carry over. A sampler of the user's
     own decides the order (it must give the same one on every process). What a batch sampler of the
-    user's own makes is not cut: each process gets every n-th batch.
+    user's own makes is not cut: each process gets every n-th batch. ``share`` is what a
+    ``DistributedLoader`` must know of this process.
     """
     batches: Any = loader.batch_sampler
-    common: dict[str, Any] = {
-        "num_replicas": num_replicas, "replica": replica, "rounds_per_update": rounds_per_update,
-        "seed": seed, "num_workers": loader.num_workers, "device": device,
-        "gather_digests": gather_digests,
-    }  # fmt: skip
+    common = {**share, "num_workers": loader.num_workers}
     if type(batches) is not BatchSampler:
         return _adopt_batches(loader, common)
     sampler = given = None if is_stream(loader.dataset) else batches.sampler
@@ -86,7 +74,7 @@ def _adopt_batches(loader: DataLoader[object], common: dict[str, Any]) -> Distri
                 "the DataLoader's batches are made from a DistributedSampler, but the engine "
                 "spreads them itself: make them from the whole data."
             )
-        takes_rows, compare = loader.batch_sampler is not None, common["gather_digests"]
+        takes_rows, compare = loader.batch_sampler is not None, common.get("gather_digests")
         dataset = _Batches(dataset, sampler, compare, takes_rows=takes_rows)
         draw = dataset.draw
     adopted = _BatchLoader(

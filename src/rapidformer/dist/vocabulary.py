@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from rapidformer.dist.regions import (
     gather_out,
     get_local,
     get_slice_bounds,
+    slice_in,
     sum_out,
+    sum_over,
     take_slice,
 )
 from rapidformer.errors import TrainingError
@@ -43,65 +45,108 @@ def compute_split_losses(
 ) -> Tensor:
     """Cross entropy of each token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
-    group = logits.device_mesh.get_group()
     check_ids(labels, logits.shape[-1], "a label", ignore_index)
-    first, _ = get_slice_bounds(logits.shape[-1], group)
+    words = VocabularySlice(logits.device_mesh.get_group(), logits.shape[-1])
     rows = logits.to_local().float().flatten(0, -2)
-    losses = _SplitCrossEntropy.apply(rows, labels.flatten(), first, ignore_index, group)
+    losses = _SplitCrossEntropy.apply(rows, labels.flatten(), ignore_index, words)
     return losses.view_as(labels)  # type: ignore[no-any-return]
 
 
+class Scored(NamedTuple):
+    """What is known of rows of logits and their labels."""
+
+    losses: Tensor
+    """Per row, in fp32; 0 where the label is ignored."""
+    gradient: Tensor | None = None
+    """Of the sum of the losses, as large as the logits; None if nobody wants it."""
+    statistics: Tensor | None = None
+    """Several numbers per row, [numbers, rows], in fp32; 0 where the label is ignored."""
+
+
 @dataclass(frozen=True)
-class SplitRows:
-    """What the ranks find out together about rows of logits, of which each has some columns."""
+class VocabularySlice:
+    """This rank's words of a split vocabulary; ranks exchange small reductions per row of logits."""
 
-    probabilities: Tensor
-    """Of this rank's words: [rows, words]."""
-    normalizers: Tensor
-    """Per row, the logarithm of the sum of all exponentials, less the largest logit."""
-    chosen: Tensor
-    """Per row, the label's logit, less the largest; 0 if the label is ignored."""
-    sums: Tensor
-    """Per row, the sum of all logits, each less the largest."""
-    index: Tensor
-    """Per row, the label's place among this rank's words; 0 if it is not one of them."""
-    is_mine: Tensor
-    """Per row, whether the label is one of this rank's words."""
-    greatest: Tensor
-    """Per row, the largest logit."""
+    group: Group
+    length: int
+    """Words in the whole vocabulary."""
 
+    @property
+    def width(self) -> int:
+        """Words in the largest slice: all ranks must choose the same chunks."""
+        return -(-self.length // dist.get_world_size(self.group))
 
-def compare_rows(logits: Tensor, labels: Tensor, first: int, group: Group) -> SplitRows:
-    """The softmax of rows of fp32 logits; this rank has the words from ``first`` on."""
-    width = logits.shape[-1]
-    # With many ranks and a small vocabulary, the last rank may have no part of it.
-    greatest = logits.amax(-1) if width else logits.new_full(logits.shape[:1], -torch.inf)
-    dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
-    relative = logits - greatest[:, None]
-    index = labels - first
-    is_mine = (index >= 0) & (index < width)
-    index = index.masked_fill(~is_mine, 0)
-    chosen = logits.new_zeros(len(labels))
-    if width:
-        chosen = relative.gather(1, index[:, None]).squeeze(1).masked_fill(~is_mine, 0.0)
-    totals = relative.sum(-1)
-    exponentials = relative.exp_()
-    sums = torch.stack([exponentials.sum(-1), chosen, totals])
-    dist.all_reduce(sums, group=group)
-    probabilities = exponentials.div_(sums[0][:, None])
-    return SplitRows(probabilities, sums[0].log(), sums[1], sums[2], index, is_mine, greatest)
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """This rank's first word, and the one after its last."""
+        return get_slice_bounds(self.length, self.group)
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """This rank's slice of a weight, unless it is a slice already."""
+        return slice_in(weight, 0, self.group) if len(weight) == self.length else weight
+
+    def join(self, logits: Tensor) -> Tensor:
+        """The logits of all words."""
+        return gather_out(logits, -1, self.length, self.group)
+
+    def find_greatest(self, logits: Tensor) -> Tensor:
+        """The largest logit of each row."""
+        # With many ranks and a small vocabulary, the last rank may have no part of it.
+        is_empty = logits.shape[-1] == 0
+        greatest = logits.new_full(logits.shape[:1], -torch.inf) if is_empty else logits.amax(-1)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.group)
+        return greatest
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over the ranks, without a gradient."""
+        return sum_over(part, self.group)
+
+    def score(
+        self, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float = 0.0,
+        *, has_gradient: bool = True, has_statistics: bool = False,
+    ) -> Scored:  # fmt: skip
+        """The rows' cross entropies, and the gradient of this rank's logits."""
+        is_kept, width = labels != ignore_index, logits.shape[-1]
+        greatest = self.find_greatest(logits.float())
+        relative = logits.float() - greatest[:, None]
+        index = labels - self.bounds[0]
+        is_mine = is_kept & (index >= 0) & (index < width)
+        index = index.masked_fill(~is_mine, 0)[:, None]
+        chosen = relative.new_zeros(len(labels))
+        if width:
+            chosen = relative.gather(1, index).squeeze(1).masked_fill(~is_mine, 0.0)
+        totals = relative.sum(-1)
+        gradient = relative.exp_()  # in place from here on: this is the largest tensor
+        mass, chosen, totals = self.sum(torch.stack([gradient.sum(-1), chosen, totals]))
+        gradient.div_(mass[:, None])
+        losses = mass.log() - (1 - smoothing) * chosen
+        if smoothing:  # otherwise the sum may be infinite
+            losses -= smoothing / self.length * totals
+        losses = losses.masked_fill_(~is_kept, 0.0)
+        statistics = None
+        if has_statistics:
+            entropies = self.sum(torch.special.entr(gradient).sum(-1))
+            means = totals / self.length + greatest
+            is_best = (chosen == 0).float()  # relative to the largest logit
+            statistics = torch.stack([entropies, means, is_best]).masked_fill_(~is_kept, 0.0)
+        if not has_gradient:
+            return Scored(losses, None, statistics)
+        if smoothing:
+            gradient -= smoothing / self.length
+        if width:
+            gradient.scatter_add_(1, index, is_mine.to(gradient.dtype)[:, None] * (smoothing - 1))
+        gradient.masked_fill_(~is_kept[:, None], 0.0)
+        return Scored(losses, gradient.to(logits.dtype), statistics)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, group: Group
+        ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, words: VocabularySlice
     ) -> Tensor:
-        is_kept = labels != ignore_index
-        # No rank has the word -1.
-        rows = compare_rows(logits, labels.masked_fill(~is_kept, -1), first, group)
-        ctx.save_for_backward(rows.probabilities, rows.index, rows.is_mine, is_kept)
-        return (rows.normalizers - rows.chosen).masked_fill(~is_kept, 0.0)
+        scored = words.score(logits, labels, ignore_index, has_gradient=ctx.needs_input_grad[0])
+        ctx.save_for_backward(scored.gradient, labels != ignore_index)
+        return scored.losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -112,13 +157,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
                 "pass through the loss over the split vocabulary. Call the model without labels "
                 "and compute the loss from outputs.logits: that is exact."
             )
-        probabilities, index, is_mine, is_kept = ctx.saved_tensors
-        result = probabilities.clone()
-        if result.shape[-1]:
-            result.scatter_add_(1, index[:, None], -is_mine.to(result.dtype)[:, None])
+        of_logits, is_kept = ctx.saved_tensors
         # Not multiplied by zero: the gradient of a mean over no labels is NaN.
-        result *= gradient.masked_fill(~is_kept, 0.0)[:, None]
-        return result, None, None, None, None
+        return of_logits * gradient.masked_fill(~is_kept, 0.0)[:, None], None, None, None
 
 
 def is_split_over_tokens(logits: Tensor) -> bool:

@@ -215,7 +215,7 @@ class Checkpoints:
             remove_leftovers(folder)
 
         try:
-            run_on_first(take_or_check, folder, is_main=self._runtime.is_main)
+            run_on_first(take_or_check, folder)
         except CheckpointError:
             self._let_go()
             raise
@@ -248,16 +248,15 @@ class Checkpoints:
         self._has_gone_back = True
         if source is None or has_gone_back or source.resolve().parent != folder.resolve():
             return
-        step, is_main = self._clock.first_update, self._runtime.is_main
-        run_on_first(lambda: abandon_later(folder, step, results), folder, is_main=is_main)
+        step = self._clock.first_update
+        run_on_first(lambda: abandon_later(folder, step, results), folder)
 
     def _set_earlier_aside(self, folder: Path) -> None:
         """Keep the checkpoints of an earlier run, which this one does not continue, apart."""
         source = None if self.args.finetune else self.resumed_from
         continues = source is not None and source.resolve().parent == folder.resolve()
         if folder not in self._saved_in and not continues:
-            is_main = self._runtime.is_main
-            run_on_first(lambda: set_checkpoints_aside(folder), folder, is_main=is_main)
+            run_on_first(lambda: set_checkpoints_aside(folder), folder)
         self._saved_in.add(folder)
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:

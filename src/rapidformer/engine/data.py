@@ -84,19 +84,24 @@ class RunData:
         chosen = self._choose_order(dataset, order, shuffles=shuffle, is_training=is_training)
         counted = chosen if isinstance(chosen, RepeatedOrder) else order
         loader = DistributedLoader(
-            dataset, collate=collate, shuffle=shuffle, device=self._device,
+            dataset, collate=collate, shuffle=shuffle, **self._describe_share(is_training),
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
-            num_replicas=self.args.data_parallel_size, replica=self.topology.get_rank("data"),
-            rounds_per_update=self._clock.rounds_per_update if is_training else 1,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
             get_batch_size=self.batches.get_size if is_growing else None,
-            token_budget=budget, lengths=lengths,
-            gather_digests=None if is_alone() else gather_from_all,
-            order=chosen, num_samples=None if counted is None else len(counted),
+            token_budget=budget, lengths=lengths, order=chosen,
+            num_samples=None if counted is None else len(counted),
         )  # fmt: skip
         return self._watch(loader, is_training=is_training)
+
+    def _describe_share(self, is_training: bool) -> dict[str, Any]:
+        """What any loader must know of this rank's part of the data."""
+        return {
+            "num_replicas": self.args.data_parallel_size, "replica": self.topology.get_rank("data"),
+            "rounds_per_update": self._clock.rounds_per_update if is_training else 1,
+            "seed": self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            "device": self._device, "gather_digests": None if is_alone() else gather_from_all,
+        }  # fmt: skip
 
     def _choose_order(
         self, dataset: Any, listed: Sequence[int] | None, *, shuffles: bool, is_training: bool
@@ -126,13 +131,8 @@ class RunData:
         size = batch_size or get_rows_per_batch(loader)
         if is_training and size is not None:
             self._adopt_batch_size(size)
-        adopted = adopt_loader(
-            loader, batch_size=batch_size, device=self._device,
-            num_replicas=self.args.data_parallel_size, replica=self.topology.get_rank("data"),
-            rounds_per_update=self._clock.rounds_per_update if is_training else 1,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            gather_digests=None if is_alone() else gather_from_all,
-        )  # fmt: skip
+        share = self._describe_share(is_training)
+        adopted = adopt_loader(loader, batch_size=batch_size, **share)
         return self._watch(adopted, is_training=is_training)
 
     def _adopt_batch_size(self, batch_size: int) -> None:

@@ -290,9 +290,11 @@ def _gather(
         padding = IGNORED_LABEL if is_padded else None
         return gather_rows(torch.cat(mine), topology, padding)[order]
 
-    # A filler's loss does not count, but it is computed: in the place of other rows.
+    # A filler's loss does not count, but it is computed: in the place of other rows, of which there
+    # may be fewer.
+    stand_in = torch.arange(max(map(count_rows, parts)), device=device).clamp(max=len(order) - 1)
     places = [
-        torch.searchsorted(everyone, mine) if size else torch.arange(count_rows(rows)).to(device)
+        torch.searchsorted(everyone, mine) if size else stand_in[: count_rows(rows)]
         for mine, rows, size in zip(numbers, parts, sizes, strict=True)
     ]
     return {name: join(name) for name in parts[0]}, places

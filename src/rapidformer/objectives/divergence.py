@@ -9,8 +9,7 @@ from torch import Tensor
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.accel.fused_loss.divergence import Divergence
 from rapidformer.accel.fused_loss.followed import compute_logit_losses
-from rapidformer.accel.unpad.labelled import find_labelled_rows
-from rapidformer.objectives.logprobs import flatten_rows
+from rapidformer.objectives.logprobs import find_labelled_rows, flatten_rows
 
 
 class DivergenceSums(NamedTuple):

@@ -18,7 +18,9 @@ from rapidformer.accel.cache import takes_use_cache
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.accel.fused_loss.followed import compute_logit_losses
 from rapidformer.accel.fused_loss.fused_loss import deferring
-from rapidformer.accel.unpad.labelled import find_labelled_rows, read_labelled
+from rapidformer.accel.unpad.promises import reading_labelled
+from rapidformer.accel.unpad.rows import send
+from rapidformer.data.batch import IGNORED_LABEL, find_host_copy
 
 
 class TokenScores(NamedTuple):
@@ -41,7 +43,7 @@ def get_logits(
     They need not exist: ``sum_divergences`` and torch's cross entropy compute them in chunks.
     """
     options = {"use_cache": False} if takes_use_cache(model) else {}
-    with read_labelled(model, inputs, labels, is_shifted=is_shifted), deferring(model):
+    with reading_labelled(model, inputs, labels, is_shifted=is_shifted), deferring(model):
         outputs = model(**{**options, **inputs})
     logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
     return logits
@@ -83,6 +85,18 @@ def flatten_rows(logits: Tensor, labels: Tensor, *, is_shifted: bool) -> tuple[T
     return logits.flatten(0, 1), labels.flatten()
 
 
+def find_labelled_rows(labels: Tensor, *, is_shifted: bool) -> Tensor | None:
+    """Which of the flattened predictions have a label; None if the device would have to be asked.
+
+    So it is for a step that a CUDA graph replays, where no tensor's size may depend on values.
+    """
+    known = find_host_copy(labels)
+    if known is None:
+        return None
+    targets = known[:, 1:] if is_shifted else known
+    return send((targets != IGNORED_LABEL).flatten().nonzero().squeeze(1), labels.device)
+
+
 def _score(
     model: Any, inputs: Mapping[str, Tensor], labels: Tensor, recipe: Recipe, is_shifted: bool,
     temperature: float,
@@ -94,7 +108,6 @@ def _score(
         rows = rows.float() / temperature
     recipe = replace(recipe, labelled=find_labelled_rows(labels, is_shifted=is_shifted))
     losses, statistics = compute_logit_losses(rows, targets, recipe)
-    width = labels.shape[1] - is_shifted
-    found = [-losses, *([] if statistics is None else statistics.unbind())]
-    grids = [values.view(len(labels), width) for values in found]
+    grids = [-losses, *([] if statistics is None else statistics.unbind())]
+    grids = [values.view(len(labels), labels.shape[1] - is_shifted) for values in grids]
     return [functional.pad(grid, (1, 0)) for grid in grids] if is_shifted else grids

@@ -62,12 +62,12 @@ class BestModel(Callback):
 
     def _export(self, loop: RunningLoop, folder: Path) -> None:
         """Replace ``best``; every rank raises if rank 0 cannot write it."""
-        is_main, before = loop.engine.is_main, loop.progress.best_step
-        run_on_first(lambda: note_best(folder, loop.step), folder, is_main=is_main)
+        before = loop.progress.best_step
+        run_on_first(lambda: note_best(folder, loop.step), folder)
         try:
             loop.engine.export(folder / BEST, self._processor)
         except WriteError:
-            if is_main and before is not None:
+            if loop.engine.is_main and before is not None:
                 with suppress(OSError):
                     note_best(folder, before)  # it is still there
             raise

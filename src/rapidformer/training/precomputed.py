@@ -25,7 +25,7 @@ from rapidformer.config import Settings
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.data_source import add_to_digest, is_stream
-from rapidformer.dist.collectives import gather_from_all, gather_objects
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_objects
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
 from rapidformer.engine.reference import Reference
@@ -65,13 +65,15 @@ class AnsweredRows:
         more = {_ROW: number} if self.answers is None else {LOGPS: self.answers[number]}
         return {**row, **more}
 
-    def hash_rows(self, numbers: Sequence[int]) -> list[int]:
-        """A hash of each row as the model reads it."""
-        hashes = []
-        for number in numbers:
+    def hash_rows(self, rank: int, world_size: int) -> Tensor:
+        """A hash of each row as the model reads it; every rank hashes some of them."""
+        hashes = torch.empty(len(self), dtype=torch.long)
+        for number in range(rank, len(self), world_size):
             digest = hashlib.sha256()
             add_to_digest(digest, self.dataset[number])
-            hashes.append(int.from_bytes(digest.digest()[:8], "big", signed=True))
+            hashes[number] = int.from_bytes(digest.digest()[:8], "big", signed=True)
+        for place, part in enumerate(gather_from_all(hashes[rank::world_size])):
+            hashes[place::world_size] = part
         return hashes
 
 
@@ -128,13 +130,11 @@ class ReferenceFolder:
         """``resume`` is the run, or the checkpoint of one, that goes on."""
         self._rank, self._world_size = args.rank, args.world_size
         self._target = None if args.save is None else Path(args.save) / run_folder.REFERENCE
-        places = (
-            []
-            if resume is None
-            else [resume / run_folder.REFERENCE, resume.parent / run_folder.REFERENCE]
-        )
-        kept = [place for place in places if (place / _WEIGHTS).is_file()]
-        self._source = kept[0] if kept else None
+        places = [] if resume is None else [resume, resume.parent]
+        folders = [place / run_folder.REFERENCE for place in places]
+        kept = next((folder for folder in folders if (folder / _WEIGHTS).is_file()), None)
+        # As rank 0 sees it, which may be about to write such a file.
+        self._source = broadcast_object(kept)
 
     def check_weights(self, found: Checksums) -> str:
         """Compare the weights with those of the run that goes on, and note them; their digest."""
@@ -181,7 +181,12 @@ class ReferenceFolder:
                 f"{rows.name}: {file} has answers for {len(answers)} rows, and the data now has "
                 f"{len(rows)}. {_REMEDY}"
             )
-        self._check_rows(rows, hashes, file)
+        changed = (self._hash(rows) != hashes).nonzero()
+        if len(changed):
+            raise DataError(
+                f"{rows.name}, row {int(changed[0]) + 1}: it is not the row that {file} has the "
+                f"reference's answer for. {_REMEDY}"
+            )
         return answers
 
     def save(self, rows: AnsweredRows, answers: Tensor, digest: str) -> None:
@@ -189,10 +194,9 @@ class ReferenceFolder:
         if self._target is None or self._target == self._source:
             return
         file = self._target / f"{rows.name}.safetensors"
+        tensors = {"logps": answers.contiguous(), "hashes": self._hash(rows)}
 
         def write() -> None:
-            hashes = torch.tensor(rows.hash_rows(range(len(rows))))
-            tensors = {"logps": answers.contiguous(), "hashes": hashes}
             save_file(tensors, file.with_suffix(".tmp"), metadata={"weights": digest})
             file.with_suffix(".tmp").replace(file)
 
@@ -206,19 +210,10 @@ class ReferenceFolder:
             target.mkdir(parents=True, exist_ok=True)
             action()
 
-        run_on_first(write, target, is_main=self._rank == 0)
+        run_on_first(write, target)
 
-    def _check_rows(self, rows: AnsweredRows, hashes: Tensor, file: Path) -> None:
-        """Refuse answers to other rows; each rank looks at some of them."""
-        mine = range(self._rank, len(rows), self._world_size)
-        hashed = zip(mine, rows.hash_rows(mine), strict=True)
-        changed = [number for number, now in hashed if int(hashes[number]) != now]
-        first = min((numbers[0] for numbers in gather_from_all(changed) if numbers), default=None)
-        if first is not None:
-            raise DataError(
-                f"{rows.name}, row {first + 1}: it is not the row that {file} has the reference's "
-                f"answer for. {_REMEDY}"
-            )
+    def _hash(self, rows: AnsweredRows) -> Tensor:
+        return rows.hash_rows(self._rank, self._world_size)
 
 
 def prepare_answers(

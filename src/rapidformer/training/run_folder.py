@@ -214,7 +214,7 @@ def keeps_best(folder: Path, step: int | None) -> bool:
     return False
 
 
-def set_aside(folder: Path, *, is_main: bool) -> None:
+def set_aside(folder: Path) -> None:
     """Move the folder's earlier run into its ``previous`` folder; every rank must call it."""
 
     def move() -> None:
@@ -229,7 +229,7 @@ def set_aside(folder: Path, *, is_main: bool) -> None:
         _move_run(folder, folder / PREVIOUS)
         get_logger().info(f"the earlier run in {folder} was moved to {folder / PREVIOUS}")
 
-    run_on_first(move, folder, is_main=is_main)
+    run_on_first(move, folder)
 
 
 def _list_run(folder: Path) -> list[Path]:

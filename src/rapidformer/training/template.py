@@ -19,7 +19,6 @@ from rapidformer.config import Settings
 from rapidformer.context import replace_args
 from rapidformer.data.fetching import Collate
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
 from rapidformer.hub import quiet_transformers
@@ -124,7 +123,7 @@ class Template(ABC):
         folder = Path(self.args.save)
         self.engine.checkpoints.hold_folder(folder)
         try:
-            run_on_first(lambda: recover(folder), folder, is_main=self.engine.is_main)
+            run_on_first(lambda: recover(folder), folder)
             yield
             if self.engine.is_main:
                 drop_replaced(folder)
@@ -165,18 +164,13 @@ class Template(ABC):
             return None
         if args.save is not None:
             return args.save if self.engine.is_main and not Path(args.save).exists() else None
-        problem: str | None = None
-        if self.engine.is_main:
-            try:
-                args = choose_folder(args)
-            except CheckpointError as error:
-                problem = str(error)
-        changed, problem = broadcast_object(
-            ({name: getattr(args, name) for name in ("save", "load", "overwrite")}, problem)
-        )
-        if problem is not None:
-            raise CheckpointError(problem)
-        self.engine.args = self.args.replace("derived: every run has a folder", **changed)
+
+        def choose() -> dict[str, Any]:
+            chosen = choose_folder(args)
+            return {name: getattr(chosen, name) for name in ("save", "load", "overwrite")}
+
+        changed = run_on_first(choose, Path())
+        self.engine.args = args.replace("derived: every run has a folder", **changed)
         replace_args(self.engine.args)
         return self.args.save if self.engine.is_main else None
 
@@ -207,7 +201,7 @@ class Template(ABC):
                 overwrite=args.overwrite,
             )
             # Rank 0 looks; what it finds wrong stops all ranks.
-            run_on_first(begin, Path(args.save), is_main=self.engine.is_main)
+            run_on_first(begin, Path(args.save))
         return resume
 
     def compose(self) -> Any:
@@ -226,13 +220,13 @@ class Template(ABC):
         self.frozen_models.before_compose()
         is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
         self.engine.updates.is_own_loop = False
-        composed = self.engine.compose(
-            model,
-            optimizer,
-            scheduler if is_function else None,
+        composed, *_ = self.engine.compose(
+            model, optimizer, scheduler if is_function else None,
             lr_scheduler=None if is_function else scheduler,
-        )
-        return composed[0]
+        )  # fmt: skip
+        if not self.uses_dropout:
+            apply_no_dropout(composed)  # that of adapters, which a plain model has got by now
+        return composed
 
     def build_objective(self) -> Objective:
         """What is learnt: the loss that ``run_forward_step`` returns, unless overridden."""

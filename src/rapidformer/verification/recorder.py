@@ -286,8 +286,7 @@ class VerifiedRun(Recorder):
 
     def see_update(self) -> None:
         # At every update: a short run may stop, and leave the other ranks, before the last one.
-        self._engine.model.parallelized.settle()
-        self.trace.weights = collect_weights(self._model)
+        self.finish()
         super().see_update()
 
 

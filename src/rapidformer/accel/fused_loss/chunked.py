@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.divergence import Divergence, Teacher, join_scores
-from rapidformer.accel.fused_loss.scoring import Scored, VocabularySlice, score
+from rapidformer.accel.fused_loss.divergence import Divergence, Teacher
+from rapidformer.accel.fused_loss.scoring import score
 from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
-from rapidformer.dist.vocabulary import check_ids
+from rapidformer.dist.vocabulary import Scored, VocabularySlice, check_ids
 from rapidformer.errors import TrainingError
 
 Step = Callable[[Tensor], Tensor]
@@ -107,13 +107,6 @@ def compute_losses(
     elif statistics is not None:
         statistics = statistics.sum(-1)
     return Losses(losses, statistics)
-
-
-def sum_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, recipe: Recipe
-) -> Tensor:
-    """The sum of the cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
-    return compute_losses(hidden, weight, bias, labels, recipe).values
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -351,14 +344,13 @@ def _score_divergence(
 ) -> Scored:
     divergence = recipe.divergence
     assert divergence is not None
+    dtype, labelled = logits.dtype, None
     compared = divergence.compare(logits, teacher, recipe.words, has_gradient=has_gradient)
-    labelled = None
     if divergence.label_weight:
         labelled = _score_fast(logits, labels, recipe, None, has_gradient=has_gradient)
-    scored = join_scores(divergence, compared, labelled, labels != recipe.ignore_index)
-    if scored.gradient is None:
-        return scored
-    return scored._replace(gradient=scored.gradient.to(logits.dtype))
+    scored = divergence.join(compared, labelled, labels != recipe.ignore_index)
+    gradient = None if scored.gradient is None else scored.gradient.to(dtype)
+    return scored._replace(gradient=gradient)
 
 
 def _overwrites(logits: Tensor, recipe: Recipe) -> bool:

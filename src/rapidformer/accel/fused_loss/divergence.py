@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.fused_loss.scoring import Scored, VocabularySlice
+from rapidformer.dist.vocabulary import Scored, VocabularySlice
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Divergence:
 
     def compare(
         self, student: Tensor, teacher: Tensor, words: VocabularySlice | None, *, has_gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Scored:
         """The divergence of each row in fp32, and the gradient of the student's logits.
 
         ``student`` has this rank's words, ``teacher`` all of its own. Words that only one of them
@@ -99,37 +99,28 @@ class Divergence:
             divergence = self.beta * of_teacher + (1 - self.beta) * of_student
             gradient = p_s.mul_(ratio.sub_(of_student)).mul_(1 - self.beta)
         if not has_gradient:
-            return divergence.squeeze(-1), None
+            return Scored(divergence.squeeze(-1))
         gradient.mul_(1 / self.temperature)
         missing = student.shape[-1] - count
         gradient = functional.pad(gradient, (0, missing)) if missing else gradient
-        return divergence.squeeze(-1), gradient
+        return Scored(divergence.squeeze(-1), gradient)
+
+    def join(self, compared: Scored, labelled: Scored | None, is_kept: Tensor) -> Scored:
+        """The loss of each row from its divergence and its label; the statistics are the two."""
+        values = compared.losses.masked_fill(~is_kept, 0.0)
+        of_labels = torch.zeros_like(values) if labelled is None else labelled.losses
+        losses = self.weight * values + self.label_weight * of_labels
+        gradient = compared.gradient
+        if gradient is not None:
+            gradient = gradient.masked_fill_(~is_kept[:, None], 0.0).mul_(self.weight)
+            if labelled is not None and labelled.gradient is not None:
+                gradient.add_(labelled.gradient, alpha=self.label_weight)
+        return Scored(losses, gradient, torch.stack([values, of_labels]))
 
 
 def _normalize(logits: Tensor, words: VocabularySlice | None) -> Tensor:
     """The log-probabilities of rows of logits, of which each rank has some columns."""
     if words is None:
         return functional.log_softmax(logits, -1)
-    greatest = words.find_greatest(logits)
-    relative = logits - greatest
+    relative = logits - words.find_greatest(logits)[:, None]
     return relative - words.sum(relative.exp().sum(-1, keepdim=True)).log()
-
-
-def join_scores(
-    divergence: Divergence, compared: tuple[Tensor, Tensor | None], labelled: Scored | None,
-    is_kept: Tensor,
-) -> Scored:  # fmt: skip
-    """The loss of each row from its divergence and its label; the statistics are the two apart."""
-    values, gradient = compared
-    values = values.masked_fill(~is_kept, 0.0)
-    losses = values * divergence.weight
-    if gradient is not None:
-        gradient = gradient.masked_fill_(~is_kept[:, None], 0.0).mul_(divergence.weight)
-    of_labels = torch.zeros_like(values)
-    if labelled is not None:
-        of_labels = labelled.losses
-        losses = losses + divergence.label_weight * of_labels
-        if gradient is not None:
-            assert labelled.gradient is not None
-            gradient.add_(labelled.gradient, alpha=divergence.label_weight)
-    return Scored(losses, gradient, torch.stack([values, of_labels]))

@@ -49,8 +49,7 @@ def compute_logit_losses(
     other = None if teacher is None else _build_teacher(teacher)
     if isinstance(logits, DeferredLogits) and _can_follow(logits):
         recipe = replace(recipe, steps=_list_steps(logits))
-        options = {} if other is None else {"teacher": other}
-        return logits.head.compute_losses(logits.get_hidden(), labels, recipe, **options)
+        return logits.head.compute_losses(logits.get_hidden(), labels, recipe, other)
     if isinstance(logits, DeferredLogits):
         logits = logits.compute()
     return compute_losses(logits, None, None, labels, recipe, other)

@@ -31,13 +31,13 @@ from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
-from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
-from rapidformer.accel.unpad.labelled import is_promised
+from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import copy_in
+from rapidformer.dist.vocabulary import VocabularySlice
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.watched import find_watched
@@ -241,5 +241,7 @@ def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
     if torch.compiler.is_compiling():
         return False
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+    promise = find_promise({})
+    is_labelled = promise is not None and not promise.reads_all_tokens
     # A user's hook must see the head called once, with real outputs.
-    return (is_trained or is_promised()) and dtype in DTYPES and not find_watched({"head": head})
+    return (is_trained or is_labelled) and dtype in DTYPES and not find_watched({"head": head})

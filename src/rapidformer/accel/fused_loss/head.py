@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.fused_loss.chunked import Losses
-from rapidformer.accel.fused_loss.scoring import VocabularySlice
 from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
+from rapidformer.dist.vocabulary import VocabularySlice
 from rapidformer.errors import ConfigurationError
 
 

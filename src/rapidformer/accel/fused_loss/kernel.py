@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from rapidformer.accel.fused_loss.scoring import Scored
 from rapidformer.compat.triton import on_device
+from rapidformer.dist.vocabulary import Scored
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LANES = 1024

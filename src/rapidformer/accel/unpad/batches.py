@@ -1,16 +1,14 @@
 """Which batches can run without padding: those whose loss cannot change.
 
-The model must get its labels, and every label must belong to a real token; or our own code calls it
-and reads no padding (``leaving_padding``). A model that a CUDA graph replays cannot read its mask.
-So its rows are read from the batch in host memory first, and attached to the mask, which is
-overwritten in place.
+The model must get its labels, and every label must belong to a real token; or its caller promises
+to read no padding (``promises.py``). A model that a CUDA graph replays cannot read its mask. So its
+rows are read from the batch in host memory first, and attached to the mask, which is overwritten in
+place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.promises import find_labels, find_promise
 from rapidformer.accel.unpad.rows import Mask, Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.data.batch import get_host_copy
@@ -28,22 +27,6 @@ from rapidformer.overlay import find_fact
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
 _FIXED = "rapidformer_fixed_rows"
-_LEAVES_PADDING: ContextVar[bool] = ContextVar("leaves padding", default=False)
-
-
-@contextmanager
-def leaving_padding() -> Iterator[None]:
-    """Inside, whoever calls a model reads none of what it returns for padding, which is zero."""
-    token = _LEAVES_PADDING.set(True)
-    try:
-        yield
-    finally:
-        _LEAVES_PADDING.reset(token)
-
-
-def leaves_padding() -> bool:
-    """Whether the caller of a model says that it reads no padding."""
-    return _LEAVES_PADDING.get()
 
 
 @dataclass(frozen=True)
@@ -75,10 +58,9 @@ def get_fixed_rows(mask: Any) -> FixedRows | None:
 
 def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
     """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
-    mask, labels = given.get("attention_mask"), given.get("labels")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return None
-    if not isinstance(labels, Tensor) and not leaves_padding():
+    mask, labels, promise = given.get("attention_mask"), find_labels(given), find_promise(given)
+    is_known = isinstance(labels, Tensor) or (promise is not None and promise.reads_all_tokens)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_known:
         return None
     if find_requested(model, given) or given.get("past_key_values") is not None:
         return None
@@ -88,8 +70,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
     is_by_token = labels is not None and labels.shape == mask.shape
-    targets = get_host_copy(labels) if labels is not None and is_by_token else labels
-    if not _is_removable(model, is_real, targets):
+    if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks take a sliding window only, and rows with gaps have none.
@@ -119,13 +100,12 @@ def _is_on(model: Any) -> bool:
 
 
 def _is_removable(model: Any, is_real: Mask, labels: Tensor | None) -> bool:
-    """Whether there is enough padding, and removing it cannot change the loss."""
+    """Whether there is enough padding, and removing it cannot change what is read."""
     if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
         return False
     is_causal = shifts_labels(model)
-    if (
-        labels is not None and labels.shape == is_real.shape
-    ):  # every label must be predicted from a real token
+    # Every label must be predicted from a real token.
+    if labels is not None and labels.shape == is_real.shape:
         is_trained, is_read = (labels != -100).numpy(), is_real
         if is_causal:
             is_trained, is_read = is_trained[:, 1:], is_real[:, :-1]
@@ -156,7 +136,7 @@ def is_packed(given: dict[str, Any]) -> bool:
 
 def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
     """The examples of packed rows; None if each row has just one, or something needs full rows."""
-    labels, positions = given.get("labels"), given["position_ids"]
+    labels, positions = find_labels(given), given["position_ids"]
     if not isinstance(labels, Tensor) or find_requested(model, given):
         return None
     if labels.shape != positions.shape or given.get("past_key_values") is not None:

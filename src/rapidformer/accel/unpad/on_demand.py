@@ -245,24 +245,6 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
-def release(output: Any) -> Any:
-    """What a model returns: without gradients, only plain tensors, unless padding is not read."""
-
-    def change(tensor: Unpadded) -> Tensor:
-        may_stay = torch.is_grad_enabled() or tensor.is_promised
-        return tensor if tensor.is_lazy and may_stay else settle(tensor)
-
-    if isinstance(output, Unpadded):
-        return change(output)
-    # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
-    tables: list[Any] = [output, getattr(output, "__dict__", None)]
-    for table in filter(lambda part: isinstance(part, dict), tables):
-        for name, value in list(table.items()):
-            if isinstance(value, Unpadded):
-                table[name] = change(value)
-    return tree_map_only(Unpadded, change, output)
-
-
 def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that treats each token alone, and that torch's dispatch does not see."""
     if isinstance(tensor, Unpadded) and tensor.is_lazy:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
@@ -19,9 +19,9 @@ from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.calls import Call, Help, Removal, record_padded
 from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
-from rapidformer.accel.unpad.labelled import find_promised_labels
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, release, settle, start
+from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle, start
+from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
@@ -33,6 +33,7 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.errors import ConfigurationError, ModelError
@@ -165,33 +166,28 @@ def _extend_model(
         @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(cls.forward, self, *args, **kwargs)
-            promised = find_promised_labels(kwargs)
-            known = kwargs if promised is None else {**kwargs, "labels": promised}
+            promise = find_promise(kwargs)
             is_by_position = packs and batches.is_packed(kwargs)
             if find_watched(inner_modules) or not (removal.is_on or is_by_position):
                 return run()
-            if promised is not None and not is_by_position:
-                rows = batches.find_rows(self, known, rounds_up=rounds_up)
-                if rows is None:
-                    return run()
-                return _call_without_padding(self, run, rows, removal, is_promised=True)
             if is_by_position:
-                rows = batches.find_packed_rows(self, known, rounds_up=rounds_up)
+                rows = batches.find_packed_rows(self, kwargs, rounds_up=rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
-            if not is_two_sided and kwargs.get("labels") is None:
-                rows = batches.find_rows(self, kwargs, rounds_up=rounds_up)
-                with use_rows(rows):  # nobody reads padding, or there are no rows
-                    return run()
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
-            if not _may_lack_padding(self, removal, has_label_per_token=is_labelled):
-                return run()
-            rows = find(self, kwargs, rounds_up=rounds_up)
+            may_lack_padding = promise is not None or _may_lack_padding(
+                self, removal, has_label_per_token=is_labelled
+            )
+            rows = find(self, kwargs, rounds_up=rounds_up) if may_lack_padding else None
             if rows is None:
                 return run()
+            if promise is not None and promise.reads_all_tokens:
+                with use_rows(rows):
+                    return run()
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
-            return _call_without_padding(self, run, rows, removal)
+            is_promised = promise is not None
+            return _call_without_padding(self, run, rows, removal, is_promised=is_promised)
 
         return {"forward": forward}
 
@@ -207,7 +203,25 @@ def _call_without_padding(
     call = Call(removal, run, device, knows_labels=is_library_code, is_promised=is_promised)
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
-    return release(output)
+    return _release(output)
+
+
+def _release(output: Any) -> Any:
+    """What a model returns: without gradients, only plain tensors, unless padding is not read."""
+
+    def change(tensor: Unpadded) -> Tensor:
+        may_stay = torch.is_grad_enabled() or tensor.is_promised
+        return tensor if tensor.is_lazy and may_stay else settle(tensor)
+
+    if isinstance(output, Unpadded):
+        return change(output)
+    # Outputs of transformers, and classes of one's own like them: entries, attributes or both.
+    tables: list[Any] = [output, getattr(output, "__dict__", None)]
+    for table in filter(lambda part: isinstance(part, dict), tables):
+        for name, value in list(table.items()):
+            if isinstance(value, Unpadded):
+                table[name] = change(value)
+    return tree_map_only(Unpadded, change, output)
 
 
 def _is_library_code(model: nn.Module) -> bool:

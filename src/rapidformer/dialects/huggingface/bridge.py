@@ -277,7 +277,7 @@ class TrainerTemplate(Template):
         trainer, args = self.trainer, self.args
         with self.holding_folder():
             if args.save is not None and args.load is None and not args.overwrite:
-                set_aside(Path(args.save), is_main=self.engine.is_main)
+                set_aside(Path(args.save))
             resume = self.find_resume_folder()
             if trainer.train_dataloader is None:
                 self.prepare()

@@ -310,7 +310,7 @@ class MindFormersTrainer(Trainer):
         engine = RapidformerEngine(args=settings)
         if not resumes and not settings.overwrite and settings.save is not None:
             engine.checkpoints.hold_folder(Path(settings.save))
-            set_aside(Path(settings.save), is_main=engine.is_main)
+            set_aside(Path(settings.save))
         metrics = GivenTask(engine, settings, self).train()
         self._trained = _find_model(Path(engine.args.save)) if engine.args.save else None
         return metrics

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.batches import leaving_padding
+from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.objectives import Context, Objective, Term, take_value
 from rapidformer.tasks.embedding.collate import Batch, get_inputs
 from rapidformer.tasks.embedding.losses import WHOLE, Items, LossSettings, compute_losses
@@ -58,8 +58,7 @@ class EmbeddingObjective(Objective):
             return Term.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
         assert context.places is not None
         losses, gradients = context.rows["losses"], context.rows["gradients"]
-        # A filler may have more rows than the update.
-        places = context.places.clamp(max=len(losses) - 1)
+        places = context.places
         gradient_of = (items.vectors * gradients[places]).sum()
         return Term.from_sum(take_value(losses[places].sum(), gradient_of), len(places))
 
@@ -74,7 +73,7 @@ class EmbeddingObjective(Objective):
 
 def embed_texts(model: Any, batch: Batch, pooling: str, *, normalizes: bool) -> Tensor:
     """The vector of each text, in fp32."""
-    with leaving_padding():
+    with reading_no_padding():
         hidden = _widen(model(**get_inputs(batch)).last_hidden_state)
     vectors = pool(hidden, batch.get("pooled", batch["attention_mask"]), pooling)
     return functional.normalize(vectors, dim=-1) if normalizes else vectors
@@ -109,7 +108,7 @@ class RerankingObjective(Objective):
 
 def score_documents(model: Any, batch: Batch) -> Tensor:
     """The score of each document, as a logit: [items, documents]."""
-    with leaving_padding():
+    with reading_no_padding():
         logits = _widen(model(**get_inputs(batch)).logits).squeeze(-1)
     return logits[batch["slots"].clamp(min=0)]
 
