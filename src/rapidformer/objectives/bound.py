@@ -77,6 +77,11 @@ class BoundObjective:
         """The code in it that may be the user's."""
         return self._objective.list_steps()
 
+    @property
+    def leaves_padding(self) -> bool:
+        """Whether it reads nothing of what the model returns for padding."""
+        return self._objective.leaves_padding
+
     def __call__(self, batch: Any) -> ForwardResult:
         known: Mapping[str, Any] = {}
         if isinstance(batch, Mapping) and _UPDATE in batch:

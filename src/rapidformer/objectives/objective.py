@@ -81,6 +81,9 @@ class Objective(ABC):
     is_whole_alone = False
     """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
     then gets no rows and takes those of the batch."""
+    leaves_padding = False
+    """Whether it reads nothing of what the model returns for padding. Without ``labels`` in the
+    batch, a CUDA graph cannot know."""
     expands = False
     """Whether the update that is learnt from is made by ``expand``."""
 
