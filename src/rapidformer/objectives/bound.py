@@ -79,7 +79,7 @@ class BoundObjective:
 
     @property
     def leaves_padding(self) -> bool:
-        """Whether it reads nothing of what the model returns for padding."""
+        """Whether nothing of what the model returns for padding is read."""
         return self._objective.leaves_padding
 
     def __call__(self, batch: Any) -> ForwardResult:

@@ -82,8 +82,8 @@ class Objective(ABC):
     """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
     then gets no rows and takes those of the batch."""
     leaves_padding = False
-    """Whether it reads nothing of what the model returns for padding. Without ``labels`` in the
-    batch, a CUDA graph cannot know."""
+    """Whether it calls the model inside ``leaving_padding()`` only: a CUDA graph must know that
+    beforehand, unless a batch has labels."""
     expands = False
     """Whether the update that is learnt from is made by ``expand``."""
 
