@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import DEVICE, HAS_GPU, LIMIT, Result, Stopwatch, call, describe_device
+from peers import DEVICE, HAS_GPU, LIMIT, WARM_UP, Result, Stopwatch, call, describe_device
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -45,7 +45,6 @@ from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.callbacks import Callback
 
-WARM_UP = 8 if HAS_GPU else 2
 LORA_RANK = 16
 Row = dict[str, str]
 

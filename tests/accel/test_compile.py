@@ -25,6 +25,7 @@ from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.precision.autocast import apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
+from rapidformer.compat.peft import adapters_off
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import ModelPlan, find_plan
@@ -149,6 +150,21 @@ def test_a_kind_of_block_is_compiled_once_if_other_sizes_are_expected() -> None:
     compiled.expect_other_sizes()
     assert_close(run(model, "small-gpt2", VARIED), expected)
     assert (compiled.graphs, compiled.recompilations) == (2, 0)  # in training and in evaluation
+
+
+def test_a_model_without_its_adapters_has_a_graph_of_its_own() -> None:
+    """The reference of DPO, between evaluations with adapters."""
+    model = build_model("gpt2-lora").eval()
+    skip_cache_in_training(model)
+    apply_compile(model, find_plan(model), backend="eager")
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for _ in range(2):
+            model(input_ids=ids, use_cache=False)
+            with adapters_off(model):
+                model(input_ids=ids, use_cache=False)
+    compiled = get_fact(model, CompiledBlocks)
+    assert (compiled.graphs, compiled.recompilations) == (2, 0)
 
 
 def test_a_recomputed_adapter_in_bf16_needs_a_second_graph_for_the_first_block_only() -> None:

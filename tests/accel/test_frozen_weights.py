@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from rapidformer.accel.precision.precision import Precision
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import forget_base
+from rapidformer.overlay import find_fact
 from tests.parity.harness import SETTINGS, make_sgd, run_updates
 from tests.parity.models import build_model, build_rows, collate
 from tests.processes import run_in_processes
@@ -56,6 +58,7 @@ def test_rounded_frozen_weights_train_the_same_adapters_in_less_memory() -> None
     assert kinds["transformer.h.0.attn.c_attn.lora_A.default.weight"] == torch.float32
     assert kinds["transformer.wte.base_layer.weight"] == torch.float32, "an embedding, and tied"
     assert kinds["transformer.ln_f.weight"] == torch.float32
+    assert all(find_fact(model, Removal) for model in (whole, rounded)), "without padding, too"
 
 
 def run_sharded() -> list[list[torch.Tensor]]:

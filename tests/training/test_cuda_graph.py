@@ -44,12 +44,17 @@ from rapidformer.accel.cuda_graph.recorder import Recorder
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision
+from rapidformer.accel.unpad import batches
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.objectives import Objective
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
+from rapidformer.tasks.embedding.collate import ItemCollator
+from rapidformer.tasks.embedding.losses import LossSettings
+from rapidformer.tasks.embedding.objective import EmbeddingObjective
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 T = TypeVar("T")
@@ -376,6 +381,51 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     filled = Run(make_bert(0.0), make_rows(24), Again())
     filled.train()
     mine = [line["loss"] for line in filled.values.lines]
+    assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+class Embedded(Run):
+    """Learns vectors of texts: batches without labels, of whose padding nothing is read."""
+
+    def build_objective(self) -> Objective:
+        return EmbeddingObjective(LossSettings(name="infonce"), "mean", normalizes=True)
+
+
+def test_embeddings_of_texts_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[row["input_ids"] for row in make_rows(96)][n : n + 2] for n in range(0, 96, 2)]
+    items = [
+        {"input_ids": pair, "text_ids": [2 * number, 2 * number + 1], "scores": []}
+        for number, pair in enumerate(rows)
+    ]
+
+    def train(capture: Again | None) -> Embedded:
+        run = Embedded(make_bert(0.0).bert, items, capture)
+        run.run_compute_metrics = lambda *_: {"loss": 0.0}  # type: ignore[method-assign]
+        collate = ItemCollator({}, "right", texts=2, scores=0)
+        run.train_valid_test_datasets_provider = lambda: (  # type: ignore[method-assign]
+            items, None, None, collate
+        )  # fmt: skip
+        run.train()
+        return run
+
+    plain = train(None)
+    capture = Again()
+    record = capture.record
+
+    def record_blindly(function: Callable[[], Outcome]) -> Any:
+        def run() -> Outcome:
+            with monkeypatch.context() as patches:  # a graph cannot ask the device for the mask
+                patches.setattr(batches, "get_host_copy", None)
+                return function()
+
+        return record(run)
+
+    monkeypatch.setattr(capture, "record", record_blindly)
+    graphed = train(capture)
+    assert graphed.engine.updates.graphs is not None
+    assert graphed.engine.updates.graphs.problem is None
+    assert capture.replayed > capture.recorded
+    mine = [line["loss"] for line in graphed.values.lines]
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,12 @@ PRIVATE_NAMES = {
     "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters",
 }
 _IS_OFF = "_disable_adapters"
+_ARE_OFF: ContextVar[bool] = ContextVar("adapters are off", default=False)
+
+
+def are_adapters_off() -> bool:
+    """Whether a model runs without its adapters."""
+    return _ARE_OFF.get()
 
 
 @contextmanager
@@ -23,8 +30,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     adapted: list[Any] = [m for m in model.modules() if getattr(m, _IS_OFF, None) is False]
     for module in adapted:
         setattr(module, _IS_OFF, True)
+    before = _ARE_OFF.set(True)
     try:
         yield
     finally:
+        _ARE_OFF.reset(before)
         for module in adapted:
             setattr(module, _IS_OFF, False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.accel.unpad.on_demand import settle
+from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
@@ -288,12 +289,14 @@ class Updates:
             return None
         beat("forward", self.clock.updates + 1)
         updates = steps_at_once and self._can_update_in_graph()
-        outcome = self.graphs.run(
-            functools.partial(self.weights.run_forward, forward),
-            update,
-            getattr(forward, "steps", (forward,)),
-            self._graphed_update if updates else None,
-        )
+        is_padding_left = getattr(forward, "reads_no_padding", False)
+        with reading_no_padding() if is_padding_left else nullcontext():
+            outcome = self.graphs.run(
+                functools.partial(self.weights.run_forward, forward),
+                update,
+                getattr(forward, "steps", (forward,)),
+                self._graphed_update if updates else None,
+            )
         if outcome is None:
             return None
         get_observer().see_phase("forward")

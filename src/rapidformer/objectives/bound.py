@@ -77,6 +77,11 @@ class BoundObjective:
         """The code in it that may be the user's."""
         return self._objective.list_steps()
 
+    @property
+    def reads_no_padding(self) -> bool:
+        """Whether nothing of what the model returns for padding is read."""
+        return self._objective.reads_no_padding
+
     def __call__(self, batch: Any) -> ForwardResult:
         known: Mapping[str, Any] = {}
         if isinstance(batch, Mapping) and _UPDATE in batch:

@@ -81,6 +81,9 @@ class Objective(ABC):
     is_whole_alone = False
     """Whether it leaves the first pass out for a micro-batch that is its whole update: ``compute``
     then gets no rows and takes those of the batch."""
+    reads_no_padding = False
+    """Whether it calls the model inside ``reading_no_padding()`` only: a CUDA graph must know that
+    beforehand, unless a batch has labels."""
     expands = False
     """Whether the update that is learnt from is made by ``expand``."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat import torch_compile
+from rapidformer.compat.peft import are_adapters_off
 from rapidformer.compat.torch_compile import Backend, Rewrite
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import warn_once
@@ -82,7 +83,7 @@ class CompiledBlocks:
         # Generation would compile it for prompts and again for single tokens.
         if only_with_gradients and not torch.is_grad_enabled():
             return call_plainly(block, *args, **kwargs)
-        form: list[Any] = [kind, block.training, torch.is_grad_enabled()]
+        form: list[Any] = [kind, block.training, torch.is_grad_enabled(), are_adapters_off()]
         sizes: list[torch.Size] = []
         if not _describe((*args, *kwargs.values()), form, sizes):
             self._skips_calls = True

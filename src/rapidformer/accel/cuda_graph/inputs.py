@@ -25,6 +25,7 @@ from rapidformer.accel.unpad.batches import (
     removes_padding,
 )
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
+from rapidformer.accel.unpad.promises import reads_no_padding
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
@@ -115,13 +116,15 @@ def _read_padding(
     """The columns that a batch gets, and what the model would read off its mask, if it has one."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return {}, None
+    if not isinstance(labels, Tensor) and not reads_no_padding():
         return {}, None
     is_real = get_host_copy(mask).bool().numpy()
     columns = find_columns(model, batch) if widens else {}
     wide = pad_array(is_real, columns.get("attention_mask"))
     if not is_encoder_decoder(model):
-        if labels.shape == mask.shape:
+        if labels is not None and labels.shape == mask.shape:
             labels = pad(get_host_copy(labels), columns.get("labels"))
         fixed = read_fixed_rows(model, wide, labels, sizes_up)
         if fixed.rows is not None:

@@ -77,7 +77,9 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     return None if rounds_up and not rows.is_contiguous else rows
 
 
-def read_fixed_rows(model: Any, is_real: Mask, labels: Tensor, sizes_up: int = 0) -> FixedRows:
+def read_fixed_rows(
+    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0
+) -> FixedRows:
     """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
     filling = find_fact(model, Filling)
     is_proven = filling is not None and filling.is_exact

@@ -51,6 +51,12 @@ def find_promise(given: Mapping[str, Any]) -> Promise | None:
     return None if given.get("labels") is not None else _PROMISE.get()
 
 
+def reads_no_padding() -> bool:
+    """Whether it is promised that a call's result is read everywhere but in padding."""
+    promise = _PROMISE.get()
+    return promise is not None and promise.reads_all_tokens
+
+
 def find_labels(given: Mapping[str, Any]) -> Any:
     """The labels of a call, or those that it was promised for."""
     promise = find_promise(given)

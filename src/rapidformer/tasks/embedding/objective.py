@@ -25,7 +25,7 @@ from rapidformer.tasks.embedding.losses import WHOLE, Items, LossSettings, compu
 class EmbeddingObjective(Objective):
     """A loss of the vectors of queries and documents."""
 
-    is_whole_alone = True
+    is_whole_alone = reads_no_padding = True
 
     def __init__(
         self, loss: LossSettings, pooling: str, *, normalizes: bool, looks_at_update: bool = True
@@ -97,6 +97,8 @@ def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
 
 class RerankingObjective(Objective):
     """A loss of the scores of documents for their query."""
+
+    reads_no_padding = True
 
     def __init__(self, loss: str) -> None:
         self._loss = loss

@@ -86,10 +86,11 @@ class GrpoObjective(Objective):
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         labels, counted = batch["labels"], batch["labels"] != IGNORED_LABEL
-        scores = get_token_scores(model, _get_inputs(batch), labels, temperature=self._temperature)
-        logps, reference = scores.logprobs, None
-        if self._loss.beta:
+        reference: Tensor | None = None
+        if self._loss.beta:  # first: what the model keeps for its backward pass is large
             reference = ask(context, REFERENCE, lambda frozen: self._get_logps(frozen, batch))
+        scores = get_token_scores(model, _get_inputs(batch), labels, temperature=self._temperature)
+        logps = scores.logprobs
         old = batch.get("old_logps", logps.detach())
         terms = self._loss.compute(logps, old, reference, batch["advantages"], counted)
         terms["entropy"] = Term.from_sum(scores.entropies.sum(), counted.sum(), weight=0.0)

@@ -70,13 +70,14 @@ class PairObjective(Objective):
         """The loss of each pair, and what TRL reports of it."""
         settings, labels = self.settings, batch["labels"]
         read = self._get_read_labels(batch)
+        reference: Tensor | None = None
+        if settings.needs_reference:  # first: what the model keeps for its backward pass is large
+            reference = get_reference_logprobs(context, _get_reference_inputs(batch), labels)
         tokens = get_token_logprobs(model, get_inputs(batch), read)
         is_answer = labels != IGNORED_LABEL
         logps = tokens.where(is_answer, 0.0).sum(1)
         lengths = is_answer.sum(1).clamp(min=1)
-        ratios = logps
-        if settings.needs_reference:
-            ratios = logps - get_reference_logprobs(context, _get_reference_inputs(batch), labels)
+        ratios = logps if reference is None else logps - reference
         means = ratios / lengths if settings.is_normalized else ratios
         losses = compute_pair_losses(*split_pairs(means), settings)
         # TRL shows sums where there is a reference, and means over tokens where there is none.
@@ -195,9 +196,10 @@ class KTOObjective(Objective):
 
     def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor]:
         """Of each answer: how much more likely than in the reference it is, and how likely."""
-        inputs, labels = get_inputs(batch), batch["labels"]
-        logps = get_token_logprobs(model, inputs, labels).sum(1)
-        return logps - get_reference_logprobs(context, _get_reference_inputs(batch), labels), logps
+        labels = batch["labels"]
+        reference = get_reference_logprobs(context, _get_reference_inputs(batch), labels)
+        logps = get_token_logprobs(model, get_inputs(batch), labels).sum(1)
+        return logps - reference, logps
 
     def score_others(self, model: Any, batch: Any, context: Context) -> Tensor:
         """The same of answers to other prompts that the batch brings, in an evaluation."""
