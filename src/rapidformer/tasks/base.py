@@ -159,9 +159,7 @@ class Task(ABC):
 
         return LossFunction(self.forward)
 
-    def build_frozen_models(
-        self, args: Settings, prepared: PreparedData
-    ) -> dict[str, nn.Module | FrozenModel]:
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         """The models that the objective needs besides the one that learns, by name.
 
         Not the ``reference``: the run makes it. Evaluations find them all in

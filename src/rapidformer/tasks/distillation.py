@@ -75,9 +75,7 @@ class Distillation(CausalLM):
             )
         return _build_objective(args)
 
-    def build_frozen_models(
-        self, args: Settings, prepared: PreparedData
-    ) -> dict[str, nn.Module | FrozenModel]:
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         import torch
 
         layout = _choose_layout(args)
