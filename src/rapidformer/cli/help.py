@@ -71,7 +71,7 @@ def show_help(command: str | None, topic: str | None = None) -> None:
     write("\ncommon flags\n")
     for name in _COMMON[command or "train"]:
         write(format_setting(settings[name]))
-    topics = f"\n{'':31}".join(textwrap.wrap(", ".join(TOPICS), 50))
+    topics = f"\n{'':31}".join(textwrap.wrap(", ".join(TOPICS), 48))
     write(
         "\nmore help\n"
         f"  rapidformer --help TOPIC     {topics}\n"

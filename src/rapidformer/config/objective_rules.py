@@ -63,7 +63,8 @@ def _check_preference(args: Settings, loss: str) -> Iterator[str]:
             f"{_NO_ANSWERS_YET[loss]}. Leave it out."
         )
     sizes = (args.micro_batch_size, args.gradient_accumulation_steps or 1, args.world_size)
-    if loss == "kto" and (args.global_batch_size == 1 or sizes == (1, 1, 1)):
+    size = args.global_batch_size or (1 if sizes == (1, 1, 1) else None)
+    if loss == "kto" and size == 1:
         yield (
             "--loss kto compares prompts with the answers of others in the global batch: use a "
             "--global-batch-size of at least 2, not 1."
