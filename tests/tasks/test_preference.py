@@ -207,6 +207,8 @@ def test_bad_labels_and_missing_columns_are_named() -> None:
         read({"prompt": "p", "text": "a"})
     with pytest.raises(DataError, match="No column with the better answer"):
         read({"prompt": "p", "rejected": "a"})
+    with pytest.raises(DataError, match=r"^No column with the worse answer"):
+        read({"prompt": "p", "chosen": "a"})
     with pytest.raises(DataError, match="begin with an answer, and no column has the prompt"):
         read({"chosen": [_GOOD], "rejected": [_BAD]})
 

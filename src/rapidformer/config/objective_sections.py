@@ -13,11 +13,11 @@ class PreferenceArguments:
     """Preferences"""
 
     loss: str | None = read_by("preference", "grpo", "embedding", "reranking", default=None)
-    """preference, how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust,
-    apo_zero, simpo, orpo or kto; grpo, what is averaged: all tokens of the update (dapo, the
-    default, or bnpo), answers (grpo), or answers times --max-new-tokens (dr_grpo); embedding:
-    infonce, cosent, cosine, triplet or margin_mse (default: by the columns of the data); reranking:
-    bce (the default) or listwise"""
+    """what is learnt. preference: sigmoid (DPO, the default), ipo, hinge, robust, apo_zero, simpo,
+    orpo or kto; grpo: a mean over all tokens of the update (dapo, the default, or bnpo), over
+    answers (grpo), or over answers times --max-new-tokens (dr_grpo); embedding: infonce, cosent,
+    cosine, triplet or margin_mse (default: by the columns of the data); reranking: bce (the
+    default) or listwise"""
     beta: float | None = read_by("preference", "grpo", default=None)
     """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
     ratio (default: 0.1; 2 for simpo; 0 for grpo, which then needs no reference)"""

@@ -27,7 +27,7 @@ from rapidformer.tasks.rows.columns import ColumnRole, describe_missing, find_co
 from rapidformer.tasks.rows.rows import get_column_names
 
 CHOSEN = ColumnRole(
-    "chosen", "chosen_column", "the better answer: a text or turns",
+    "chosen", "chosen_column", "the better answer (a text or turns)",
     ("chosen", "chosen_response", "chosen_answer", "preferred"),
 )  # fmt: skip
 REJECTED = ColumnRole(
@@ -144,7 +144,8 @@ def _describe_no_pairs(available: Sequence[str], args: Settings, label: str | No
             f"The data has answers with a label ({label}), not pairs of a chosen and a rejected "
             f"answer{hint}"
         )
-    missing = describe_missing([CHOSEN, REJECTED], available)
+    has_chosen = find_column(as_optional(CHOSEN), available, args) is not None
+    missing = describe_missing([REJECTED] if has_chosen else [CHOSEN, REJECTED], available)
     if args.loss == "kto":
         missing += " For answers with a label, name it with --label-column."
     return missing

@@ -84,7 +84,7 @@ def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> 
         prompt, last = _split_last_answer(prompt, names)
     answers = tuple(last if n is None else _read_cell(row, n, read) for n in names.answers)
     if names.is_pair:
-        prompt, answers = _find_prompt(prompt, *answers, names)
+        prompt, answers = _find_prompt(prompt, answers, names)
     for name, answer in zip(names.answers, answers, strict=True):
         if not _count_answers(answer):
             raise BadRowError(f"the column {name or names.messages} holds an empty answer")
@@ -97,20 +97,16 @@ def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> 
 
 
 def _find_prompt(
-    prompt: str | list[Message],
-    chosen: str | list[Message],
-    rejected: str | list[Message],
-    names: PreferenceColumns,
+    prompt: str | list[Message], answers: tuple[Any, ...], names: PreferenceColumns
 ) -> tuple[str | list[Message], tuple[str | list[Message], ...]]:
     """The prompt and both answers without it."""
-    is_whole = all(isinstance(a, list) and a and a[0]["role"] != "assistant"
-                   for a in (chosen, rejected))  # fmt: skip
-    if is_whole:  # both repeat the prompt, whether it has a column or not
-        # At least one turn each is the answer.
+    chosen, rejected = answers
+    if all(isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers):
+        # Both repeat the prompt, whether it has a column or not; at least one turn is the answer.
         count = min(_count_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         return chosen[:count], (chosen[count:], rejected[count:])
     if names.has_prompt:
-        return prompt, (chosen, rejected)
+        return prompt, answers
     if isinstance(chosen, str) and isinstance(rejected, str):
         end = _find_common_words(chosen, rejected)
         return chosen[:end], (chosen[end:], rejected[end:])
