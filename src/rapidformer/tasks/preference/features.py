@@ -72,15 +72,12 @@ def encode_tables(
 ) -> tuple[dict[str, Any], PreferenceEncoder]:
     """The samples of all splits; a test split without answers has none."""
     args = parts.args
-    columns = find_preference_columns(
-        next(iter(tables.values())), args, may_be_single=not is_paired
-    )
+    first = next(iter(tables.values()))
+    columns = find_preference_columns(first, args, may_be_single=not is_paired)
+    chat = _build_plain_encoder(parts)
     if columns.has_turns or columns.has_prompt:
-        chat = build_encoder(
-            parts.tokenizer, _TURNS if columns.has_turns else _TEXTS, args, parts.length
-        )
-    else:
-        chat = _build_plain_encoder(parts)
+        kind = _TURNS if columns.has_turns else _TEXTS
+        chat = build_encoder(parts.tokenizer, kind, args, parts.length)
     encoder = PreferenceEncoder(chat, columns, is_paired, **options)
     workers = args.preprocessing_workers
     samples = {s: _encode_split(rows, s, encoder, workers) for s, rows in tables.items()}
@@ -145,22 +142,20 @@ def encode_answers(
     if columns is None:
         chat = _build_plain_encoder(parts)
         column = str(find_column(TEXT, get_column_names(table), args))
+        texts = check_row_texts([row.get(column) for row in table], column, "input")
+        rest = {"prompt": "", "context": "", "system": ""}
+        table = [{"response": text, **rest} for text in texts]
     else:
         chat = build_encoder(parts.tokenizer, columns, args, parts.length)
 
     def encode(cells: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        if columns is None:
-            texts = check_row_texts(cells[column], column, "input", indices[0])
-            cells = dict.fromkeys(("prompt", "context", "system"), [""] * len(texts))
-            cells["response"] = texts
         chats = ChatRows(cells, indices, "input", chat.columns)
         encode_rows = encode_pairs if chat.template is None else encode_conversations
         rows = encode_rows(chats, chat)
-        numbered = list(zip(indices, rows, strict=True))
-        for number, row in numbered:
+        for number, row in zip(indices, rows, strict=True):
             if row.left_out:
                 raise DataError(f"input, row {number + 1}: {row.left_out}.")
-        if cut := [number + 1 for number, row in numbered if row.is_cut]:
+        if cut := [n + 1 for n, row in zip(indices, rows, strict=True) if row.is_cut]:
             warn(
                 "input, %s: longer than %d tokens: the end is cut off", name_rows(cut), chat.length
             )

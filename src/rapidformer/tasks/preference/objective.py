@@ -189,18 +189,14 @@ class KTOObjective(Objective):
     def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         """How much more likely than in the reference an answer to another prompt is."""
         inputs, labels = self._mismatch(model, batch, context)
-        return {
-            "ratio": _compare(model, inputs, labels, context)[0],
-            "desirable": batch["desirable"],
-        }
+        ratios, _ = _compare(model, inputs, labels, context)
+        return {"ratio": ratios, "desirable": batch["desirable"]}
 
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        desirable = rows["desirable"].sum()
-        return {
-            "kl": compute_baseline(rows["ratio"]),
-            "desirable": desirable,
-            "undesirable": len(rows["desirable"]) - desirable,
-        }
+        """The baseline z is 0 at least, and 0 for a single answer, which has no other prompt."""
+        ratios, good = rows["ratio"], rows["desirable"].sum()
+        baseline = ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
+        return {"kl": baseline, "desirable": good, "undesirable": len(ratios) - good}
 
     def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor]:
         """Of each answer: how much more likely than in the reference it is, and how likely."""
@@ -227,8 +223,11 @@ class KTOObjective(Objective):
 
     def sum_losses(self, ratios: Sequence[float], is_good: bool, baseline: float) -> float:
         """The losses of good or of bad answers."""
-        values, *known = (torch.tensor(v, dtype=torch.float64) for v in (ratios, is_good, baseline))
-        return float(compute_kto_losses(values, known[0].bool(), known[1], self.settings).sum())
+        values = torch.tensor(ratios, dtype=torch.float64)
+        losses = compute_kto_losses(
+            values, torch.tensor(is_good), values.new_tensor(baseline), self.settings
+        )
+        return float(losses.sum())
 
     def _mismatch(
         self, model: Any, batch: Any, context: Context
@@ -254,11 +253,6 @@ class KTOObjective(Objective):
         mask = mixed != IGNORED_LABEL
         inputs = {"input_ids": mixed.where(mask, 0), "attention_mask": mask.long()}
         return inputs, kept
-
-
-def compute_baseline(ratios: Tensor) -> Tensor:
-    """KTO's z: zero at least, and for a single answer, which has no other prompt."""
-    return ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
 
 
 def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) -> Term:
