@@ -294,6 +294,11 @@ def test_ties_and_pairs_that_do_not_fit_are_counted(
     caplog.clear()
     assert len(prepare(folder, rows, "reward").train) == 1
     assert "dropped 2 of 4 examples: longer than --seq-length (rows 3, 4)" in caplog.text
+    caplog.clear()
+    assert len(prepare(folder, rows, loss="kto").train) == 6
+    assert "dropped 2 of 8 examples: no part of the answer fits within --seq-length (row 3)" in (
+        caplog.text
+    )
 
 
 def test_chat_template_and_the_last_answer(tmp_path: Path) -> None:
