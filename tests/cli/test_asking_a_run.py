@@ -169,3 +169,22 @@ def test_a_run_that_began_with_load_has_its_model_again(tmp_path: Path) -> None:
     resumed = choose_run_model(arguments_from_mapping({"load": str(run)}), "train")
     assert resumed.load == str(run)
     assert resumed.pretrained_model_name_or_path == str(adapter)
+
+
+def test_the_reference_of_an_evaluation_is_what_the_run_began_with(tmp_path: Path) -> None:
+    """An adapter on a base is no bare base; a checkpoint to begin with must be named."""
+    adapter, run = tmp_path / "adapter", tmp_path / "run"
+    (run / "best").mkdir(parents=True)
+    adapter.mkdir()
+    for folder in (adapter, run / "best"):
+        (folder / "config.json").write_text("{}")
+    asked = arguments_from_mapping({"load": str(run)})
+    for load, finetune, start in ((adapter, False, str(adapter)), (run, True, None)):
+        stored = {
+            "task": "preference", "pretrained_model_name_or_path": "base", "beta": 0.3,
+            "load": str(load), "finetune": finetune,
+        }  # fmt: skip
+        (run / "arguments.yaml").write_text(json.dumps(stored))
+        args = choose_run_model(asked, "evaluate")
+        assert (args.pretrained_model_name_or_path, args.beta) == (start, 0.3)
+        assert args.load == str(run / "best")

@@ -13,6 +13,7 @@ import pytest
 from rapidformer.config import (
     Settings,
     arguments_from_mapping,
+    objective_sections,
     parse_arguments,
     sections,
     task_sections,
@@ -376,6 +377,7 @@ def test_extra_flags_do_not_leak_into_the_next_parse() -> None:
 
 
 def test_settings_are_of_every_section() -> None:
-    members = [*vars(sections).values(), *vars(task_sections).values()]
+    modules = (sections, task_sections, objective_sections)
+    members = [member for module in modules for member in vars(module).values()]
     classes = {member for member in members if dataclasses.is_dataclass(member)}
     assert set(Settings.__bases__) == classes

@@ -6,11 +6,13 @@ import json
 import os
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rapidformer.cli.main import main
 from tests.processes import find_free_port
 from tests.small import make_pair_data
 
@@ -156,19 +158,26 @@ def test_pretraining_from_the_standard_library(python: Path, tmp_path: Path) -> 
     assert "unigram entropy of the held-out part" in done.stdout
 
 
-def test_preference(python: Path, tmp_path: Path) -> None:
+def test_preference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A toy preference is learnt: from chance to nearly always, on pairs that were held out."""
-    done = subprocess.run(
-        [python, EXAMPLES / "preference.py", "out"], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line).get("eval_rewards/accuracies") for line in lines]
-    first, *_, last = [accuracy for accuracy in found if accuracy is not None]
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> None:
+        monkeypatch.chdir(cwd)
+        assert main(command[1:]) == 0
+
+    folder = tmp_path / "out"
+    namespace = runpy.run_path(str(EXAMPLES / "preference.py"))
+    monkeypatch.setattr(sys, "argv", ["preference.py", str(folder)])
+    monkeypatch.setattr(subprocess, "run", run)
+    namespace["main"]()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    accuracies = [json.loads(line).get("eval_rewards/accuracies") for line in lines]
+    first, *_, last = [accuracy for accuracy in accuracies if accuracy is not None]
     assert 0.35 < first < 0.65
     assert last > 0.9
-    assert f"{first:.0%} before training, {last:.0%} after it" in done.stdout
+    assert f"{first:.0%} before training, {last:.0%} after it" in capsys.readouterr().out
 
 
 def test_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_layouts_learn_the_same(files: SimpleNamespace) -> None:
 def test_a_run_is_evaluated_with_its_teacher(files: SimpleNamespace, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     shown = get_settings(files, save=folder, distillation_temperature=2.0, distillation_alpha=0.7)
-    trained = train({**shown, "epochs": 6})
+    trained = train({**shown, "epochs": 4})
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     first, *_, last = [line for line in lines if "divergence_loss" in line]
     parts = 0.7 * 4 * first["divergence_loss"] + 0.3 * first["label_loss"]

@@ -148,9 +148,13 @@ def test_conversations(row: dict[str, Any]) -> None:
         ({"chosen": "A: cat", "rejected": "A: car"}, "A:", (" cat", " car")),
         ({"chosen": "A: yes", "rejected": "A: yes sir"}, "A:", (" yes", " yes sir")),
         ({"chosen": "A:\nyes", "rejected": "A:\nno"}, "A:\n", ("yes", "no")),
+        ({"chosen": "A: yes  ", "rejected": "A: yes  sir"}, "A:", (" yes  ", " yes  sir")),
+        ({"chosen": "A: yes", "rejected": "A: yes"}, "A:", (" yes", " yes")),
+        ({"prompt": "p", "chosen": '{"a": 1}', "rejected": "{}"}, "p", ('{"a": 1}', "{}")),
     ],
-    ids=["TRL", "argilla", "implicit", "in a word", "a beginning", "lines"],
-)
+    ids=["TRL", "argilla", "implicit", "in a word", "a beginning", "lines", "spaces", "a tie",
+         "answers in JSON"],
+)  # fmt: skip
 def test_texts(row: dict[str, Any], prompt: str, answers: tuple[str, str]) -> None:
     example = read(row)
     assert (example.prompt, example.answers) == (prompt, answers)
@@ -161,7 +165,7 @@ def test_other_columns() -> None:
     example = read(row)
     assert (example.prompt, example.context, example.system) == ("p", "c", "s")
     assert read({**row, "margin": 2}).margin == 2.0
-    for name, label in (("label", True), ("kto_tag", "false"), ("label", 0)):
+    for name, label in (("label", True), ("kto_tag", "false"), ("label", 0.0)):
         single = read({"prompt": "p", "completion": "a", name: label}, may_be_single=True)
         assert single.answers == ("a",)
         assert single.is_good is (label is True)
@@ -176,11 +180,17 @@ def test_other_columns() -> None:
         ({"chosen": "  "}, "train, row 1: the column chosen holds an empty answer."),
         ({"chosen": ["x"]}, "train, row 1: the column chosen must hold text"),
         ({"margin": "much"}, "train, row 1: the column margin must hold a number, not 'much'."),
+        ({"margin": math.nan}, "train, row 1: the column margin must hold a number, not nan."),
     ],
 )
 def test_bad_rows_are_named(row: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
         read({"prompt": "p", "chosen": "a", "rejected": "b", **row})
+
+
+def test_an_empty_text_without_a_prompt_is_named() -> None:
+    with pytest.raises(DataError, match=r"row 1: the column chosen holds an empty answer\."):
+        read({"chosen": "", "rejected": "A: no"})
 
 
 def test_bad_labels_and_missing_columns_are_named() -> None:
@@ -197,6 +207,8 @@ def test_bad_labels_and_missing_columns_are_named() -> None:
         read({"prompt": "p", "text": "a"})
     with pytest.raises(DataError, match="No column with the better answer"):
         read({"prompt": "p", "rejected": "a"})
+    with pytest.raises(DataError, match=r"^No column with the worse answer"):
+        read({"prompt": "p", "chosen": "a"})
     with pytest.raises(DataError, match="begin with an answer, and no column has the prompt"):
         read({"chosen": [_GOOD], "rejected": [_BAD]})
 
@@ -210,6 +222,9 @@ def test_bad_labels_and_missing_columns_are_named() -> None:
         ({"loss": "robust", "label_smoothing": 0.6}, "must be below 0.5"),
         ({"loss": "simpo", "length_normalized": False}, "simpo is one of means over tokens"),
         ({"beta": 0.0}, "--beta must be positive, got 0.0"),
+        ({"sft_weight": -1.0}, "--sft-weight must not be negative, got -1.0"),
+        ({"loss": "kto", "micro_batch_size": 1}, "--global-batch-size of at least 2"),
+        ({"task": "reward", "label_smoothing": 0.1}, "no effect with --task reward"),
         (
             {"loss": "kto", "precompute_reference": True},
             "asks it about prompts with the answers of",
@@ -222,7 +237,25 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], text: str
     from rapidformer.config import resolve
 
     with pytest.raises(ConfigurationError, match=text):
-        resolve(Settings(task="preference", **settings))
+        resolve(Settings(**{"task": "preference", **settings}))
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "loss", "lr"),
+    [
+        ({"task": "KTO"}, "preference", "kto", 1e-6),
+        ({"task": "dpo"}, "preference", None, 1e-6),
+        ({"task": "dpo", "loss": "ipo"}, "preference", "ipo", 1e-6),
+        ({"task": "reward-model"}, "reward", None, 1e-4),
+    ],
+)
+def test_other_names_say_the_loss_and_have_the_same_defaults(
+    words: dict[str, Any], task: str, loss: str | None, lr: float
+) -> None:
+    from rapidformer.config import arguments_from_mapping, resolve
+
+    args = resolve(arguments_from_mapping(words))
+    assert (args.task, args.loss, args.lr) == (task, loss, lr)
 
 
 # ---- runs --------------------------------------------------------------------------------------
@@ -261,6 +294,11 @@ def test_ties_and_pairs_that_do_not_fit_are_counted(
     caplog.clear()
     assert len(prepare(folder, rows, "reward").train) == 1
     assert "dropped 2 of 4 examples: longer than --seq-length (rows 3, 4)" in caplog.text
+    caplog.clear()
+    assert len(prepare(folder, rows, loss="kto").train) == 6
+    assert "dropped 2 of 8 examples: no part of the answer fits within --seq-length (row 3)" in (
+        caplog.text
+    )
 
 
 def test_chat_template_and_the_last_answer(tmp_path: Path) -> None:
@@ -331,7 +369,7 @@ def test_kto_says_how_to_balance_its_weights(
     assert "6 desirable and 3 undesirable answers weigh 2 to 1 in all" in caplog.text
     assert "use a --desirable-weight from 0.5 to 0.667" in caplog.text
     caplog.clear()
-    prepare(folder, make_answers(9), loss="kto", desirable_weight=0.6)
+    prepare(folder, make_answers(9), loss="kto", desirable_weight=0.5)
     assert "answers weigh" not in caplog.text
 
 

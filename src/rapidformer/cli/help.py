@@ -44,7 +44,10 @@ _COMMON = {
     ),
 }  # fmt: skip
 TOPICS = {
-    "run": "What to run", "model": "Model", "data": "Data", "generation": "Text generation",
+    "run": "What to run", "model": "Model", "data": "Data", "preferences": "Preferences",
+    "rewards": "Learning from rewards", "reference": "Reference model",
+    "distillation": "Distillation", "embeddings": "Embeddings and rerankers",
+    "generation": "Text generation",
     "training": "Training", "optimizer": "Optimizer and learning rate", "adapters": "Adapters",
     "switches": "Acceleration switches", "parallelism": "Parallelism",
     "checkpoints": "Checkpoints", "logging": "Logging", "launch": "Launch",
@@ -68,11 +71,10 @@ def show_help(command: str | None, topic: str | None = None) -> None:
     write("\ncommon flags\n")
     for name in _COMMON[command or "train"]:
         write(format_setting(settings[name]))
+    topics = f"\n{'':31}".join(textwrap.wrap(", ".join(TOPICS), 48))
     write(
         "\nmore help\n"
-        f"  rapidformer --help TOPIC     {', '.join(list(TOPICS)[:5])},\n"
-        f"{'':31}{', '.join(list(TOPICS)[5:9])},\n"
-        f"{'':31}{', '.join(list(TOPICS)[9:])}\n"
+        f"  rapidformer --help TOPIC     {topics}\n"
         "  rapidformer --help WORD      flags that mention a word, such as dropout\n"
         f"  rapidformer --help all       all {len(settings)} flags\n"
         "  rapidformer COMMAND --help   a command and its flags\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.embedding_section import EmbeddingArguments
+from rapidformer.config.objective_sections import EmbeddingArguments
 from rapidformer.config.task_sections import (
     DataArguments,
     GenerationArguments,

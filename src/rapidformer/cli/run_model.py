@@ -13,7 +13,12 @@ from rapidformer.checkpoint.publish import read_json
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
 from rapidformer.hub import is_missing_folder
-from rapidformer.models.location import DESCRIPTION, get_model_location, is_model_folder
+from rapidformer.models.location import (
+    DESCRIPTION,
+    find_model_folder,
+    get_model_location,
+    is_model_folder,
+)
 from rapidformer.strict_json import parse_json
 
 _ARGUMENTS_FILE = "arguments.yaml"
@@ -24,11 +29,7 @@ _READING = (
     "choice_columns", "image_column", "messages_column", "prompt_column", "response_column",
     "system_column", "tools_column", "chat_template_kwargs", "source_prefix", "problem_type",
     "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts", "chosen_column",
-    "rejected_column", "margin_column", "loss", "beta", "simpo_gamma", "length_normalized",
-    "sft_weight", "desirable_weight", "undesirable_weight", "label_smoothing",
-    "center_rewards_coefficient",
-    "negative_columns", "similarity_scale", "symmetric", "mask_duplicates", "triplet_margin",
-    "matryoshka_dims",
+    "rejected_column", "margin_column", "negative_columns", "loss",
 )  # fmt: skip
 # The end of a class name in config.json -> the task of such models.
 _ARCHITECTURES = {
@@ -43,14 +44,22 @@ _ADAPTER_TASKS = {
     "CAUSAL_LM": "causal_lm", "SEQ_2_SEQ_LM": "seq2seq_lm", "SEQ_CLS": "sequence_classification",
     "TOKEN_CLS": "token_classification", "QUESTION_ANS": "question_answering",
 }  # fmt: skip
-# The models that a task's training asks, and how: evaluation asks them again.
-_ASKED = {
+# What a task's loss is made of besides the model: evaluation computes it again.
+_OBJECTIVES = {
     "distillation": (
         "teacher", "divergence", "distillation_beta", "distillation_temperature",
         "distillation_alpha", "teacher_precision",
     ),
-    "preference": ("pretrained_model_name_or_path",),
+    "preference": (
+        "pretrained_model_name_or_path", "reference_precision", "beta", "simpo_gamma",
+        "length_normalized", "sft_weight", "desirable_weight", "undesirable_weight",
+        "label_smoothing",
+    ),
+    "reward": ("center_rewards_coefficient",),
     "grpo": ("reward_function", "reward_weights", "max_new_tokens"),
+    "embedding": (
+        "similarity_scale", "symmetric", "mask_duplicates", "triplet_margin", "matryoshka_dims",
+    ),
 }  # fmt: skip
 _ANSWERING = ("causal_lm", "distillation", "preference", "grpo")
 _DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
@@ -83,16 +92,15 @@ def choose_run_model(args: Settings, command: str) -> Settings:
 
 
 def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
-    args = _inherit(args, folder, command)
-    if is_model_folder(folder):
+    args, model = _inherit(args, folder, command), find_model_folder(folder)
+    if model == folder:
         return args
     if not folder.is_dir():
         if is_missing_folder(str(args.load)):  # reported with the other problems
             return args
         return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
-    for name in ("best", "last"):
-        if is_model_folder(folder / name):
-            return args.replace(f"the {name} model of {folder}", load=str(folder / name))
+    if model is not None:
+        return args.replace(f"the {model.name} model of {folder}", load=str(model))
     checkpoint = _find_checkpoint(folder)
     if checkpoint is None:
         raise ModelError(
@@ -149,9 +157,11 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     if file is None:
         return args
     stored = _read(file)
-    start = str(stored.get("load") or "")
-    if stored.get("pretrained_model_name_or_path") is None and is_model_folder(Path(start)):
-        stored["pretrained_model_name_or_path"] = start  # what the run itself began with
+    start = Path(str(stored.get("load") or "")).expanduser()
+    if is_model_folder(start):
+        stored["pretrained_model_name_or_path"] = str(start)  # what the run itself began with
+    elif command == "evaluate" and stored.get("finetune") and start.is_dir():
+        stored["pretrained_model_name_or_path"] = None  # it began with a checkpoint
     has_data = any(getattr(args, name) is not None for name in (*_DATA, "train_data_path"))
     names = list(_READING)
     if command == "train":
@@ -164,10 +174,8 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
         names.remove("data_name")  # on its own, it would name a data set to predict on
     if command == "predict" and stored.get("task") in _ANSWERING:
         names.remove("seq_length")  # answers and conversations may fill the model's whole context
-    if command == "evaluate" and stored.get("task") == "grpo":
-        names.remove("beta")  # only training asks the reference
     if command == "evaluate":
-        names += _ASKED.get(str(stored.get("task")), ())
+        names += _OBJECTIVES.get(str(stored.get("task")), ())
     if command == "evaluate" and not has_data:
         names += [*_DATA, *_SPLITTING]
         names += _PRETRAINING if stored.get("task") == "pretraining" else ()

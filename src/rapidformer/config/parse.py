@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from rapidformer.config import reading
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.config.task_names import read_task
 from rapidformer.context import is_started
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import get_foreign_flags
@@ -150,6 +151,10 @@ def _build_settings(
             sources[name] = source
     if problems:
         raise ConfigurationError(problems)
+    if values.get("task") is not None:
+        values["task"], loss = read_task(values["task"])
+        if loss is not None and "loss" not in values:
+            values["loss"], sources["loss"] = loss, sources["task"]
     return Settings(**values, extras=extras, sources=sources)
 
 

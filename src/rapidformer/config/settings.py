@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rapidformer.config import embedding_section, sections, task_sections
+from rapidformer.config import objective_sections, sections, task_sections
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
@@ -15,9 +15,9 @@ from rapidformer.nearest import find_nearest
 @dataclass(kw_only=True, frozen=True)
 class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
-    task_sections.PreferenceArguments, task_sections.GrpoArguments,
-    task_sections.ReferenceArguments, task_sections.DistillationArguments,
-    embedding_section.EmbeddingArguments, task_sections.GenerationArguments,
+    objective_sections.PreferenceArguments, objective_sections.GrpoArguments,
+    objective_sections.ReferenceArguments, objective_sections.DistillationArguments,
+    objective_sections.EmbeddingArguments, task_sections.GenerationArguments,
     sections.TrainingLengthArguments, sections.OptimizerArguments, sections.AdapterArguments,
     sections.AccelerationArguments, sections.ParallelArguments, sections.CheckpointArguments,
     sections.LoggingArguments, sections.LaunchArguments,

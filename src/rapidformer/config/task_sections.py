@@ -13,7 +13,7 @@ _TokenizerType = Literal[
 ]  # fmt: skip
 
 
-def _read_by(*tasks: str, default: _T) -> _T:
+def read_by(*tasks: str, default: _T) -> _T:
     """The default of a setting that only these tasks read; its help text begins with them."""
     value: _T = field(default=default, metadata={"tasks": tasks})
     return value
@@ -161,18 +161,18 @@ class DataArguments:
     """columns with the choices of multiple_choice (default: found by name)"""
     image_column: str | None = None
     """column with the image (default: found by name)"""
-    source_prefix: str | None = _read_by("seq2seq_lm", default=None)
+    source_prefix: str | None = read_by("seq2seq_lm", default=None)
     """text to put before every source, such as "summarize: " """
-    label_all_tokens: bool = _read_by("token_classification", default=False)
+    label_all_tokens: bool = read_by("token_classification", default=False)
     """label every piece of a word, not only its first"""
-    group_texts: bool = _read_by("masked_lm", "causal_lm", default=True)
+    group_texts: bool = read_by("masked_lm", "causal_lm", default=True)
     """concatenate texts and cut them into full rows of --seq-length"""
-    doc_stride: int | None = _read_by("question_answering", default=None)
+    doc_stride: int | None = read_by("question_answering", default=None)
     """overlap in tokens between the windows of a long context (default: 128, at most half a
     window)"""
-    max_answer_length: int = _read_by("question_answering", default=30)
+    max_answer_length: int = read_by("question_answering", default=30)
     """longest answer in tokens"""
-    n_best: int = _read_by("question_answering", default=20)
+    n_best: int = read_by("question_answering", default=20)
     """candidate answers considered per window"""
     max_train_samples: int | None = None
     """use only the first N training examples"""
@@ -220,7 +220,7 @@ class DataArguments:
     """format of the pre-training data files"""
     split: str = "969, 30, 1"
     """proportions of training, validation and test data in one pre-training corpus"""
-    mask_prob: float = _read_by("masked_lm", "pretraining", default=0.15)
+    mask_prob: float = read_by("masked_lm", "pretraining", default=0.15)
     """fraction of the tokens that are masked"""
     short_seq_prob: float = 0.1
     """fraction of BERT pre-training samples that are deliberately short"""
@@ -232,82 +232,25 @@ class DataArguments:
     """GPT: do not attend across an end of document"""
     eod_mask_loss: bool = False
     """GPT: exclude end-of-document tokens from the loss"""
-    messages_column: str | None = _read_by(*_CHATS, default=None)
+    messages_column: str | None = read_by(*_CHATS, default=None)
     """column with the turns of a conversation (default: found by name)"""
-    prompt_column: str | None = _read_by(*_CHATS, default=None)
+    prompt_column: str | None = read_by(*_CHATS, default=None)
     """column with the prompt (default: found by name)"""
-    response_column: str | None = _read_by(*_CHATS, default=None)
+    response_column: str | None = read_by(*_CHATS, default=None)
     """column with the response to the prompt (default: found by name)"""
-    system_column: str | None = _read_by(*_CHATS, default=None)
+    system_column: str | None = read_by(*_CHATS, default=None)
     """column with the system message of a prompt (default: found by name)"""
-    tools_column: str | None = _read_by(*_CHATS, default=None)
+    tools_column: str | None = read_by(*_CHATS, default=None)
     """column with the tools that a conversation may call (default: tools, if there)"""
-    chat_template: str | None = _read_by(*_CHATS, default=None)
+    chat_template: str | None = read_by(*_CHATS, default=None)
     """Jinja file (or template) that formats conversations, saved with the tokenizer;
     none = join prompt and response unchanged (default: the tokenizer's own)"""
-    chat_template_kwargs: str | None = _read_by(*_CHATS, default=None)
+    chat_template_kwargs: str | None = read_by(*_CHATS, default=None)
     """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
-    train_on_prompts: bool = _read_by("causal_lm", default=False)
+    train_on_prompts: bool = read_by("causal_lm", default=False)
     """compute the loss on whole conversations, not only on the responses"""
-    packing: bool = _read_by("causal_lm", default=False)
+    packing: bool = read_by("causal_lm", default=False)
     """pack several examples into a row of --seq-length; each attends only to itself"""
-
-
-@dataclass(kw_only=True, frozen=True)
-class PreferenceArguments:
-    """Preferences"""
-
-    loss: str | None = _read_by("preference", "grpo", "embedding", "reranking", default=None)
-    """preference, how answers are compared: sigmoid (DPO, the default), ipo, hinge, robust,
-    apo_zero, simpo, orpo or kto; grpo, what is averaged: all tokens of the update (dapo, the
-    default, or bnpo), answers (grpo), or answers times --max-new-tokens (dr_grpo); embedding:
-    infonce, cosent, cosine, triplet or margin_mse (default: by the columns of the data); reranking:
-    bce (the default) or listwise"""
-    beta: float | None = _read_by("preference", "grpo", default=None)
-    """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
-    ratio (default: 0.1; 2 for simpo; 0 for grpo, which then needs no reference)"""
-    simpo_gamma: float = _read_by("preference", default=1.0)
-    """SimPO: the margin by which the chosen answer must be better"""
-    length_normalized: bool | None = _read_by("preference", default=None)
-    """divide each log-probability by the tokens of its answer (default: for ipo, simpo and orpo)"""
-    sft_weight: float = _read_by("preference", default=0.0)
-    """weight of an additional likelihood of the chosen answers, a mean over their tokens"""
-    desirable_weight: float = _read_by("preference", default=1.0)
-    """KTO: weight of desirable answers"""
-    undesirable_weight: float = _read_by("preference", default=1.0)
-    """KTO: weight of undesirable answers"""
-    center_rewards_coefficient: float = _read_by("reward", default=0.0)
-    """weight of the squared sum of both rewards, which keeps them around 0, such as 0.01"""
-    chosen_column: str | None = _read_by("preference", "reward", default=None)
-    """column with the better answer (default: found by name)"""
-    rejected_column: str | None = _read_by("preference", "reward", default=None)
-    """column with the worse answer (default: found by name)"""
-    margin_column: str | None = _read_by("reward", default=None)
-    """column with the margin by which the better answer is better (default: margin, if there)"""
-
-
-@dataclass(kw_only=True, frozen=True)
-class GrpoArguments:
-    """Learning from rewards"""
-
-    reward_function: list[str] | None = _read_by("grpo", default=None)  # noqa: RUF009
-    """Python files with reward(prompts, answers, **columns), which returns a number for each
-    answer; FILE.py:NAME takes another function"""
-    reward_weights: list[float] | None = _read_by("grpo", default=None)  # noqa: RUF009
-    """weight of each reward function in the sum (default: 1)"""
-    num_generations: int = _read_by("grpo", default=8)
-    """answers to each prompt, which are compared with each other"""
-    scale_rewards: Literal["group", "batch", "none"] = _read_by("grpo", default="group")
-    """divide advantages by the standard deviation of the group's or the update's rewards"""
-    clip_epsilon: float = _read_by("grpo", default=0.2)
-    """ratios of probabilities below 1 - E and above 1 + E give no gradient"""
-    clip_epsilon_high: float | None = _read_by("grpo", default=None)
-    """the same for ratios above 1 (default: --clip-epsilon)"""
-    kl_correction: bool = _read_by("grpo", default=True)
-    """weigh the divergence from the reference by the ratio of probabilities, which makes its
-    gradient unbiased"""
-    updates_per_generation: int = _read_by("grpo", default=1)
-    """updates that learn from the same answers before new ones are drawn"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -341,39 +284,3 @@ class GenerationArguments:
     """`rapidformer predict`: the system message before a conversation or prompt without one"""
     chat: bool = False
     """`rapidformer predict`: a conversation in the terminal; /new starts over, /exit leaves"""
-
-
-@dataclass(kw_only=True, frozen=True)
-class ReferenceArguments:
-    """Reference model"""
-
-    precompute_reference: bool = False
-    """ask the reference once, before training, and keep its answers in the run's folder: no frozen
-    copy of the model in memory"""
-    reference_precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """precision of the frozen copy that is the reference when all weights are trained: half the
-    memory in 16 bits, but rewards no longer start at 0 (default: as the model)"""
-
-
-@dataclass(kw_only=True, frozen=True)
-class DistillationArguments:
-    """Distillation"""
-
-    teacher: str | None = _read_by("distillation", default=None)
-    """model whose answers the student learns: a Hub name, a folder or a run"""
-    divergence: Literal["forward", "reverse", "jsd"] = _read_by("distillation", default="forward")
-    """of teacher and student: forward KL(teacher, student), reverse KL(student, teacher), or the
-    generalised Jensen-Shannon divergence"""
-    distillation_beta: float = _read_by("distillation", default=0.5)
-    """jsd: the teacher's share of the mixture that both are compared with; near 0 it is like the
-    forward, near 1 like the reverse divergence"""
-    distillation_temperature: float = _read_by("distillation", default=1.0)
-    """divides the logits of teacher and student before they are compared"""
-    distillation_alpha: float = _read_by("distillation", default=0.5)
-    """weight of the divergence, times the temperature squared; the label loss weighs 1 - alpha"""
-    teacher_precision: Literal["fp32", "bf16", "fp16"] | None = _read_by(
-        "distillation", default=None
-    )
-    """precision of the teacher's weights and arithmetic (default: as the student)"""
-    shard_teacher: bool = _read_by("distillation", default=False)
-    """split the teacher's weights over the data-parallel ranks, even if the student's are whole"""

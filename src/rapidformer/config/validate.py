@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config.grpo_rules import find_grpo_problems
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
-from rapidformer.config.preference_rules import find_preference_problems
+from rapidformer.config.objective_rules import find_objective_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
@@ -31,17 +30,15 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = (
-    "distributed_timeout_minutes",
-    "neftune_noise_alpha",
-    "lora_alpha",
-    "distillation_temperature",
+    "distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", "distillation_temperature",
     *_INTERVALS,
-)
+)  # fmt: skip
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
     "num_workers", "doc_stride", "adam_eps", "sgd_momentum", "eval_iters", "vocab_extra_ids",
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
     "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high",
+    "sft_weight", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -65,8 +62,8 @@ def find_problems(args: Settings) -> list[str]:
         *_check_ranges(args), *_check_learning_rate(args), *_check_length(args),
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
-        *_check_adapters(args), *_check_chat(args), *find_preference_problems(args),
-        *find_grpo_problems(args), *_check_run_folder(args), *_check_files(args),
+        *_check_adapters(args), *_check_chat(args), *find_objective_problems(args),
+        *_check_run_folder(args), *_check_files(args),
     ]  # fmt: skip
 
 

@@ -53,6 +53,12 @@ def is_model_folder(folder: Path) -> bool:
     return (folder / "config.json").is_file() or is_adapter_folder(folder)
 
 
+def find_model_folder(folder: Path) -> Path | None:
+    """The folder itself, or the best or last model of a run."""
+    places = (folder, folder / "best", folder / "last")
+    return next((place for place in places if is_model_folder(place)), None)
+
+
 def is_checkpoint_model(location: str | Path) -> bool:
     """Whether a folder describes the model of a checkpoint, which has the weights next to it."""
     return Path(location).name == DESCRIPTION and (Path(location).parent / "run.json").is_file()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rapidformer.config import Settings
+from rapidformer.config.task_names import ALIASES
 from rapidformer.errors import DataError
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
@@ -72,7 +73,6 @@ class Task(ABC):
     """One black-box task."""
 
     name: str
-    aliases: tuple[str, ...] = ()
     description: str
     notes: str = ""
     """What a user of other trainers might not expect, for ``docs/tasks.md``."""
@@ -97,6 +97,11 @@ class Task(ABC):
     """Other tasks whose settings this one reads, too."""
     row_extras: tuple[str, ...] = ()
     """Extras of data prepared for prediction that have one entry per row."""
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its other names."""
+        return ALIASES.get(self.name, ())
 
     @abstractmethod
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
@@ -154,9 +159,7 @@ class Task(ABC):
 
         return LossFunction(self.forward)
 
-    def build_frozen_models(
-        self, args: Settings, prepared: PreparedData
-    ) -> dict[str, nn.Module | FrozenModel]:
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         """The models that the objective needs besides the one that learns, by name.
 
         Not the ``reference``: the run makes it. Evaluations find them all in

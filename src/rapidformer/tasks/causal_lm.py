@@ -62,8 +62,6 @@ _DEFAULT_NEW_TOKENS_IN_CHAT = 512
 
 class CausalLM(LanguageModel):
     name = "causal_lm"
-    # The documents of the original system spell it "casual".
-    aliases: tuple[str, ...] = ("casual_lm", "clm", "language_modeling", "text_generation")
     description = (
         "predict the next token in plain text, conversations or answers to prompts (GPT-type "
         "models)"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger
-from rapidformer.models.location import get_model_location, is_model_folder
+from rapidformer.models.location import find_model_folder, get_model_location
 from rapidformer.tasks.base import Batch, FrozenModel, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.metrics.tally import DistillationTally, Tally
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 _BETAS = {"forward": 0.0, "reverse": 1.0}
 # What the settings say about the student alone.
 _STUDENTS = {
-    "load": None, "from_scratch": False, "model_type": None, "num_layers": None,
-    "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None,
-    "max_position_embeddings": None, "vocab_size": None, "hidden_dropout": None,
-    "attention_dropout": None, "init_method_std": None, "lora_rank": None, "peft_config": None,
-    "quantize_base": None, "tokenizer_type": None, "vocab_file": None, "merge_file": None,
-    "tokenizer_name_or_path": None, "allow_partial_load": False,
+    "from_scratch": False, "allow_partial_load": False,
+    **dict.fromkeys((
+        "load", "model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+        "max_position_embeddings", "vocab_size", "hidden_dropout", "attention_dropout",
+        "init_method_std", "lora_rank", "peft_config", "quantize_base", "tokenizer_type",
+        "vocab_file", "merge_file", "tokenizer_name_or_path",
+    )),
 }  # fmt: skip
 _SIZES = ("from_scratch", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
 _SHARDED = {
@@ -48,7 +49,6 @@ _WHOLE = {
 
 class Distillation(CausalLM):
     name = "distillation"
-    aliases = ("distill", "gkd", "knowledge_distillation")
     description = (
         "learn a teacher's distribution over the next token (--teacher), in plain text, "
         "conversations or answers to prompts"
@@ -75,9 +75,7 @@ class Distillation(CausalLM):
             )
         return _build_objective(args)
 
-    def build_frozen_models(
-        self, args: Settings, prepared: PreparedData
-    ) -> dict[str, nn.Module | FrozenModel]:
+    def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         import torch
 
         layout = _choose_layout(args)
@@ -94,10 +92,9 @@ class Distillation(CausalLM):
         return {"teacher": FrozenModel(teacher, args.teacher_precision, layout)}
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        records = super().evaluate_step(model, batch, prepared)
         if prepared.extras["mode"] == "predict":
-            return records
-        return _add_divergence(records, model, batch, prepared)
+            return super().evaluate_step(model, batch, prepared)
+        return _score(model, batch, prepared)
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return DistillationTally()
@@ -114,26 +111,26 @@ def _build_objective(args: Settings) -> Objective:
     )  # fmt: skip
 
 
-def _add_divergence(
-    records: list[Record], model: nn.Module, batch: Batch, prepared: PreparedData
-) -> list[Record]:
-    """What the rows' records lack: the divergence from the teacher, and the loss of both."""
+def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    """The records of plain language models, with the divergence and the loss of both."""
     import torch
 
     from rapidformer.objectives.reference import ask
+    from rapidformer.tasks.evaluation.scoring import shift_labels
+    from rapidformer.tasks.text.text import score_blocks
 
     objective, context = prepared.extras["objective"], prepared.extras["context"]
-    inputs = CausalLM.drop_labels(batch)
+    inputs, labels = CausalLM.drop_labels(batch), batch["labels"]
 
     def get_logits(model: Any) -> torch.Tensor:
         logits: torch.Tensor = model(**objective.get_inputs(model, inputs)).logits
         return logits
 
-    logits = zip(
-        get_logits(model), ask(context, "teacher", get_logits), batch["labels"], strict=True
-    )
+    student, teacher = get_logits(model), ask(context, "teacher", get_logits)
+    records = score_blocks(student, shift_labels(labels))
     # One row at a time: the whole batch in fp32 would double the largest tensors.
-    sums = [objective.sum(*(part[None] for part in row)).divergence for row in logits]
+    rows = zip(student, teacher, labels, strict=True)
+    sums = [objective.sum(*(part[None] for part in row)).divergence for row in rows]
     weight = objective.alpha * objective.temperature**2
     return [
         {
@@ -149,11 +146,8 @@ def _add_divergence(
 
 def _get_teacher_settings(args: Settings) -> Settings:
     """The settings that build the teacher."""
-    folder = Path(args.teacher or "").expanduser()
-    models = [folder / name for name in ("best", "last") if is_model_folder(folder / name)]
-    location = models[0] if models and not is_model_folder(folder) else folder
-    place = str(location) if location.exists() else args.teacher
-    changed = {**_STUDENTS, "pretrained_model_name_or_path": place}
+    place = find_model_folder(Path(args.teacher or "").expanduser()) or args.teacher
+    changed = {**_STUDENTS, "pretrained_model_name_or_path": str(place)}
     if args.sources.get("from_scratch") == "rapidformer verify":
         for name in _SIZES:  # the student was made small, and so is the teacher
             changed.pop(name)

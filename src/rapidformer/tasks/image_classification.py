@@ -32,7 +32,6 @@ LABEL = ColumnRole(
 
 class ImageClassification(Classifier):
     name = "image_classification"
-    aliases = ("vision",)
     description = "classify images (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"

@@ -32,7 +32,6 @@ _SHOWN_FILLINGS = 5
 
 class MaskedLM(LanguageModel):
     name = "masked_lm"
-    aliases = ("mlm", "masked_language_modeling", "fill_mask")
     description = "predict masked words from their context (BERT-type models)"
     notes = (
         "`--mask-prob` of the tokens are chosen, at least one per row: 80 % become the mask token, "

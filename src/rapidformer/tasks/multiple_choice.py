@@ -50,7 +50,6 @@ class _Columns:
 
 class MultipleChoice(Classifier):
     name = "multiple_choice"
-    aliases = ("swag",)
     description = "choose the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
     auto_class = "AutoModelForMultipleChoice"

@@ -28,7 +28,7 @@ from rapidformer.tasks.rows.rows import (
     get_column,
     get_column_names,
     get_splits,
-    has_labels,
+    has_columns,
 )
 from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
 from rapidformer.tasks.text.windows import encode_windows, lacks_an_answer, read_texts
@@ -54,7 +54,6 @@ _PADDING_SIDE = "right"
 
 class QuestionAnswering(Task):
     name = "question_answering"
-    aliases = ("extractive_question_answering", "qa", "squad")
     description = "find the answer to a question in a given text, if it has one"
     notes = (
         "Long contexts are cut into windows that overlap by `--doc-stride` tokens. In the loss, "
@@ -77,7 +76,7 @@ class QuestionAnswering(Task):
         tables = get_splits(args, splits)
         available = get_column_names(next(iter(tables.values())))
         names = list(find_columns(self.columns, available, args).values())
-        labelled = {split: has_labels(rows, split, names[2]) for split, rows in tables.items()}
+        labelled = {split: has_columns(rows, split, [names[2]]) for split, rows in tables.items()}
         features, windows = {}, {}
         for split, rows in tables.items():
             used = names if labelled[split] else names[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rapidformer.config import Settings
 from rapidformer.config.schema import Setting, get_settings
+from rapidformer.config.task_names import read_task
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
 from rapidformer.tasks.base import Task
@@ -46,18 +47,18 @@ def is_pretraining(name: str | None) -> bool:
 
 def get_task(name: str) -> Task:
     """The task with that name or alias."""
-    normal = name.lower().replace("-", "_")
+    normal, _ = read_task(name)
     for task in list_tasks():
-        if normal == task.name or normal in task.aliases:
+        if normal == task.name:
             return task
-    if normal == PRETRAINING:
+    if is_pretraining(name):
         raise ConfigurationError(
             "--task pretraining only trains and evaluates: to use a pre-trained model, run "
             "`rapidformer predict --task causal_lm` or `--task masked_lm`."
         )
     names = [known for task in list_tasks() for known in (task.name, *task.aliases)] + [PRETRAINING]
     known = ", ".join([*(task.name for task in list_tasks()), PRETRAINING])
-    hint = suggest(normal, names)
+    hint = suggest(name.lower().replace("-", "_"), names)
     raise ConfigurationError(f"--task {name} is not a task: use one of {known}.{hint}")
 
 

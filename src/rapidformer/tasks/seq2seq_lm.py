@@ -22,7 +22,7 @@ from rapidformer.tasks.rows.rows import (
     get_column,
     get_column_names,
     get_splits,
-    has_labels,
+    has_columns,
     take_rows,
     to_rows,
 )
@@ -58,7 +58,6 @@ Path = tuple[str, ...]
 
 class Seq2SeqLM(Task):
     name = "seq2seq_lm"
-    aliases = ("seq2seq", "summarization", "translation", "text2text_generation")
     description = "generate a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
     auto_class = "AutoModelForSeq2SeqLM"
@@ -166,7 +165,7 @@ def _read_column(rows: Any, path: Path) -> list[Any]:
 
 def _has_targets(rows: Any, split: str, path: Path) -> bool:
     """Whether the split has targets (a test split may lack them); checks every one of them."""
-    if not has_labels(rows, split, path[0]):
+    if not has_columns(rows, split, [path[0]]):
         return False
     values = _read_column(rows, path)
     if split == "test" and all(value is None or value == "" for value in values):

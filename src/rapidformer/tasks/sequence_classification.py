@@ -94,7 +94,6 @@ class Classifier(Task):
 
 class SequenceClassification(Classifier):
     name = "sequence_classification"
-    aliases = ("text_classification", "classification", "regression")
     description = "classify a text or a pair of texts, or predict a number for it"
     columns = (TEXT, TEXT_PAIR, LABEL)
     auto_class = "AutoModelForSequenceClassification"

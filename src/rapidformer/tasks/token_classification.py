@@ -54,7 +54,6 @@ TAGS = ColumnRole(
 
 class TokenClassification(Task):
     name = "token_classification"
-    aliases = ("ner", "sequence_labeling", "sequence_labelling", "tagging")
     description = "tag every word: named entities, parts of speech"
     columns = (WORDS, TAGS)
     auto_class = "AutoModelForTokenClassification"

@@ -127,8 +127,8 @@ def _describe_preferences(rows: Any, by_lower: Mapping[str, str]) -> str:
     else:
         flags = f"--text-column {shlex.quote(chosen)}"
     return (
-        "The data holds preferences (chosen and rejected answers), and this task learns answers, "
-        f"not preferences: to train on the chosen ones alone, give {flags}."
+        "The data holds preferences (chosen and rejected answers), which --task preference learns: "
+        f"to train on the chosen ones alone, give {flags}."
     )
 
 

@@ -25,7 +25,7 @@ from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, is_empt
 from rapidformer.tasks.rows.rows import (
     drop_columns,
     get_column,
-    get_column_names,
+    has_columns,
     map_rows,
     select_rows,
 )
@@ -82,6 +82,13 @@ class EncodedRow(NamedTuple):
     left_out: str = ""
     """Why the row cannot be trained on."""
 
+    def get_labels(self) -> list[int]:
+        """The tokens of the answers, but nothing to predict the first token of a row from."""
+        marked = zip(self.ids, self.is_answer, strict=True)
+        labels = [token if mark else IGNORED_LABEL for token, mark in marked]
+        labels[:1] = [IGNORED_LABEL]
+        return labels
+
 
 def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
     """Features with labels; None for a test split without answers. Reports dropped rows."""
@@ -91,15 +98,8 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
         warn_once(
             "the chat template puts nothing after an answer: the model will not learn to stop."
         )
-    available = get_column_names(rows)
-    missing = [name for name in encoder.columns.get_names() if name not in available]
-    if missing and split == "test":
+    if not has_columns(rows, split, encoder.columns.get_names()):
         return None
-    if missing:
-        raise DataError(
-            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
-        )
-
     end = encoder.get_end_id()
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -108,13 +108,9 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
         return _to_features(encode_rows(chats, encoder), end)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
-    reasons: list[str] = get_column(features, "left_out")
-    kept = [number for number, reason in enumerate(reasons) if not reason]
-    if split == "test" and set(reasons) == {_NO_ANSWER}:
+    if split == "test" and set(get_column(features, "left_out")) == {_NO_ANSWER}:
         return None
-    report_dropped(reasons, split)
-    if len(kept) < len(reasons):
-        features = select_rows(features, kept)
+    features = drop_left_out(features, split)
     _report_trained(features, split, encoder)
     return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
 
@@ -192,10 +188,7 @@ def encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[EncodedRow]:
 def _to_features(encoded: list[EncodedRow], end: int | None) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = []
     for row in encoded:
-        marked = zip(row.ids, row.is_answer, strict=True)
-        labels = [token if mark else IGNORED_LABEL for token, mark in marked]
-        # Nothing comes before the first token to predict it from.
-        labels[:1] = [IGNORED_LABEL]
+        labels = row.get_labels()
         trained = len(labels) - labels.count(IGNORED_LABEL)
         left_out = row.left_out
         if not left_out and not trained:
@@ -210,25 +203,23 @@ def _to_features(encoded: list[EncodedRow], end: int | None) -> dict[str, list[A
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def report_dropped(
-    reasons: Sequence[str], split: str, numbers: Sequence[int] | None = None
-) -> None:
-    """Report which examples are dropped and why; raise an error if none are left.
+def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = None) -> Any:
+    """Drop the examples with a reason in ``left_out`` and report them; an error if none are left.
 
     ``numbers`` are those of the examples' rows, if they are not one for each.
     """
+    reasons: list[str] = get_column(features, "left_out")
     by_reason: dict[str, list[int]] = defaultdict(list)
     for number, reason in zip(numbers or range(len(reasons)), reasons, strict=True):
         if reason:
             by_reason[reason].append(number + 1)
-    shown = [f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()]
+    shown = {reason: f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()}
     if all(reasons):
-        raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown)}.")
+        raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown.values())}.")
     for reason, rows in by_reason.items():
-        warn(
-            "%s: dropped %d of %d examples: %s (%s)",
-            split, len(rows), len(reasons), reason, name_rows(rows),
-        )  # fmt: skip
+        warn("%s: dropped %d of %d examples: %s", split, len(rows), len(reasons), shown[reason])
+    kept = [number for number, reason in enumerate(reasons) if not reason]
+    return select_rows(features, kept) if by_reason else features
 
 
 def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:

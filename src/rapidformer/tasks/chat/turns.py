@@ -107,6 +107,7 @@ def _drop_absent(value: Any) -> Any:
 
 
 def name_rows(numbers: Sequence[int]) -> str:
+    numbers = list(dict.fromkeys(numbers))
     if len(numbers) == 1:
         return f"row {numbers[0]}"
     shown = ", ".join(map(str, numbers[:_SHOWN_ROWS]))

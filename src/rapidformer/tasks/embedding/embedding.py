@@ -61,7 +61,6 @@ class PairTask(Task):
 
 class Embedding(PairTask):
     name = "embedding"
-    aliases = ("embeddings", "sentence_transformers", "retrieval")
     description = "learn vectors of texts, for search and similarity"
     notes = (
         "The negatives of a row are the documents of the whole global batch, whatever the "

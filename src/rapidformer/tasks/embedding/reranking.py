@@ -27,7 +27,6 @@ _SIGMOID = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activat
 
 class Reranking(PairTask):
     name = "reranking"
-    aliases = ("reranker", "cross_encoder")
     description = "learn to score documents for a query, to sort what a search has found"
     notes = (
         "`--loss bce` learns each document's label (from 0 to 1); `--loss listwise` which of a "

@@ -19,11 +19,7 @@ def compose_frozen_models(
 ) -> dict[str, nn.Module]:
     """What the task builds, beside the model that learns."""
     built = task.build_frozen_models(engine.args, prepared)
-    models = {
-        name: model if isinstance(model, FrozenModel) else FrozenModel(model)
-        for name, model in built.items()
-    }
-    return {name: _compose(engine, model) for name, model in models.items()}
+    return {name: _compose(engine, model) for name, model in built.items()}
 
 
 def _compose(engine: RapidformerEngine, model: FrozenModel) -> nn.Module:

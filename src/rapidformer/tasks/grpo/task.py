@@ -53,7 +53,6 @@ _DEFAULT_NEW_TOKENS = 256
 
 class Grpo(CausalLM):
     name = "grpo"
-    aliases = ("rl", "reinforcement_learning")
     description = "learn from a reward function that scores the model's own answers to prompts"
     notes = (
         "Micro-batches count prompts: each has `--num-generations` answers. The model's dropout is "

@@ -6,6 +6,8 @@ answers have in common.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from rapidformer.tasks.rows.columns import ColumnRole, describe_missing, find_co
 from rapidformer.tasks.rows.rows import get_column_names
 
 CHOSEN = ColumnRole(
-    "chosen", "chosen_column", "the better answer: a text or turns",
+    "chosen", "chosen_column", "the better answer (a text or turns)",
     ("chosen", "chosen_response", "chosen_answer", "preferred"),
 )  # fmt: skip
 REJECTED = ColumnRole(
@@ -80,34 +82,42 @@ class PreferenceColumns:
         """Whether the prompt is given, not what both answers begin with."""
         return self.prompt is not None or self.messages is not None
 
+    @property
+    def answers(self) -> tuple[str | None, ...]:
+        """The columns of the answers, the better one first; None: it ends the conversation."""
+        return (self.chosen, self.rejected) if self.is_pair else (self.response,)
+
+    def get_needed(self) -> list[str]:
+        """Those that every split must have."""
+        names = (*self.answers, self.label, self.prompt, self.messages)
+        return [name for name in names if name is not None]
+
 
 def find_preference_columns(rows: Any, args: Settings, *, may_be_single: bool) -> PreferenceColumns:
     """The columns of pairs or, if they ``may_be_single``, of answers with a label."""
     available = get_column_names(rows)
     rejected = find_column(as_optional(REJECTED), available, args)
-    single = None if rejected is not None else find_column(LABEL, available, args)
-    if rejected is None and (single is None or not may_be_single):
-        raise DataError(_describe_no_pairs(available, args, may_be_single))
+    label = None if rejected is not None else find_column(LABEL, available, args)
+    if rejected is None and (label is None or not may_be_single):
+        raise DataError(_describe_no_pairs(available, args, label))
     chosen = find_column(as_optional(CHOSEN), available, args, [rejected])
-    taken = [rejected, chosen, single]
+    taken = [rejected, chosen, label]
     messages = _find_turns(rows, available, args, taken)
-    prompt = None
+    prompt = response = None
     if messages is None:
         prompt = find_column(as_optional(PROMPT), available, args, taken)
-    response = None
-    if single is not None and messages is None:
-        response = find_column(ANSWER, available, args, [*taken, prompt])
-    if rejected is not None and chosen is None and messages is None:
-        raise DataError(describe_missing([CHOSEN], available))
-    if single is not None and messages is None and (prompt is None or response is None):
-        missing = [role for role, name in ((PROMPT, prompt), (ANSWER, response)) if name is None]
-        raise DataError(describe_missing(missing, available))
+        needed = [(CHOSEN, chosen)]
+        if label is not None:
+            response = find_column(ANSWER, available, args, [*taken, prompt])
+            needed = [(PROMPT, prompt), (ANSWER, response)]
+        if missing := [role for role, name in needed if name is None]:
+            raise DataError(describe_missing(missing, available))
     taken += [messages, prompt, response]
+    is_text = prompt is not None and not _holds_turns(rows, prompt)
     answers = (chosen, rejected, response, prompt)
     has_turns = messages is not None or any(_holds_turns(rows, name) for name in answers)
-    is_text = prompt is not None and not _holds_turns(rows, prompt)
     return PreferenceColumns(
-        chosen=chosen, rejected=rejected, response=response, label=single, prompt=prompt,
+        chosen=chosen, rejected=rejected, response=response, label=label, prompt=prompt,
         messages=messages, has_turns=has_turns,
         context=find_column(CONTEXT, available, args, taken) if is_text else None,
         system=find_column(SYSTEM, available, args, taken),
@@ -127,27 +137,32 @@ def _find_turns(
     return name if args.messages_column is not None or _holds_turns(rows, name) else None
 
 
-def _describe_no_pairs(available: Sequence[str], args: Settings, may_be_single: bool) -> str:
-    label = find_column(LABEL, available, args)
-    if label is not None and not may_be_single:
-        learner = "--loss kto learns from those" if args.task == "preference" else ""
+def _describe_no_pairs(available: Sequence[str], args: Settings, label: str | None) -> str:
+    if label is not None:
+        hint = ": --loss kto learns from those." if args.task == "preference" else "."
         return (
             f"The data has answers with a label ({label}), not pairs of a chosen and a rejected "
-            f"answer{': ' if learner else '.'}{learner}{'.' if learner else ''}"
+            f"answer{hint}"
         )
-    missing = describe_missing([CHOSEN, REJECTED], available)
-    if may_be_single:
+    has_chosen = find_column(as_optional(CHOSEN), available, args) is not None
+    missing = describe_missing([REJECTED] if has_chosen else [CHOSEN, REJECTED], available)
+    if args.loss == "kto":
         missing += " For answers with a label, name it with --label-column."
     return missing
 
 
 def _holds_turns(rows: Any, name: str | None) -> bool:
     """Whether the first cell that holds something holds messages, or one message."""
-    if name is None:
-        return False
-    first = next((row[name] for row in rows if row.get(name)), None)
-    if isinstance(first, str):
-        return first.lstrip().startswith(("[{", '{"'))
-    if isinstance(first, Mapping):
-        return True
-    return isinstance(first, Sequence) and isinstance(first[0], Mapping)
+    first = next((row[name] for row in rows if row.get(name)), None) if name else None
+    turns = parse_turns(first)
+    return isinstance(turns, Sequence) and isinstance(turns[0], Mapping)
+
+
+def parse_turns(value: Any) -> Any:
+    """Turns, or one turn, perhaps as JSON; an answer may be JSON, too, and stays a text."""
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(value)
+            if isinstance(parsed, list) or not {"role", "from"}.isdisjoint(parsed):
+                value = parsed
+    return [value] if isinstance(value, Mapping) else value

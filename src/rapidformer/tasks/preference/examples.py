@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from rapidformer.tasks.chat.turns import (
     join_prompt,
     read_messages,
 )
-from rapidformer.tasks.preference.columns import PreferenceColumns
+from rapidformer.tasks.preference.columns import PreferenceColumns, parse_turns
 
-_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}
 
 
 class Example(NamedTuple):
@@ -46,8 +47,7 @@ class Example(NamedTuple):
 
     def count_answers(self, answer: int) -> int:
         """The assistant's turns after the prompt."""
-        turns = _as_turns(self.answers[answer], "assistant")
-        return sum(turn["role"] == "assistant" and not is_empty(turn) for turn in turns)
+        return _count_answers(self.answers[answer])
 
 
 def read_examples(
@@ -75,29 +75,19 @@ def unpair(example: Example) -> list[Example]:
 def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> Example:
     read = _read_turns_or_text if names.has_turns else _read_text
     prompt: str | list[Message] = ""
+    last: list[Message] = []
     if names.messages is not None:
         prompt = _read_cell(row, names.messages, read_messages)
     elif names.prompt is not None:
         prompt = _read_cell(row, names.prompt, read)
+    if None in names.answers:
+        prompt, last = _split_last_answer(prompt, names)
+    answers = tuple(last if n is None else _read_cell(row, n, read) for n in names.answers)
     if names.is_pair:
-        rejected = _read_cell(row, names.rejected, read)
-        chosen, prompt = (
-            (_read_cell(row, names.chosen, read), prompt)
-            if names.chosen is not None
-            else _split_last_answer(prompt, names)
-        )
-        prompt, answers = _find_prompt(prompt, chosen, rejected, names)
-    else:
-        answer, prompt = (
-            (_read_cell(row, names.response, read), prompt)
-            if names.response is not None
-            else _split_last_answer(prompt, names)
-        )
-        answers = (answer,)
-    for name, answer in zip((names.chosen, names.rejected), answers, strict=False):
-        column = name or names.response or names.messages
-        if _says_nothing(answer):
-            raise BadRowError(f"the column {column} holds an empty answer")
+        prompt, answers = _find_prompt(prompt, answers, names)
+    for name, answer in zip(names.answers, answers, strict=True):
+        if not _count_answers(answer):
+            raise BadRowError(f"the column {name or names.messages} holds an empty answer")
     return Example(
         number, prompt, answers,
         system=_read_optional(row, names.system), context=_read_optional(row, names.context),
@@ -107,20 +97,16 @@ def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> 
 
 
 def _find_prompt(
-    prompt: str | list[Message],
-    chosen: str | list[Message],
-    rejected: str | list[Message],
-    names: PreferenceColumns,
+    prompt: str | list[Message], answers: tuple[Any, ...], names: PreferenceColumns
 ) -> tuple[str | list[Message], tuple[str | list[Message], ...]]:
     """The prompt and both answers without it."""
-    is_whole = all(isinstance(a, list) and a and a[0]["role"] != "assistant"
-                   for a in (chosen, rejected))  # fmt: skip
-    if is_whole:  # both repeat the prompt, whether it has a column or not
-        # At least one turn each is the answer.
+    chosen, rejected = answers
+    if all(isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers):
+        # Both repeat the prompt, whether it has a column or not; at least one turn is the answer.
         count = min(_count_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         return chosen[:count], (chosen[count:], rejected[count:])
     if names.has_prompt:
-        return prompt, (chosen, rejected)
+        return prompt, answers
     if isinstance(chosen, str) and isinstance(rejected, str):
         end = _find_common_words(chosen, rejected)
         return chosen[:end], (chosen[end:], rejected[end:])
@@ -137,10 +123,10 @@ def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def _find_common_words(first: str, second: str) -> int:
     """Where two texts part, cut back to a word; the space before it belongs to the answer."""
-    place = _count_common(first, second)
-    if first != second and place in (len(first), len(second)):
-        place -= 1  # one begins with the other: its last word is its answer
-    while place and not first[place - 1].isspace() and first != second:
+    # If one begins with the other, its last word is its answer.
+    ends = (len(text.rstrip()) - 1 for text in (first, second))
+    place = max(0, min(_count_common(first, second), *ends))
+    while place and not first[place - 1].isspace():
         place -= 1
     return place - 1 if place and first[place - 1] == " " else place
 
@@ -148,27 +134,26 @@ def _find_common_words(first: str, second: str) -> int:
 def _split_last_answer(
     turns: str | list[Message], names: PreferenceColumns
 ) -> tuple[list[Message], list[Message]]:
-    """The answer that ends a conversation, and what comes before it."""
+    """The conversation up to the answer that ends it, and that answer."""
     assert isinstance(turns, list)
     if not turns or turns[-1]["role"] != "assistant":
         raise BadRowError(f"the column {names.messages} does not end with an answer")
-    return turns[-1:], turns[:-1]
+    return turns[:-1], turns[-1:]
 
 
 def _as_turns(value: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _says_nothing(answer: str | list[Message]) -> bool:
+def _count_answers(answer: str | list[Message]) -> int:
     turns = _as_turns(answer, "assistant")
-    return not any(turn["role"] == "assistant" and not is_empty(turn) for turn in turns)
+    return sum(turn["role"] == "assistant" and not is_empty(turn) for turn in turns)
 
 
 # ---- cells -------------------------------------------------------------------------------------
 
 
-def _read_cell(row: Mapping[str, Any], name: str | None, read: Callable[[Any], Any]) -> Any:
-    assert name is not None
+def _read_cell(row: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
     if row.get(name) is None:
         raise BadRowError(f"the column {name} is empty: every row needs one")
     try:
@@ -184,15 +169,8 @@ def _read_text(value: Any) -> str:
 
 
 def _read_turns_or_text(value: Any) -> str | list[Message]:
-    """Turns, one turn, either of them as JSON, or a plain text."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith(("[{", '{"')):
-            return value
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return str(value)
-    return read_messages([value] if isinstance(value, Mapping) else value)
+    value = parse_turns(value)
+    return value if isinstance(value, str) else read_messages(value)
 
 
 def _read_optional(row: Mapping[str, Any], name: str | None) -> str:
@@ -204,7 +182,8 @@ def _read_label(row: Mapping[str, Any], name: str | None) -> bool | None:
     if name is None:
         return None
     value = row.get(name)
-    known = _TRUTHS.get(str(value).lower()) if isinstance(value, (bool, int, str)) else None
+    word = value.lower() if isinstance(value, str) else value
+    known = _TRUTHS.get(word) if isinstance(word, (str, int, float)) else None
     if known is None:
         raise BadRowError(f"the column {name} must hold true or false, not {value!r}")
     return known
@@ -215,9 +194,12 @@ def _read_margin(row: Mapping[str, Any], name: str | None) -> float:
     if value is None:
         return 0.0
     try:
-        return float(value)
+        margin = float(value)
     except (TypeError, ValueError):
-        raise BadRowError(f"the column {name} must hold a number, not {value!r}") from None
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise BadRowError(f"the column {name} must hold a number, not {value!r}")
+    return margin
 
 
 def _read_variables(row: Mapping[str, Any], name: str | None) -> Mapping[str, Any] | None:

@@ -20,12 +20,12 @@ from rapidformer.tasks.chat.features import (
     ChatEncoder,
     EncodedRow,
     build_encoder,
+    drop_left_out,
     encode_conversations,
     encode_pairs,
-    report_dropped,
 )
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
-from rapidformer.tasks.preference.columns import PreferenceColumns
+from rapidformer.tasks.preference.columns import PreferenceColumns, find_preference_columns
 from rapidformer.tasks.preference.examples import Example, read_examples, unpair
 from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
@@ -33,8 +33,8 @@ from rapidformer.tasks.rows.rows import (
     drop_columns,
     get_column,
     get_column_names,
+    has_columns,
     map_rows,
-    select_rows,
 )
 from rapidformer.tasks.text.text import TEXT, TextParts
 
@@ -45,7 +45,6 @@ _TIE = "both answers are the same (a tie)"
 _TOO_LONG = "longer than --seq-length"
 _TURNS = ChatColumns(messages="messages", tools="tools")
 _TEXTS = ChatColumns(prompt="prompt", response="response", context="context", system="system")
-_MOST_BALANCE = 4 / 3
 _NOTES = ("left_out", "is_cut", "row")
 
 
@@ -68,31 +67,35 @@ class PreferenceEncoder:
                 *self.chat.get_key())  # fmt: skip
 
 
-def build_preference_encoder(
-    tokenizer: Any, columns: PreferenceColumns, args: Settings, length: int, **options: Any
-) -> PreferenceEncoder:
-    """With the chat template for turns, or for texts with a prompt if the tokenizer has one."""
+def encode_tables(
+    parts: TextParts, tables: Mapping[str, Any], *, is_paired: bool, **options: Any
+) -> tuple[dict[str, Any], PreferenceEncoder]:
+    """The samples of all splits; a test split without answers has none."""
+    args = parts.args
+    first = next(iter(tables.values()))
+    columns = find_preference_columns(first, args, may_be_single=not is_paired)
+    chat = _build_plain_encoder(parts)
     if columns.has_turns or columns.has_prompt:
-        chat = build_encoder(tokenizer, _TURNS if columns.has_turns else _TEXTS, args, length)
-    else:  # the texts have a format of their own
-        chat = ChatEncoder(tokenizer, _TEXTS, None, length, False)
-    return PreferenceEncoder(chat, columns, **options)
+        kind = _TURNS if columns.has_turns else _TEXTS
+        chat = build_encoder(parts.tokenizer, kind, args, parts.length)
+    encoder = PreferenceEncoder(chat, columns, is_paired, **options)
+    workers = args.preprocessing_workers
+    samples = {s: _encode_split(rows, s, encoder, workers) for s, rows in tables.items()}
+    return samples, encoder
 
 
-def encode_preferences(
+def _build_plain_encoder(parts: TextParts) -> ChatEncoder:
+    """For texts that have a format of their own."""
+    return ChatEncoder(parts.tokenizer, _TEXTS, None, parts.length, False)
+
+
+def _encode_split(
     rows: Any, split: str, encoder: PreferenceEncoder, workers: int | None
 ) -> Any | None:
-    """Samples of pairs or answers; None for a test split without them. Reports what is left out."""
-    names, available = encoder.columns, get_column_names(rows)
-    needed = (names.chosen, names.rejected, names.response, names.label, names.prompt,
-              names.messages)  # fmt: skip
-    missing = [name for name in needed if name is not None and name not in available]
-    if missing and split == "test":
+    """Samples of pairs or answers. Reports what is left out."""
+    names = encoder.columns
+    if not has_columns(rows, split, names.get_needed()):
         return None
-    if missing:
-        raise DataError(
-            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
-        )
 
     def encode(cells: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         examples = list(read_examples(cells, indices, split, names))
@@ -101,11 +104,7 @@ def encode_preferences(
         return _to_samples(examples, _encode(examples, split, encoder), encoder)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
-    reasons: list[str] = get_column(features, "left_out")
-    kept = [number for number, reason in enumerate(reasons) if not reason]
-    report_dropped(reasons, split, get_column(features, "row"))
-    if len(kept) < len(reasons):
-        features = select_rows(features, kept)
+    features = drop_left_out(features, split, get_column(features, "row"))
     _report(features, split, encoder)
     return drop_columns(features, _NOTES)
 
@@ -114,27 +113,25 @@ def _encode(
     examples: Sequence[Example], split: str, encoder: PreferenceEncoder
 ) -> list[list[EncodedRow]]:
     """The token rows of each example's answers."""
-    flat = [(example, place) for example in examples for place in range(len(example.answers))]
-    numbers = [example.number for example, _ in flat]
     chat = encoder.chat
+    answers = [(example, place) for example in examples for place in range(len(example.answers))]
+    cells: dict[str, list[Any]]
     if encoder.columns.has_turns:
-        turns = [example.get_turns(place) for example, place in flat]
-        cells = {"messages": turns, "tools": [example.tools for example, _ in flat]}
-    else:
         cells = {
-            "prompt": [example.prompt for example, _ in flat],
-            "response": [example.answers[place] for example, place in flat],
-            "context": [example.context for example, _ in flat],
-            "system": [example.system for example, _ in flat],
+            "messages": [example.get_turns(place) for example, place in answers],
+            "tools": [example.tools for example, _ in answers],
         }
-    chats = ChatRows(cells, numbers, split, chat.columns)
-    if chat.template is None:
-        encoded = encode_pairs(chats, chat)
     else:
-        counts = [example.count_answers(place) for example, place in flat]
-        given = [example.variables for example, _ in flat]
-        encoded = encode_conversations(chats, chat, counts, given)
-    rows = iter(encoded)
+        cells = {"response": [example.answers[place] for example, place in answers]}
+        for name in ("prompt", "context", "system"):
+            cells[name] = [getattr(example, name) for example, _ in answers]
+    chats = ChatRows(cells, [example.number for example, _ in answers], split, chat.columns)
+    if chat.template is None:
+        rows = iter(encode_pairs(chats, chat))
+    else:
+        counts = [example.count_answers(place) for example, place in answers]
+        variables = [example.variables for example, _ in answers]
+        rows = iter(encode_conversations(chats, chat, counts, variables))
     return [[next(rows) for _ in example.answers] for example in examples]
 
 
@@ -142,24 +139,23 @@ def encode_answers(
     table: list[dict[str, Any]], columns: ChatColumns | None, args: Settings, parts: TextParts
 ) -> Any:
     """Texts, or prompts with their answers, as a reward model reads them."""
-    column = "" if columns is not None else str(find_column(TEXT, get_column_names(table), args))
-    chat = build_encoder(parts.tokenizer, columns or _TEXTS, args, parts.length)
-    if columns is None:  # a text has a format of its own
-        chat = ChatEncoder(parts.tokenizer, _TEXTS, None, parts.length, False)
+    if columns is None:
+        chat = _build_plain_encoder(parts)
+        column = str(find_column(TEXT, get_column_names(table), args))
+        texts = check_row_texts([row.get(column) for row in table], column, "input")
+        rest = {"prompt": "", "context": "", "system": ""}
+        table = [{"response": text, **rest} for text in texts]
+    else:
+        chat = build_encoder(parts.tokenizer, columns, args, parts.length)
 
     def encode(cells: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        if columns is None:
-            texts = check_row_texts(cells[column], column, "input", indices[0])
-            empty = [""] * len(texts)
-            cells = {"prompt": empty, "response": texts, "context": empty, "system": empty}
         chats = ChatRows(cells, indices, "input", chat.columns)
         encode_rows = encode_pairs if chat.template is None else encode_conversations
         rows = encode_rows(chats, chat)
         for number, row in zip(indices, rows, strict=True):
             if row.left_out:
                 raise DataError(f"input, row {number + 1}: {row.left_out}.")
-        cut = [number + 1 for number, row in zip(indices, rows, strict=True) if row.is_cut]
-        if cut:
+        if cut := [n + 1 for n, row in zip(indices, rows, strict=True) if row.is_cut]:
             warn(
                 "input, %s: longer than %d tokens: the end is cut off", name_rows(cut), chat.length
             )
@@ -174,15 +170,15 @@ def _to_samples(
     samples = []
     for example, rows in zip(examples, encoded, strict=True):
         ids = [_strip(row.ids, encoder.stripped) for row in rows]
-        labels = [_label(row)[: len(row_ids)] for row, row_ids in zip(rows, ids, strict=True)]
+        labels = [row.get_labels()[: len(kept)] for row, kept in zip(rows, ids, strict=True)]
         is_cut = any(row.is_cut for row in rows)
-        left_out = next((row.left_out for row in rows if row.left_out), "")
-        if not left_out and is_cut and not encoder.cuts:
-            left_out = _TOO_LONG
-        elif not left_out and encoder.cuts and not all(map(_is_labelled, labels)):
-            left_out = CUT_OFF
-        elif not left_out and len(ids) == 2 and ids[0] == ids[1]:
-            left_out = _TIE
+        reasons = {
+            **{row.left_out: True for row in rows},
+            _TOO_LONG: is_cut and not encoder.cuts,
+            CUT_OFF: encoder.cuts and not all(map(_is_labelled, labels)),
+            _TIE: len(ids) == 2 and ids[0] == ids[1],
+        }
+        left_out = next((reason for reason, holds in reasons.items() if reason and holds), "")
         if left_out:  # in a batch of only empty lists, the column would have no type
             ids, labels = [[0]] * len(ids), [[IGNORED_LABEL]] * len(ids)
         sample: dict[str, Any] = {
@@ -204,13 +200,6 @@ def _strip(ids: list[int], token: int | None) -> list[int]:
     while end > 1 and ids[end - 1] == token:
         end -= 1
     return ids[:end]
-
-
-def _label(row: EncodedRow) -> list[int]:
-    marked = zip(row.ids, row.is_answer, strict=True)
-    labels = [token if mark else IGNORED_LABEL for token, mark in marked]
-    labels[:1] = [IGNORED_LABEL]  # nothing comes before the first token to predict it from
-    return labels
 
 
 def _is_labelled(labels: Sequence[int]) -> bool:
@@ -241,13 +230,12 @@ def check_balance(features: Any, settings: LossSettings) -> None:
     """KTO wants good answers to weigh as much as bad ones in all, up to a third more."""
     good = sum(get_column(features, "desirable"))
     bad = len(features) - good
-    weights = settings.desirable_weight * good, settings.undesirable_weight * bad
-    if good and bad and not 1 <= weights[0] / max(weights[1], 1e-9) <= _MOST_BALANCE:
-        wanted = settings.undesirable_weight * bad / good
+    wanted = settings.undesirable_weight * bad / max(good, 1)
+    if good and wanted and not 0.99 < settings.desirable_weight / wanted < 1.34:
         warn(
             "train: %d desirable and %d undesirable answers weigh %.3g to 1 in all, and KTO wants "
             "1 to 1.33: use a --desirable-weight from %.3g to %.3g.",
-            good, bad, weights[0] / max(weights[1], 1e-9), wanted, wanted * _MOST_BALANCE,
+            good, bad, settings.desirable_weight / wanted, wanted, wanted * 4 / 3,
         )  # fmt: skip
 
 

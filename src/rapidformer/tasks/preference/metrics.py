@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 
 from rapidformer.tasks.metrics.tally import Record, Tally
 
-_KTO_SPLIT = (("chosen", True), ("rejected", False))
-
 
 class PairTally(Tally):
     """Means over pairs; the likelihood of better answers is a mean over their tokens."""
 
     def __init__(
-        self, combine: Callable[[float, float], float], likelihood_name: str | None = None
+        self,
+        combine: Callable[[float, float], float] | None = None,
+        likelihood_name: str | None = None,
     ) -> None:
+        """``combine`` joins the mean losses of pairs and of likelihoods, if there are both."""
         super().__init__()
         self._combine, self._likelihood_name = combine, likelihood_name
         self._sums: Counter[str] = Counter()
@@ -31,7 +32,7 @@ class PairTally(Tally):
 
     def get_mean_loss(self) -> float:
         loss = super().get_mean_loss()
-        return self._combine(loss, self._get_likelihood()) if self._likelihood_name else loss
+        return self._combine(loss, self._get_likelihood()) if self._combine else loss
 
     def score(self) -> dict[str, float]:
         means = {name: total / max(self.examples, 1) for name, total in self._sums.items()}
@@ -43,64 +44,55 @@ class PairTally(Tally):
         return self._likelihood / self._tokens if self._tokens else 0.0
 
 
-class RewardTally(Tally):
-    """Accuracy and margin of pairs, and the range of all rewards."""
+class RewardTally(PairTally):
+    """Also the range of all rewards."""
 
-    _hits, _margin, _total = 0, 0.0, 0.0
     _least, _most = float("inf"), float("-inf")
 
     def add(self, records: Sequence[Record]) -> None:
+        super().add(records)
         for record in records:
-            chosen, rejected = record["rewards"]
-            self._hits += chosen > rejected
-            self._margin += chosen - rejected
-            self._total += chosen + rejected
-            self._least = min(self._least, chosen, rejected)
-            self._most = max(self._most, chosen, rejected)
-        self.examples += len(records)
+            self._least = min(self._least, *record["rewards"])
+            self._most = max(self._most, *record["rewards"])
 
     def score(self) -> dict[str, float]:
-        pairs = max(self.examples, 1)
-        return {
-            "accuracy": self._hits / pairs, "margin": self._margin / pairs,
-            "min_reward": self._least, "mean_reward": self._total / (2 * pairs),
-            "max_reward": self._most,
-        }  # fmt: skip
+        return {**super().score(), "min_reward": self._least, "max_reward": self._most}
 
 
 class AnswerTally(Tally):
     """KTO: the baseline is the whole split's, so losses are known at the end only."""
 
-    def __init__(self, beta: float, compute_loss: Callable[[float, bool, float], float]) -> None:
+    def __init__(
+        self, beta: float, sum_losses: Callable[[Sequence[float], bool, float], float]
+    ) -> None:
         super().__init__()
-        self._beta, self._compute_loss = beta, compute_loss
-        self._rows: list[tuple[float, bool]] = []
-        """How much more likely than in the reference each answer is, and whether it is good."""
-        self._others = 0.0
+        self._beta, self._sum_losses = beta, sum_losses
+        self._ratios: dict[bool, list[float]] = {True: [], False: []}
+        """How much more likely than in the reference good and bad answers are."""
         self._logps = {True: 0.0, False: 0.0}
+        self._others = 0.0
 
     def add(self, records: Sequence[Record]) -> None:
         for record in records:
-            self._rows.append((record["ratio"], record["is_good"]))
-            self._others += record["other"]
+            self._ratios[record["is_good"]].append(record["ratio"])
             self._logps[record["is_good"]] += record["logp"]
+            self._others += record["other"]
         self.examples += len(records)
 
     def _get_baseline(self) -> float:
-        return max(0.0, self._others / len(self._rows)) if len(self._rows) > 1 else 0.0
+        return max(0.0, self._others / self.examples) if self.examples > 1 else 0.0
 
     def get_mean_loss(self) -> float:
         baseline = self._get_baseline()
-        losses = [self._compute_loss(ratio, is_good, baseline) for ratio, is_good in self._rows]
-        return sum(losses) / len(losses) if losses else float("nan")
+        total = sum(self._sum_losses(r, kind, baseline) for kind, r in self._ratios.items())
+        return total / self.examples if self.examples else float("nan")
 
     def score(self) -> dict[str, float]:
         scores = {"kl": self._get_baseline()}
-        for name, kind in _KTO_SPLIT:
-            ratios = [ratio for ratio, is_good in self._rows if is_good is kind]
-            if ratios:
-                scores[f"rewards/{name}"] = self._beta * sum(ratios) / len(ratios)
-                scores[f"logps/{name}"] = self._logps[kind] / len(ratios)
-        if {"rewards/chosen", "rewards/rejected"} <= scores.keys():
+        for name, kind in (("chosen", True), ("rejected", False)):
+            if count := len(self._ratios[kind]):
+                scores[f"rewards/{name}"] = self._beta * sum(self._ratios[kind]) / count
+                scores[f"logps/{name}"] = self._logps[kind] / count
+        if all(self._ratios.values()):
             scores["rewards/margins"] = scores["rewards/chosen"] - scores["rewards/rejected"]
         return scores

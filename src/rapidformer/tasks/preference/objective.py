@@ -7,7 +7,7 @@ the update, whichever micro-batch and process they are in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from rapidformer.data.update import MicroBatch
 from rapidformer.models.configuration import get_position_limit
 from rapidformer.objectives import Context, Objective, Term, Terms
 from rapidformer.objectives.logprobs import get_token_logprobs
-from rapidformer.objectives.objective import Count
-from rapidformer.objectives.reference import REFERENCE, get_reference_logprobs
+from rapidformer.objectives.objective import MODEL_INPUTS, Count
+from rapidformer.objectives.reference import LOGPS, REFERENCE, get_reference_logprobs
 from rapidformer.tasks.base import IGNORED_LABEL
 from rapidformer.tasks.preference.losses import (
     LossSettings,
@@ -30,9 +30,7 @@ from rapidformer.tasks.preference.losses import (
     compute_pair_losses,
     compute_reward_losses,
 )
-
-_OWN = ("pair", "labels", "margin", "desirable", "reference_logps")
-"""What a batch has besides the model's inputs."""
+from rapidformer.tasks.rows.rows import to_rows
 
 
 @dataclass
@@ -44,6 +42,16 @@ class PairScores:
     """What the losses are made of, by TRL's names."""
     likelihood: tuple[Tensor, Tensor] | None = None
     """The negative log-likelihood of the better answers, and how many tokens it has."""
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One for each pair, for an evaluation."""
+        shown = to_rows({name: values.tolist() for name, values in self.shown.items()})
+        columns = {"loss": self.losses.tolist(), "shown": shown, "count": [1] * len(shown)}
+        if self.likelihood is not None:
+            columns |= zip(
+                ("likelihood", "tokens"), (v.tolist() for v in self.likelihood), strict=True
+            )
+        return to_rows(columns)
 
 
 class PairObjective(Objective):
@@ -72,7 +80,7 @@ class PairObjective(Objective):
         read = self._get_read_labels(batch)
         reference: Tensor | None = None
         if settings.needs_reference:  # first: what the model keeps for its backward pass is large
-            reference = get_reference_logprobs(context, _get_reference_inputs(batch), labels)
+            reference = get_reference_logprobs(context, get_inputs(batch, LOGPS), labels)
         tokens = get_token_logprobs(model, get_inputs(batch), read)
         is_answer = labels != IGNORED_LABEL
         logps = tokens.where(is_answer, 0.0).sum(1)
@@ -82,14 +90,17 @@ class PairObjective(Objective):
         losses = compute_pair_losses(*split_pairs(means), settings)
         # TRL shows sums where there is a reference, and means over tokens where there is none.
         rewards = settings.beta * (ratios if settings.needs_reference else means)
+        chosen, rejected = split_pairs(rewards)
+        likely = logps if settings.needs_reference else means
         shown = {
-            **describe_rewards(*split_pairs(rewards.detach())),
-            **_name_pairs("logps", (logps if settings.needs_reference else means).detach()),
-        }
+            "rewards/chosen": chosen, "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).float(), "rewards/margins": chosen - rejected,
+            **dict(zip(("logps/chosen", "logps/rejected"), split_pairs(likely), strict=True)),
+        }  # fmt: skip
         if settings.name == "orpo":
             shown |= {
-                "log_odds_ratio": -losses.detach(),
-                "log_odds_chosen": compute_log_odds(*split_pairs(means.detach())),
+                "log_odds_ratio": -losses,
+                "log_odds_chosen": compute_log_odds(*split_pairs(means)),
             }
         scores = PairScores(losses, shown)
         if self.has_likelihood:
@@ -99,8 +110,7 @@ class PairObjective(Objective):
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         scores = self.score(model, batch, context)
-        pairs = len(scores.losses)
-        terms = {name: Term.from_sum(v.sum(), pairs, 0.0) for name, v in scores.shown.items()}
+        terms, pairs = _show(scores.shown), len(scores.losses)
         if scores.likelihood is None:
             return {**terms, "loss": Term.from_sum(scores.losses.sum(), pairs)}
         (name, other), (weight, other_weight) = self._names, self._weights
@@ -138,22 +148,21 @@ class RewardObjective(Objective):
     def __init__(self, centering: float = 0.0) -> None:
         self.centering = centering
 
-    def score(self, model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of each pair and the rewards of its answers."""
+    def score(self, model: Any, batch: Any) -> tuple[PairScores, Tensor]:
+        """The loss of each pair, and the reward of each answer."""
         rewards = model(**get_inputs(batch)).logits.float().squeeze(-1)
         chosen, rejected = split_pairs(rewards)
         losses = compute_reward_losses(chosen, rejected, batch.get("margin"), self.centering)
-        return losses, chosen, rejected
-
-    def compute(self, model: Any, batch: Any, context: Context) -> Terms:
-        losses, chosen, rejected = self.score(model, batch)
-        pairs = len(losses)
         shown = {
             "accuracy": (chosen > rejected).float(), "margin": chosen - rejected,
             "mean_reward": (chosen + rejected) / 2,
         }  # fmt: skip
-        terms = {name: Term.from_sum(v.detach().sum(), pairs, 0.0) for name, v in shown.items()}
-        return {**terms, "loss": Term.from_sum(losses.sum(), pairs)}
+        return PairScores(losses, shown), rewards
+
+    def compute(self, model: Any, batch: Any, context: Context) -> Terms:
+        scores, _ = self.score(model, batch)
+        loss = Term.from_sum(scores.losses.sum(), len(scores.losses))
+        return {**_show(scores.shown), "loss": loss}
 
 
 class KTOObjective(Objective):
@@ -181,30 +190,23 @@ class KTOObjective(Objective):
     def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         """How much more likely than in the reference an answer to another prompt is."""
         inputs, labels = self._mismatch(model, batch, context)
-        return {
-            "ratio": self._get_ratios(model, inputs, labels, context),
-            "desirable": batch["desirable"],
-        }
+        ratios, _ = _compare(model, inputs, labels, context)
+        return {"ratio": ratios, "desirable": batch["desirable"]}
 
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        desirable = rows["desirable"].sum()
-        return {
-            "kl": compute_baseline(rows["ratio"]),
-            "desirable": desirable,
-            "undesirable": len(rows["desirable"]) - desirable,
-        }
+        """The baseline z is 0 at least, and 0 for a single answer, which has no other prompt."""
+        ratios, good = rows["ratio"], rows["desirable"].sum()
+        baseline = ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
+        return {"kl": baseline, "desirable": good, "undesirable": len(ratios) - good}
 
     def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor]:
         """Of each answer: how much more likely than in the reference it is, and how likely."""
-        labels = batch["labels"]
-        reference = get_reference_logprobs(context, _get_reference_inputs(batch), labels)
-        logps = get_token_logprobs(model, get_inputs(batch), labels).sum(1)
-        return logps - reference, logps
+        return _compare(model, get_inputs(batch), batch["labels"], context)
 
     def score_others(self, model: Any, batch: Any, context: Context) -> Tensor:
-        """The same of answers to other prompts that the batch brings, in an evaluation."""
+        """The ratios of answers to other prompts that the batch brings, in an evaluation."""
         inputs = {name: batch[f"other_{name}"] for name in ("input_ids", "attention_mask")}
-        return self._get_ratios(model, inputs, batch["other_labels"], context)
+        return _compare(model, inputs, batch["other_labels"], context)[0]
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         ratios, logps = self.score(model, batch, context)
@@ -220,16 +222,13 @@ class KTOObjective(Objective):
         terms["rewards/margins"] = _get_margin(rewards, is_good, update)
         return {**terms, "loss": Term.from_sum(losses.sum(), rows)}
 
-    def compute_loss(self, ratio: float, is_good: bool, baseline: float) -> float:
-        """The loss of one answer."""
-        ratios, baselines = (torch.tensor(v, dtype=torch.float64) for v in (ratio, baseline))
-        return float(compute_kto_losses(ratios, torch.tensor(is_good), baselines, self.settings))
-
-    def _get_ratios(
-        self, model: Any, inputs: Mapping[str, Tensor], labels: Tensor, context: Context
-    ) -> Tensor:
-        logps = get_token_logprobs(model, inputs, labels).sum(1)
-        return logps - get_reference_logprobs(context, inputs, labels)
+    def sum_losses(self, ratios: Sequence[float], is_good: bool, baseline: float) -> float:
+        """The losses of good or of bad answers."""
+        values = torch.tensor(ratios, dtype=torch.float64)
+        losses = compute_kto_losses(
+            values, torch.tensor(is_good), values.new_tensor(baseline), self.settings
+        )
+        return float(losses.sum())
 
     def _mismatch(
         self, model: Any, batch: Any, context: Context
@@ -257,11 +256,6 @@ class KTOObjective(Objective):
         return inputs, kept
 
 
-def compute_baseline(ratios: Tensor) -> Tensor:
-    """KTO's z: zero at least, and for a single answer, which has no other prompt."""
-    return ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
-
-
 def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) -> Term:
     """The mean reward of good answers less that of bad ones, as a mean over all answers."""
     good, bad = update["desirable"], update["undesirable"]
@@ -270,13 +264,9 @@ def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) 
     return Term.from_sum((rewards * shares).sum(), len(rewards) * (good > 0) * (bad > 0), 0.0)
 
 
-def describe_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """TRL's figures of two rewards."""
-    return {
-        "rewards/chosen": chosen, "rewards/rejected": rejected,
-        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
-        "rewards/margins": chosen - rejected,
-    }  # fmt: skip
+def _show(values: Mapping[str, Tensor]) -> dict[str, Term]:
+    """Means over pairs that are not learnt from."""
+    return {name: Term.from_sum(v.detach().sum(), len(v), 0.0) for name, v in values.items()}
 
 
 def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,22 +274,19 @@ def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[::2], rows[1::2]
 
 
-def get_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the model is called with."""
-    return {
-        name: value for name, value in batch.items()
-        if name not in _OWN and not name.startswith("other_")
-    }  # fmt: skip
+def get_inputs(batch: Mapping[str, Tensor], *others: str) -> dict[str, Tensor]:
+    """What the model is called with, and some of the batch's other tensors."""
+    return {name: batch[name] for name in (*MODEL_INPUTS, *others) if name in batch}
 
 
-def _get_reference_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same for the reference, with what was computed before."""
-    known = {name: batch[name] for name in ("reference_logps",) if name in batch}
-    return {**get_inputs(batch), **known}
-
-
-def _name_pairs(kind: str, rows: Tensor) -> dict[str, Tensor]:
-    return dict(zip((f"{kind}/chosen", f"{kind}/rejected"), split_pairs(rows), strict=True))
+def _compare(
+    model: Any, inputs: Mapping[str, Tensor], labels: Tensor, context: Context
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of answers relative to the reference, and their own."""
+    # The reference first: nothing of the backward pass is held while it answers.
+    reference = get_reference_logprobs(context, inputs, labels)
+    logps = get_token_logprobs(model, inputs, labels).sum(1)
+    return logps - reference, logps
 
 
 def _read_rows(batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

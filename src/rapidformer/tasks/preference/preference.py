@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 class Preference(CausalLM):
     name = "preference"
-    aliases = ("dpo", "kto", "orpo", "simpo", "preferences")
     description = (
         "learn which of two answers is better (DPO, IPO, SimPO, ORPO, ...) or whether an answer "
         "is good (KTO)"
@@ -66,42 +65,31 @@ class Preference(CausalLM):
             AnswerCollator,
             PairCollator,
             RotatedRows,
-            build_preference_encoder,
             check_balance,
-            encode_preferences,
+            encode_tables,
         )
         from rapidformer.tasks.preference.losses import LossSettings
 
         args = parts.args
         check_is_causal(parts.config, args)
         is_paired = args.loss != "kto"
-        columns = find_preference_columns(
-            next(iter(tables.values())), args, may_be_single=not is_paired
-        )
-        encoder = build_preference_encoder(
-            parts.tokenizer, columns, args, parts.length, is_paired=is_paired
-        )
-        features = {
-            split: encode_preferences(rows, split, encoder, args.preprocessing_workers)
-            for split, rows in tables.items()
-        }
-        labelled = {split: rows is not None for split, rows in features.items()}
+        features, encoder = encode_tables(parts, tables, is_paired=is_paired)
+        extras = {
+            "mode": "evaluate", "labelled": {s: rows is not None for s, rows in features.items()},
+            "stop_id": encoder.chat.get_stop_id(), "objective": self.build_objective(args),
+            "row_names": ("chosen", "rejected") if is_paired else ("answer",),
+        }  # fmt: skip
+        pad = build_text_collator(parts.tokenizer, side="right")
+        if is_paired:
+            collate: Any = PairCollator(pad, ("input_ids", "labels"))
+            return parts.prepare(features, extras, collate=collate)
+        if features.get("train") is not None:
+            check_balance(features["train"], LossSettings.read(args))
         for split, rows in features.items():
             # An evaluation compares prompts with the answers before them in the split.
-            if rows is not None and not is_paired and split != "train":
+            if rows is not None and split != "train":
                 features[split] = RotatedRows(rows, parts.length)
-        if not is_paired and features.get("train") is not None:
-            check_balance(features["train"], LossSettings.read(args))
-        pad = build_text_collator(parts.tokenizer, side="right")
-        names = ("chosen", "rejected") if is_paired else ("answer",)
-        collate: Any = (
-            PairCollator(pad, ("input_ids", "labels")) if is_paired else AnswerCollator(pad)
-        )
-        extras = {
-            "mode": "evaluate", "labelled": labelled, "stop_id": encoder.chat.get_stop_id(),
-            "row_names": names, "objective": self.build_objective(args),
-        }  # fmt: skip
-        return parts.prepare(features, extras, collate=collate)
+        return parts.prepare(features, extras, collate=AnswerCollator(pad))
 
     def build_objective(self, args: Settings) -> Objective:
         from rapidformer.tasks.preference.losses import LossSettings
@@ -114,7 +102,7 @@ class Preference(CausalLM):
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.objectives import Context
-        from rapidformer.tasks.preference.objective import KTOObjective, PairObjective
+        from rapidformer.tasks.preference.objective import KTOObjective
 
         if prepared.extras["mode"] == "predict":
             return generate_records(model, batch, prepared)
@@ -126,14 +114,8 @@ class Preference(CausalLM):
             columns = {"ratio": ratios.tolist(), "logp": logps.tolist(), "other": others.tolist()}
             columns["is_good"] = batch["desirable"].bool().tolist()
             return [{**row, "loss": 0.0, "count": 1} for row in to_rows(columns)]
-        assert isinstance(objective, PairObjective)
-        scores = objective.score(model, batch, context)
-        shown = to_rows({name: values.tolist() for name, values in scores.shown.items()})
-        columns = {"loss": scores.losses.tolist(), "shown": shown, "count": [1] * len(shown)}
-        if scores.likelihood is not None:
-            columns["likelihood"] = scores.likelihood[0].tolist()
-            columns["tokens"] = scores.likelihood[1].tolist()
-        return to_rows(columns)
+        records: list[Record] = objective.score(model, batch, context).to_records()
+        return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         from rapidformer.tasks.preference.metrics import AnswerTally, PairTally
@@ -141,7 +123,7 @@ class Preference(CausalLM):
 
         objective = prepared.extras["objective"]
         if isinstance(objective, KTOObjective):
-            return AnswerTally(objective.settings.beta, objective.compute_loss)
+            return AnswerTally(objective.settings.beta, objective.sum_losses)
         return PairTally(objective.combine, objective.likelihood_name)
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:

@@ -26,7 +26,7 @@ from rapidformer.tasks.preference.columns import (
     find_preference_columns,
 )
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits, to_rows
+from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
 from rapidformer.tasks.text.text import TEXT, TextParts, build_text_collator, load_text_parts
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 class Reward(Task):
     name = "reward"
-    aliases = ("reward_model", "reward_modeling", "rm")
     description = "learn to score answers from pairs of a better and a worse one (reward models)"
     notes = "The score is read at the last real token; the exported model scores the same."
     columns = (*PAIR_ROLES, MARGIN, as_optional(TEXT), as_optional(RESPONSE))
@@ -60,31 +59,17 @@ class Reward(Task):
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""
-        from rapidformer.tasks.preference.features import (
-            PairCollator,
-            build_preference_encoder,
-            encode_preferences,
-        )
+        from rapidformer.tasks.preference.features import PairCollator, encode_tables
 
-        args = parts.args
-        columns = find_preference_columns(next(iter(tables.values())), args, may_be_single=False)
-        encoder = build_preference_encoder(
-            parts.tokenizer, columns, args, parts.length, is_paired=True, cuts=False,
-            stripped=parts.tokenizer.pad_token_id,
-        )  # fmt: skip
-        features = {
-            split: encode_preferences(rows, split, encoder, args.preprocessing_workers)
-            for split, rows in tables.items()
-        }
-        labelled = {split: rows is not None for split, rows in features.items()}
-        pad = build_text_collator(parts.tokenizer, side="right")
+        stripped = parts.tokenizer.pad_token_id
+        features, _ = encode_tables(parts, tables, is_paired=True, cuts=False, stripped=stripped)
         extras = {
-            "labelled": labelled, "row_names": ("chosen", "rejected"),
-            "objective": self.build_objective(args),
+            "labelled": {split: rows is not None for split, rows in features.items()},
+            "row_names": ("chosen", "rejected"), "objective": self.build_objective(parts.args),
         }  # fmt: skip
-        return parts.prepare(
-            features, extras, _get_head(parts), collate=PairCollator(pad, ("input_ids",))
-        )
+        head = {"num_labels": 1, "pad_token_id": stripped}
+        pad = build_text_collator(parts.tokenizer, side="right")
+        return parts.prepare(features, extras, head, collate=PairCollator(pad, ("input_ids",)))
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         """Texts, conversations that end with an answer, or prompts with answers."""
@@ -105,9 +90,11 @@ class Reward(Task):
         if "objective" not in prepared.extras:
             scores = model(**batch).logits.float().squeeze(-1).tolist()
             return [{"score": score} for score in scores]
-        losses, *rewards = prepared.extras["objective"].score(model, batch)
-        pairs = list(zip(*(values.tolist() for values in rewards), strict=True))
-        return to_rows({"loss": losses.tolist(), "count": [1] * len(pairs), "rewards": pairs})
+        scores, rewards = prepared.extras["objective"].score(model, batch)
+        return [
+            {**row, "rewards": pair}
+            for row, pair in zip(scores.to_records(), rewards.view(-1, 2).tolist(), strict=True)
+        ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         from rapidformer.tasks.preference.metrics import RewardTally
@@ -142,7 +129,3 @@ def _load_parts(args: Settings) -> TextParts:
         other = next((token for token in spare if token not in (None, tokenizer.eos_token)), None)
         tokenizer.pad_token = other or tokenizer.pad_token
     return parts
-
-
-def _get_head(parts: TextParts) -> dict[str, Any]:
-    return {"num_labels": 1, "pad_token_id": parts.tokenizer.pad_token_id}

@@ -81,11 +81,15 @@ def get_column(rows: Any, name: str) -> list[Any]:
     return list(rows[name][:])
 
 
-def has_labels(rows: Any, split: str, column: str) -> bool:
-    """Whether a split has the column of labels; only a test split may go without."""
-    if column not in get_column_names(rows) and split != "test":
-        raise DataError(f"{split} has no column {column}: all splits need the same columns.")
-    return column in get_column_names(rows)
+def has_columns(rows: Any, split: str, names: Sequence[str]) -> bool:
+    """Whether a split has the columns of its labels; only a test split may go without."""
+    available = get_column_names(rows)
+    missing = [name for name in names if name not in available]
+    if missing and split != "test":
+        raise DataError(
+            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
+        )
+    return not missing
 
 
 def check_column(rows: Any, split: str, column: str) -> None:
