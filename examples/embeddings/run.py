@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
@@ -42,7 +42,9 @@ def read_pairs() -> list[dict[str, str]]:
         if is_left_out or path.stat().st_size > LARGEST:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-        for node in walk(tree):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
             sentence = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
             if not 20 < len(sentence) < 200 or node.name.startswith("__"):
                 continue
@@ -50,10 +52,6 @@ def read_pairs() -> list[dict[str, str]]:
             document = f"{path.stem}: {node.name}({arguments})"
             pairs.setdefault(sentence, {"query": sentence, "document": document})
     return list({pair["document"]: pair for pair in pairs.values()}.values())
-
-
-def walk(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def is_held_out(pair: dict[str, str]) -> bool:
@@ -78,11 +76,10 @@ def build(output: Path, limit: int | None) -> list[dict[str, str]]:
     return held_out
 
 
-def run(*words: str) -> str:
-    """Print a command, run it, and return what it writes to standard output."""
+def run(*words: str) -> None:
+    """Print a command and run it."""
     print(f"\n$ rapidformer {shlex.join(words)}", flush=True)
-    command = [sys.executable, "-m", "rapidformer", *words]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    subprocess.run([sys.executable, "-m", "rapidformer", *words], check=True)
 
 
 def search(question: str, held_out: list[dict[str, str]], output: Path) -> list[str]:
@@ -101,12 +98,12 @@ def search(question: str, held_out: list[dict[str, str]], output: Path) -> list[
     return [f"{scores[place]:.2f}  {texts[1 + place]}" for place in order[:5]]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("embeddings-output"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pairs", type=int, help="use at most so many pairs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     output = arguments.output
     held_out = build(output, arguments.pairs)
     run(
@@ -121,9 +118,8 @@ def main() -> None:
     print(f"by chance       {10 / len(held_out):6.1%}")
     for row in scores:
         print(f"after {row['step']:4} steps {row['eval_accuracy@10']:6.1%}")
-    found = search(QUESTION, held_out, output)
-    print(f"\n{QUESTION}")
-    print("\n".join(found))
+    best = search(QUESTION, held_out, output)
+    print("\n".join(["", QUESTION, *best]))
 
 
 if __name__ == "__main__":

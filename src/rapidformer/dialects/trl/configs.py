@@ -140,10 +140,12 @@ class DPOConfig(TaskConfig):
 
     def list_settings(self) -> dict[str, Any]:
         kinds = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
-        weights = dict(zip(kinds, self.loss_weights or [1.0] * len(kinds), strict=True))
+        numbers = self.loss_weights or [1.0] * len(kinds)
+        weights = dict(zip(kinds, numbers, strict=False))
         sft = weights.pop("sft", 0.0)
         known = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero")
-        if len(weights) != 1 or set(weights.values()) != {1.0} or not weights.keys() <= {*known}:
+        is_one = [*weights.values()] == [1.0] and weights.keys() <= {*known}
+        if not is_one or len(numbers) != len(kinds):
             raise ConfigurationError(
                 f"DPOConfig(loss_type={self.loss_type!r}, loss_weights={self.loss_weights!r}): use "
                 f"one of {', '.join(known)} with the weight 1, alone or with sft."

@@ -108,9 +108,9 @@ def generate_whole(
 ) -> list[list[int]]:
     """An answer to each prompt up to its end token, the likeliest one without processors."""
     generation = Generation(max_new_tokens=max_new_tokens, repetition_penalty=1.0)
-    found = generate(model, prompts, tokenizer, generation, processors=processors)
+    answers = generate(model, prompts, tokenizer, generation, processors=processors)
     ends = get_end_ids(model, tokenizer)
-    return [_cut(answer.tolist(), ends) for (answer,) in found]
+    return [_cut(answer.tolist(), ends) for (answer,) in answers]
 
 
 def _cut(ids: list[int], ends: set[int]) -> list[int]:
