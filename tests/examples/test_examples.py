@@ -196,7 +196,7 @@ def test_embeddings_find_functions(
 
     monkeypatch.setitem(main.__globals__, "run", run)
     monkeypatch.setitem(main.__globals__, "print", lambda *a, **k: written.extend(map(str, a)))
-    main(["--pairs", "800", "--steps", "16", "--output", str(tmp_path)])
+    main(["--pairs", "600", "--steps", "12", "--output", str(tmp_path)])
     shown = "\n".join(written)
     starts = ("by chance", "after")
     lines = [line for line in shown.splitlines() if line.startswith(starts)]
