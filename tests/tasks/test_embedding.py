@@ -158,7 +158,10 @@ def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return taken
 
 
-def _compare(ours: Any, theirs: Any, model: Any) -> None:
+def _compare(prepared: Any, theirs: Any, model: Any) -> None:
+    """One batch of all rows, its loss and gradients."""
+    batch = prepared.collate(list(prepared.train))
+    ours = prepared.objective.compute(model, batch, Context()).mean
     theirs.backward()
     expected = _take_gradients(model)
     ours.backward()
@@ -192,10 +195,7 @@ def test_losses_of_documents(case: Any, peer: SentenceTransformer, bert_folder: 
     rows = make_rows(negatives=negatives)
     prepared = prepare(bert_folder, rows, **settings)
     columns = [peer.tokenize([row[name] for row in rows]) for name in rows[0]]
-    theirs = build(peer)(columns, torch.zeros(0))
-    batch = prepared.collate(list(prepared.train))
-    model = peer[0].model
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepared, build(peer)(columns, torch.zeros(0)), peer[0].model)
 
 
 @pytest.mark.parametrize("name", ["cosent", "cosine"])
@@ -205,9 +205,7 @@ def test_losses_of_scores(name: str, peer: SentenceTransformer, bert_folder: Pat
     columns = [peer.tokenize([row[key] for row in rows]) for key in ("sentence1", "sentence2")]
     build = {"cosent": losses.CoSENTLoss, "cosine": losses.CosineSimilarityLoss}[name]
     theirs = build(peer)(columns, torch.tensor([row["score"] for row in rows]))
-    model = peer[0].model
-    batch = prepared.collate(list(prepared.train))
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepared, theirs, peer[0].model)
 
 
 @pytest.mark.parametrize("kind", ["margin", "margins", "scores"])
@@ -220,10 +218,7 @@ def test_margins(kind: str, peer: SentenceTransformer, bert_folder: Path) -> Non
     names = [name for name in rows[0] if name != "score"]
     columns = [peer.tokenize([row[name] for row in rows]) for name in names]
     theirs = losses.MarginMSELoss(peer)(columns, torch.tensor([row["score"] for row in rows]))
-    prepared = prepare(bert_folder, rows)
-    model = peer[0].model
-    batch = prepared.collate(list(prepared.train))
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepare(bert_folder, rows), theirs, peer[0].model)
 
 
 def test_reranking_losses(bert_folder: Path) -> None:
@@ -237,12 +232,7 @@ def test_reranking_losses(bert_folder: Path) -> None:
     prepared = RERANKING.prepare(args, {"train": rows})
     columns = [[row["query"] for row in rows], [row["document"] for row in rows]]
     theirs = BinaryCrossEntropyLoss(peer)(columns, torch.tensor([row["label"] for row in rows]))
-    batch = prepared.collate(list(prepared.train))
-    assert prepared.objective is not None
-    model = peer[0].model
-    term: Any = prepared.objective.compute(model, batch, Context())
-    _compare(term.mean, theirs, model)
-    assert float(term.count) == len(rows)
+    _compare(prepared, theirs, peer[0].model)
 
 
 def test_listwise_by_hand(bert_folder: Path) -> None:
