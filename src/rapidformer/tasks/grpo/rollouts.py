@@ -131,7 +131,7 @@ class Rollouts:
             problem = str(error)
         first = next(filter(None, gather_objects(problem, topology)), None)
         if first is not None:
-            raise DataError(f"{first} Checkpoints are kept: after a fix, use --resume auto.")
+            raise DataError(f"{first} If there is a checkpoint, --resume auto continues from it.")
         for number, (group, _) in enumerate(new):
             group.rewards = rewards[number * self._size : (number + 1) * self._size]
         self._drawn_updates += bool(new)
