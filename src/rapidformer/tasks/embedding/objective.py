@@ -19,13 +19,7 @@ from torch.nn import functional
 from rapidformer.accel.unpad.batches import leaving_padding
 from rapidformer.objectives import Context, Objective, Term, take_value
 from rapidformer.tasks.embedding.collate import Batch, get_inputs
-from rapidformer.tasks.embedding.losses import (
-    WHOLE,
-    Items,
-    Losses,
-    LossSettings,
-    compute_losses,
-)
+from rapidformer.tasks.embedding.losses import WHOLE, Items, Losses, LossSettings, compute_losses
 
 
 class EmbeddingObjective(Objective):
@@ -41,13 +35,8 @@ class EmbeddingObjective(Objective):
         self.has_first_pass = looks_at_update and loss.name in WHOLE
 
     def first_pass(self, model: Any, batch: Batch, context: Context) -> Mapping[str, Tensor]:
-        items = self.embed(model, batch)
-        rows = {
-            "vectors": items.vectors,
-            "is_present": items.is_present,
-            "text_ids": items.text_ids,
-        }
-        return rows if items.scores is None else {**rows, "scores": items.scores}
+        rows = vars(self.embed(model, batch))
+        return {name: values for name, values in rows.items() if values is not None}
 
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The loss of each row, and the gradient of their sum by each vector."""

@@ -112,7 +112,10 @@ class Grpo(CausalLM):
         from rapidformer.tasks.grpo.sampling import Sampling
 
         _, new_tokens = divide_length(args, tokenizer, config)
-        sampling = Sampling.read(args, new_tokens)
+        sampling = Sampling(
+            max_new_tokens=new_tokens, temperature=args.temperature or 1.0, top_k=args.top_k,
+            top_p=args.top_p, min_p=args.min_p,
+        )  # fmt: skip
         rollouts = Rollouts(
             sampling, self._get_functions(args), tokenizer, size=args.num_generations,
             scale=args.scale_rewards, keeps=args.updates_per_generation > 1,
