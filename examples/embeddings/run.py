@@ -4,7 +4,7 @@ The data is this machine's Python library: the first sentence of a function's do
 query, its name and arguments are the document that fits. The model starts from random weights.
 Each command is printed before it runs, so that it can be copied and changed.
 
-    python examples/embeddings/run.py [--output embeddings-output] [--steps 60]
+    python examples/embeddings/run.py [--output embeddings-output] [--steps 40]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
@@ -28,21 +28,27 @@ QUESTION = "Return the size of a file."
 HELD_OUT = 10  # every tenth function
 LARGEST = 200_000  # bytes of a source file
 TRAINING = (
-    "--seq-length", "40", "--global-batch-size", "128", "--micro-batch-size", "128", "--lr", "4e-3",
-    "--lr-warmup-fraction", "0.1", "--nproc-per-node", "1", "--log-interval", "25",
+    "--seq-length", "32", "--global-batch-size", "128", "--micro-batch-size", "128", "--lr", "4e-3",
+    "--lr-warmup-fraction", "0.1", "--nproc-per-node", "1", "--log-interval", "20",
 )  # fmt: skip
 
 
-def read_pairs() -> list[dict[str, str]]:
+def read_pairs(limit: int | None) -> list[dict[str, str]]:
     """A sentence and the function that it describes; of equal ones, the first."""
     root = Path(sysconfig.get_paths()["stdlib"])
     pairs: dict[str, dict[str, str]] = {}
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+    paths = sorted([*root.glob("*.py"), *root.glob("*/*.py")])
+    random.Random(0).shuffle(paths)
+    for path in paths:
+        if limit is not None and len(pairs) >= limit:
+            break
         is_left_out = {"site-packages", "test", "tests", "idlelib"} & set(path.parts)
         if is_left_out or path.stat().st_size > LARGEST:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-        for node in walk(tree):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
             sentence = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
             if not 20 < len(sentence) < 200 or node.name.startswith("__"):
                 continue
@@ -52,10 +58,6 @@ def read_pairs() -> list[dict[str, str]]:
     return list({pair["document"]: pair for pair in pairs.values()}.values())
 
 
-def walk(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
 def is_held_out(pair: dict[str, str]) -> bool:
     digest = hashlib.sha256(pair["document"].encode()).hexdigest()
     return int(digest[:8], 16) % HELD_OUT == 0
@@ -63,9 +65,7 @@ def is_held_out(pair: dict[str, str]) -> bool:
 
 def build(output: Path, limit: int | None) -> list[dict[str, str]]:
     """Write the data and the model's folder; returns the pairs that are not trained on."""
-    pairs = read_pairs()
-    random.Random(0).shuffle(pairs)
-    pairs = pairs[:limit]
+    pairs = read_pairs(limit)
     held_out = [pair for pair in pairs if is_held_out(pair)]
     trained = [pair for pair in pairs if not is_held_out(pair)]
     write_lines(trained, output / "data" / "train.jsonl")
@@ -78,11 +78,10 @@ def build(output: Path, limit: int | None) -> list[dict[str, str]]:
     return held_out
 
 
-def run(*words: str) -> str:
-    """Print a command, run it, and return what it writes to standard output."""
+def run(*words: str) -> None:
+    """Print a command and run it."""
     print(f"\n$ rapidformer {shlex.join(words)}", flush=True)
-    command = [sys.executable, "-m", "rapidformer", *words]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    subprocess.run([sys.executable, "-m", "rapidformer", *words], check=True)
 
 
 def search(question: str, held_out: list[dict[str, str]], output: Path) -> list[str]:
@@ -101,18 +100,18 @@ def search(question: str, held_out: list[dict[str, str]], output: Path) -> list[
     return [f"{scores[place]:.2f}  {texts[1 + place]}" for place in order[:5]]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("embeddings-output"))
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--pairs", type=int, help="use at most so many pairs")
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pairs", type=int, help="read no more files after so many pairs")
+    arguments = parser.parse_args(words)
     output = arguments.output
     held_out = build(output, arguments.pairs)
     run(
         "--task", "embedding", "--data-path", str(output / "data"),
         "--pretrained-model-name-or-path", str(output / "model"), "--from-scratch", *TRAINING,
-        "--train-iters", str(arguments.steps), "--eval-interval", str(max(1, arguments.steps // 3)),
+        "--train-iters", str(arguments.steps), "--eval-interval", str(max(1, arguments.steps // 4)),
         "--save", str(output / "run"), "--overwrite",
     )  # fmt: skip
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
@@ -121,9 +120,8 @@ def main() -> None:
     print(f"by chance       {10 / len(held_out):6.1%}")
     for row in scores:
         print(f"after {row['step']:4} steps {row['eval_accuracy@10']:6.1%}")
-    found = search(QUESTION, held_out, output)
-    print(f"\n{QUESTION}")
-    print("\n".join(found))
+    best = search(QUESTION, held_out, output)
+    print("\n".join(["", QUESTION, *best]))
 
 
 if __name__ == "__main__":

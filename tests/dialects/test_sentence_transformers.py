@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,32 @@ def test_their_own_model_is_trained(folder: Path, tmp_path: Path) -> None:
     saved = theirs.SentenceTransformer(str(tmp_path / "last"), device="cpu")
     np.testing.assert_allclose(saved.encode(TEXTS), model.encode(TEXTS), atol=1e-6)
     assert saved.prompts["query"] == "w1 "
+    metrics = trainer.evaluate(make_rows(("question", "answer", "wrong", "worse")))
+    assert {"eval_ndcg@10", "eval_triplet_accuracy"} <= metrics.keys()
+
+
+def test_prompts_may_be_left_out_of_vectors(folder: Path, tmp_path: Path) -> None:
+    model = ours.SentenceTransformer(str(folder), device="cpu", prompts={"query": "w9 w8 "})
+    model.recipe = replace(model.recipe, pools_prompt=False)
+    model.max_seq_length = 5
+    model.save_pretrained(tmp_path)
+    peer = theirs.SentenceTransformer(str(tmp_path), device="cpu")
+    assert peer.max_seq_length == 5
+    texts = [*TEXTS, "w1 w2 w3 w4 w5 w6"]
+    np.testing.assert_allclose(model.encode_query(texts), peer.encode_query(texts), atol=1e-6)
+    again = ours.SentenceTransformer(str(tmp_path), device="cpu")
+    np.testing.assert_allclose(again.encode_query(texts), peer.encode_query(texts), atol=1e-6)
+
+
+def test_functions_of_losses_may_be_the_defaults() -> None:
+    own = their_losses
+    ours.losses.TripletLoss(None, own.TripletDistanceMetric.EUCLIDEAN)
+    ours.losses.MultipleNegativesRankingLoss(None, 20.0, theirs.util.cos_sim)
+    ours.losses.CoSENTLoss(None, 20.0, theirs.util.pairwise_cos_sim)
+    ours.losses.MarginMSELoss(None, theirs.util.pairwise_dot_score)
+    ours.losses.CosineSimilarityLoss(None, torch.nn.MSELoss(), torch.nn.Identity())
+    with pytest.raises(ConfigurationError, match="distances are Euclidean"):
+        ours.losses.TripletLoss(None, own.TripletDistanceMetric.COSINE)
 
 
 def test_what_is_not_supported_is_refused(folder: Path) -> None:
@@ -119,3 +146,11 @@ def test_what_is_not_supported_is_refused(folder: Path) -> None:
     model = ours.SentenceTransformer(str(folder), device="cpu")
     with pytest.raises(ConfigurationError, match=r"loss= takes one of .*losses, got str"):
         ours.SentenceTransformerTrainer(model, loss="mnrl")
+    with pytest.raises(ConfigurationError, match=r"encode\(precision='int8'\) is not supported"):
+        model.encode("w1", precision="int8")
+    arguments = ours.SentenceTransformerTrainingArguments("out", prompts={"b": "w1 "})
+    rows = make_rows(("a", "b", "c"))
+    with pytest.raises(ConfigurationError, match="give all but the first the same prompt"):
+        ours.SentenceTransformerTrainer(model, arguments, rows)
+    scored = ours.SentenceTransformerTrainer(model, train_dataset=make_rows(("a", "b", "label")))
+    assert scored.prepared.extras["loss"].name == "cosent"

@@ -15,6 +15,7 @@ from rapidformer.dialects import trl as ours
 from rapidformer.errors import ConfigurationError
 
 WORDS = [f"w{n}" for n in range(20)]
+MODEL = torch.nn.Linear(1, 1)
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 4,
     "logging_steps": 1, "learning_rate": 0.5, "optim": "sgd", "lr_scheduler_type": "constant",
@@ -121,7 +122,8 @@ def test_grpo_script(tmp_path: Path) -> None:
     ],
 )
 def test_other_trainers(name: str, options: dict[str, Any], shown: str, tmp_path: Path) -> None:
-    """By names alone, with the model's folder instead of a model; also conversations."""
+    """By names alone, with the model's folder instead of a model; also conversations, and
+    evaluation sets with names."""
     build_model(tmp_path / "model")
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
@@ -141,13 +143,26 @@ def test_other_trainers(name: str, options: dict[str, Any], shown: str, tmp_path
     })  # fmt: skip
     trainer = getattr(ours, f"{name}Trainer")(
         str(tmp_path / "model"), args=config, train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:2]),
+        eval_dataset={"few": Dataset.from_list(rows[:2])},
     )  # fmt: skip
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2]
     assert shown in lines[0] and lines[0]["loss"] != lines[1]["loss"]
-    assert any(f"eval_{shown}" in line for line in trainer.state.log_history)
+    assert any(f"eval_few_{shown}" in line for line in trainer.state.log_history)
+    assert f"test_{shown}" in trainer.predict(Dataset.from_list(rows)).metrics
+
+
+def test_dropout_is_off_in_adapters_too(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    trainer = ours.DPOTrainer(
+        build_model(tmp_path / "model"), args=ours.DPOConfig(str(tmp_path), **COMMON),
+        train_dataset=make_pairs(2), processing_class=build_tokenizer(),
+        peft_config=LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"]),
+    )  # fmt: skip
+    rates = {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +173,10 @@ def test_other_trainers(name: str, options: dict[str, Any], shown: str, tmp_path
             lambda: ours.DPOConfig("x", loss_type=["ipo", "hinge"]).list_settings(),
             "use one of sigm",
         ),
+        (
+            lambda: ours.DPOConfig("x", loss_type="ipo", loss_weights=[1.0, 0.5]).list_settings(),
+            "use one of sigm",
+        ),
         (lambda: ours.CPOConfig("x").list_settings(), "use loss_type='simpo'"),
         (lambda: ours.GRPOConfig("x", vllm_mode="server"), r"GRPOConfig\(vllm_mode=...\) is not"),
         (lambda: ours.GRPOConfig("x", use_vllm=True), "there is no inference server"),
@@ -165,6 +184,13 @@ def test_other_trainers(name: str, options: dict[str, Any], shown: str, tmp_path
             lambda: ours.DPOTrainer("x", args=ours.KTOConfig("x")),
             "takes a DPOConfig, got",
         ),
+        (lambda: ours.DPOTrainer(args=ours.DPOConfig("x")), "DPOTrainer needs a model"),
+        (lambda: ours.DPOTrainer(MODEL, MODEL), "ref_model must not be the model that learns"),
+        (
+            lambda: ours.DPOTrainer(MODEL, processing_class=build_tokenizer()),
+            "DPOTrainer needs a train_dataset",
+        ),
+        (lambda: ours.GRPOTrainer("x", [max, max]), "two reward functions are called max"),
     ],
 )
 def test_what_is_not_supported_says_so(build: Any, text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +23,13 @@ from torch import Tensor
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.objectives import BoundObjective, Context
+from rapidformer.tasks.embedding.files import Recipe, SentenceFiles, read_recipe
 from rapidformer.tasks.embedding.losses import Items, LossSettings, compute_losses
 from rapidformer.tasks.embedding.objective import pool
 from rapidformer.tasks.metrics.retrieval import score_ranks
 from rapidformer.tasks.registry import get_task
 
-from .conftest import WORDS, compute_metrics, make_args, run_split, write_jsonl
+from .conftest import WORDS, build_tokenizer, compute_metrics, make_args, run_split, write_jsonl
 
 TASK, RERANKING = get_task("embedding"), get_task("reranking")
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -108,7 +111,7 @@ def test_triplets_are_counted_one_by_one() -> None:
     items = make_items(negatives)
     items.is_present[1, 3] = False
     values, counts = compute_losses(items, LossSettings(name="triplet", margin=1.0))
-    assert counts is not None and counts.tolist() == [2, 1]
+    assert counts.tolist() == [2, 1]
     distances = (items.vectors[:, :1] - items.vectors[:, 1:]).norm(dim=-1)
     expected = (distances[:, :1] - distances[:, 1:] + 1).relu()
     assert values.tolist() == pytest.approx([float(expected[0].sum()), float(expected[1, 0])])
@@ -155,7 +158,10 @@ def _take_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return taken
 
 
-def _compare(ours: Any, theirs: Any, model: Any) -> None:
+def _compare(prepared: Any, theirs: Any, model: Any) -> None:
+    """One batch of all rows, its loss and gradients."""
+    batch = prepared.collate(list(prepared.train))
+    ours = prepared.objective.compute(model, batch, Context()).mean
     theirs.backward()
     expected = _take_gradients(model)
     ours.backward()
@@ -189,10 +195,7 @@ def test_losses_of_documents(case: Any, peer: SentenceTransformer, bert_folder: 
     rows = make_rows(negatives=negatives)
     prepared = prepare(bert_folder, rows, **settings)
     columns = [peer.tokenize([row[name] for row in rows]) for name in rows[0]]
-    theirs = build(peer)(columns, torch.zeros(0))
-    batch = prepared.collate(list(prepared.train))
-    model = peer[0].model
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepared, build(peer)(columns, torch.zeros(0)), peer[0].model)
 
 
 @pytest.mark.parametrize("name", ["cosent", "cosine"])
@@ -202,9 +205,7 @@ def test_losses_of_scores(name: str, peer: SentenceTransformer, bert_folder: Pat
     columns = [peer.tokenize([row[key] for row in rows]) for key in ("sentence1", "sentence2")]
     build = {"cosent": losses.CoSENTLoss, "cosine": losses.CosineSimilarityLoss}[name]
     theirs = build(peer)(columns, torch.tensor([row["score"] for row in rows]))
-    model = peer[0].model
-    batch = prepared.collate(list(prepared.train))
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepared, theirs, peer[0].model)
 
 
 @pytest.mark.parametrize("kind", ["margin", "margins", "scores"])
@@ -217,10 +218,7 @@ def test_margins(kind: str, peer: SentenceTransformer, bert_folder: Path) -> Non
     names = [name for name in rows[0] if name != "score"]
     columns = [peer.tokenize([row[name] for row in rows]) for name in names]
     theirs = losses.MarginMSELoss(peer)(columns, torch.tensor([row["score"] for row in rows]))
-    prepared = prepare(bert_folder, rows)
-    model = peer[0].model
-    batch = prepared.collate(list(prepared.train))
-    _compare(prepared.objective.compute(model, batch, Context()).mean, theirs, model)
+    _compare(prepare(bert_folder, rows), theirs, peer[0].model)
 
 
 def test_reranking_losses(bert_folder: Path) -> None:
@@ -234,12 +232,7 @@ def test_reranking_losses(bert_folder: Path) -> None:
     prepared = RERANKING.prepare(args, {"train": rows})
     columns = [[row["query"] for row in rows], [row["document"] for row in rows]]
     theirs = BinaryCrossEntropyLoss(peer)(columns, torch.tensor([row["label"] for row in rows]))
-    batch = prepared.collate(list(prepared.train))
-    assert prepared.objective is not None
-    model = peer[0].model
-    term: Any = prepared.objective.compute(model, batch, Context())
-    _compare(term.mean, theirs, model)
-    assert float(term.count) == len(rows)
+    _compare(prepared, theirs, peer[0].model)
 
 
 def test_listwise_by_hand(bert_folder: Path) -> None:
@@ -361,6 +354,8 @@ def test_both_passes_draw_the_same_dropout(bert_folder: Path) -> None:
 
 # ---- rows ----------------------------------------------------------------------------------------
 
+GOOD = {"query": "who", "positive": "john", "negative": "cat"}
+SCORED = {"sentence1": "a", "sentence2": "b", "score": 0.5}
 MESSAGE = [{"role": "user", "content": "who runs ?"}]
 FORMATS: list[tuple[str, dict[str, Any], list[list[str]], str]] = [
     ("names", {"query": "who", "pos": "john", "neg": ["mary", "cat"]},
@@ -379,6 +374,16 @@ FORMATS: list[tuple[str, dict[str, Any], list[list[str]], str]] = [
 ]  # fmt: skip
 
 
+def test_only_what_the_loss_learns_from_is_read(bert_folder: Path) -> None:
+    """Scores are no part of a ranking, which has its own metrics, nor negatives of scored pairs."""
+    scored = {"query": "who", "documents": ["john", "mary"], "scores": [0.5, 1.0]}
+    ranked = prepare(bert_folder, [scored], loss="infonce")
+    assert [len(item["input_ids"]) for item in ranked.train] == [2, 2]
+    assert not any(item["scores"] for item in ranked.train)
+    pairs = prepare(bert_folder, [{**GOOD, "score": 0.5}], loss="cosent")
+    assert [len(item["input_ids"]) for item in pairs.train] == [2]
+
+
 @pytest.mark.parametrize("case", FORMATS, ids=[case[0] for case in FORMATS])
 def test_row_formats(case: Any, bert_folder: Path) -> None:
     _, row, expected, loss = case
@@ -389,8 +394,6 @@ def test_row_formats(case: Any, bert_folder: Path) -> None:
     assert prepared.extras["loss"].name == loss
 
 
-GOOD = {"query": "who", "positive": "john", "negative": "cat"}
-SCORED = {"sentence1": "a", "sentence2": "b", "score": 0.5}
 BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([GOOD, {**GOOD, "positive": None}], {},
      "train, row 2: the column positive must hold text, not nothing."),
@@ -430,6 +433,27 @@ def test_bad_rows_of_rerankers(bert_folder: Path) -> None:
         RERANKING.prepare(args, {"train": [lone, {**lone, "label": 2}]})
 
 
+def test_a_model_brings_its_recipe(
+    bert_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also its length, and from the Hub; --pooling replaces one that is not known."""
+    recipe = Recipe(pooling="last", prompts={"query": "who "}, pools_prompt=False, length=8)
+    SentenceFiles(build_tokenizer(tmp_path), recipe, 16).save_pretrained(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(tmp_path))
+    assert read_recipe("org/name") == dataclasses.replace(recipe, normalizes=False)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(bert_folder / name, tmp_path)
+    long = {"query": "the cat " * 9, "positive": "the dog " * 9}
+    prepared = prepare(tmp_path, [long])
+    assert [len(ids) for ids in prepared.train[0]["input_ids"]] == [8, 8]
+    assert prepared.train[0]["prompts"] == [2, 0] and prepared.saved.recipe.pooling == "last"
+    pooling = tmp_path / "1_Pooling" / "config.json"
+    pooling.write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(ModelError, match="choose one of them with --pooling"):
+        prepare(tmp_path, [long])
+    assert prepare(tmp_path, [long], pooling="first").saved.recipe.pooling == "first"
+
+
 def test_encoder_decoders_are_refused(t5_folder: Path) -> None:
     with pytest.raises(ModelError, match="needs an encoder or a decoder, and t5 is both"):
         prepare(t5_folder, make_rows())
@@ -464,18 +488,15 @@ def test_folder_is_one_of_sentence_transformers(
     done = command("export", run, tmp_path / "export", "--no-verify")
     assert done.returncode == 0, done.stderr
     texts = ["the cat sat", "john lives in paris"]
-    for folder in (run / "best", tmp_path / "export"):
+    for folder, column in ((run / "best", "query"), (tmp_path / "export", "document")):
         peer = SentenceTransformer(str(folder), device="cpu")
         assert peer.prompts["query"] == "question : "
         assert type(peer[2]).__name__ == "Normalize"
-        for column, encode in (("query", peer.encode_query), ("document", peer.encode_document)):
-            data = write_jsonl(tmp_path / "input.jsonl", [{column: text} for text in texts])
-            out = tmp_path / "vectors.jsonl"
-            done = command("predict", "--load", folder, "--input", data, "--output", out)
-            assert done.returncode == 0, done.stderr
-            ours = [json.loads(line)["embedding"] for line in out.read_text().splitlines()]
-            np.testing.assert_allclose(ours, encode(texts), atol=1e-6)
-            out.unlink()
+        rows = [json.dumps({column: text}) for text in texts]
+        done = command("predict", "--load", folder, "--input", *rows)
+        assert done.returncode == 0, done.stderr
+        ours = [json.loads(line)["embedding"] for line in done.stdout.splitlines()]
+        np.testing.assert_allclose(ours, getattr(peer, f"encode_{column}")(texts), atol=1e-6)
 
 
 def test_adapter_folder_is_one_of_sentence_transformers(

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from rapidformer.errors import ConfigurationError
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def _compare_all(first: Tensor, second: Tensor) -> Tensor:
+    return functional.normalize(first, dim=-1) @ functional.normalize(second, dim=-1).T
 
 
 class Loss:
@@ -14,13 +24,22 @@ class Loss:
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
 
-    def _refuse(self, **others: Any) -> None:
-        """Refuse what is given and not the default, which is None here."""
-        for name, (value, reason) in others.items():
-            if value is not None:
-                raise ConfigurationError(
-                    f"{type(self).__name__}({name}=...) is not supported: {reason}."
-                )
+    def _refuse(self, name: str, reason: str) -> None:
+        raise ConfigurationError(f"{type(self).__name__}({name}=...) is not supported: {reason}.")
+
+    def _check(self, name: str, function: Any, expected: Function, reason: str) -> None:
+        """Refuse a function that computes something else than what is expected."""
+        if function is None:
+            return
+        first, second = torch.arange(24.0).sin().view(2, 3, 4)
+        wanted = expected(first, second)
+        try:
+            result = function(first, second)
+            is_same = result.shape == wanted.shape and torch.allclose(result, wanted, atol=1e-4)
+        except Exception:  # it is the user's
+            is_same = False
+        if not is_same:
+            self._refuse(name, reason)
 
 
 class MultipleNegativesRankingLoss(Loss):
@@ -38,10 +57,9 @@ class MultipleNegativesRankingLoss(Loss):
         hardness_strength: float = 0.0,
     ) -> None:
         """``gather_across_devices`` is always on."""
-        self._refuse(
-            similarity_fct=(_if_not_cosine(similarity_fct), "texts are compared by their cosine"),
-            hardness_mode=(hardness_mode, "negatives have equal weights"),
-        )
+        self._check("similarity_fct", similarity_fct, _compare_all, "texts are compared by cosine")
+        if hardness_mode is not None:
+            self._refuse("hardness_mode", "negatives have equal weights")
         is_symmetric = set(directions) == {"query_to_doc", "doc_to_query"}
         if is_symmetric and partition_mode == "joint":
             raise ConfigurationError(
@@ -85,9 +103,8 @@ class CoSENTLoss(Loss):
     """Learns the order of scores."""
 
     def __init__(self, model: Any = None, scale: float = 20.0, similarity_fct: Any = None) -> None:
-        self._refuse(
-            similarity_fct=(_if_not_cosine(similarity_fct), "texts are compared by their cosine")
-        )
+        cosine: Function = torch.cosine_similarity
+        self._check("similarity_fct", similarity_fct, cosine, "texts are compared by cosine")
         super().__init__(loss="cosent", similarity_scale=scale)
 
 
@@ -97,20 +114,23 @@ class CosineSimilarityLoss(Loss):
     def __init__(
         self, model: Any = None, loss_fct: Any = None, cos_score_transformation: Any = None
     ) -> None:
-        self._refuse(
-            loss_fct=(loss_fct, "it is the squared difference"),
-            cos_score_transformation=(cos_score_transformation, "cosines are taken as they are"),
-        )
+        transform = cos_score_transformation
+        self._check("loss_fct", loss_fct, functional.mse_loss, "it is the squared difference")
+        self._check(
+            "cos_score_transformation", transform and (lambda first, _: transform(first)),
+            lambda first, _: first, "cosines are taken as they are",
+        )  # fmt: skip
         super().__init__(loss="cosine")
 
 
 class TripletLoss(Loss):
-    """Learns that negatives are farther away, by a margin, in Euclid's distance."""
+    """Learns that negatives are farther away, by a margin, in Euclidean distance."""
 
     def __init__(
         self, model: Any = None, distance_metric: Any = None, triplet_margin: float = 5
     ) -> None:
-        self._refuse(distance_metric=(distance_metric, "distances are Euclid's"))
+        distance = functional.pairwise_distance
+        self._check("distance_metric", distance_metric, distance, "distances are Euclidean")
         super().__init__(loss="triplet", triplet_margin=float(triplet_margin))
 
 
@@ -118,7 +138,10 @@ class MarginMSELoss(Loss):
     """Learns a teacher's margins between positives and negatives."""
 
     def __init__(self, model: Any = None, similarity_fct: Any = None) -> None:
-        self._refuse(similarity_fct=(similarity_fct, "texts are compared by their dot product"))
+        self._check(
+            "similarity_fct", similarity_fct, lambda first, second: (first * second).sum(-1),
+            "texts are compared by dot product",
+        )  # fmt: skip
         super().__init__(loss="margin_mse")
 
 
@@ -134,14 +157,7 @@ class MatryoshkaLoss(Loss):
         n_dims_per_step: int = -1,
     ) -> None:
         if any(weight != 1 for weight in matryoshka_weights or ()):
-            self._refuse(matryoshka_weights=(matryoshka_weights, "all dimensions weigh the same"))
+            self._refuse("matryoshka_weights", "all dimensions weigh the same")
         if n_dims_per_step > 0:
-            self._refuse(n_dims_per_step=(n_dims_per_step, "all dimensions are learnt each time"))
+            self._refuse("n_dims_per_step", "all dimensions are learnt each time")
         super().__init__(**loss.settings, matryoshka_dims=list(matryoshka_dims))
-
-
-def _if_not_cosine(function: Any) -> Any:
-    """The function, unless it is sentence-transformers' own cosine."""
-    return (
-        None if getattr(function, "__name__", "") in ("cos_sim", "pairwise_cos_sim") else function
-    )

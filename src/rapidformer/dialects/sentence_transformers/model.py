@@ -12,12 +12,21 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.embedding.collate import Batch
-from rapidformer.tasks.embedding.files import DOCUMENT, QUERY, Recipe, SentenceFiles, read_recipe
+from rapidformer.tasks.embedding.collate import Batch, leave_out
+from rapidformer.tasks.embedding.embedding import count_prompt
+from rapidformer.tasks.embedding.files import (
+    DOCUMENT,
+    QUERY,
+    THEIR_MODES,
+    Recipe,
+    SentenceFiles,
+    read_recipe,
+)
 from rapidformer.tasks.embedding.objective import embed_texts
+from rapidformer.tasks.text.text import get_context_length
 
-_LONGEST = 512
-_THEIRS = {"mean": "mean", "cls": "first", "lasttoken": "last"}
+_OPTIONS = {"output_value": "sentence_embedding", "precision": "float32", "truncate_dim": None}
+"""Of ``encode``: what can only have its default."""
 
 
 class Parts(NamedTuple):
@@ -60,7 +69,8 @@ class SentenceTransformer:
         self.recipe = replace(
             saved, normalizes=bool(saved.normalizes), prompts={**saved.prompts, **(prompts or {})}
         )
-        self.max_seq_length = min(self.tokenizer.model_max_length, _LONGEST)
+        context = get_context_length(self.tokenizer, self.transformers_model.config)
+        self.max_seq_length = min(saved.length or context, context)
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.transformers_model.to(device or default).eval()
 
@@ -91,19 +101,20 @@ class SentenceTransformer:
         **others: Any,
     ) -> Any:
         """The vectors of texts, as an array or a tensor; of a single text, its vector."""
+        for name, default in _OPTIONS.items():
+            if others.get(name, default) != default:
+                raise ConfigurationError(f"encode({name}={others[name]!r}) is not supported.")
         before = prompt if prompt is not None else self.prompts.get(prompt_name or "", "")
-        texts = [
-            before + text for text in ([sentences] if isinstance(sentences, str) else sentences)
-        ]
+        texts = [sentences] if isinstance(sentences, str) else list(sentences)
         was_training = self.transformers_model.training
         self.transformers_model.eval()
         batches = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
-        vectors = torch.cat([self._embed(batch) for batch in batches])
+        vectors = torch.cat([self._embed(batch, before) for batch in batches])
         self.transformers_model.train(was_training)
         if normalize_embeddings:
             vectors = nn.functional.normalize(vectors, dim=-1)
-        found = vectors[0] if isinstance(sentences, str) else vectors
-        return found if convert_to_tensor else found.cpu().numpy()
+        result = vectors[0] if isinstance(sentences, str) else vectors
+        return result if convert_to_tensor else result.cpu().numpy()
 
     def encode_query(self, sentences: str | Sequence[str], **options: Any) -> Any:
         """The vectors of queries, with their prompt."""
@@ -124,20 +135,22 @@ class SentenceTransformer:
         """Write a folder that this class and sentence-transformers' own load."""
         model: Any = self.transformers_model
         model.save_pretrained(path)
-        parts = take_parts(self)
-        width = self.get_embedding_dimension()
-        SentenceFiles(parts.tokenizer, parts.recipe, width, parts.length).save_pretrained(path)
+        recipe = replace(self.recipe, length=self.max_seq_length)
+        SentenceFiles(self.tokenizer, recipe, self.get_embedding_dimension()).save_pretrained(path)
 
     save = save_pretrained
 
-    def _embed(self, texts: list[str]) -> torch.Tensor:
+    def _embed(self, texts: list[str], prompt: str) -> torch.Tensor:
         batch: Batch = dict(
             self.tokenizer(
-                texts, padding=True, truncation=True, max_length=self.max_seq_length,
-                return_tensors="pt",
+                [prompt + text for text in texts], padding=True, truncation=True,
+                max_length=self.max_seq_length, return_tensors="pt",
             ).to(self.device)
         )  # fmt: skip
-        recipe = self.recipe
+        recipe, mask = self.recipe, batch["attention_mask"]
+        if prompt and not recipe.pools_prompt:
+            lengths = mask.new_full([len(texts)], count_prompt(prompt, self.tokenizer))
+            batch["pooled"] = leave_out(mask, lengths)
         return embed_texts(
             self.transformers_model, batch, recipe.pooling, normalizes=bool(recipe.normalizes)
         )
@@ -150,20 +163,19 @@ def take_parts(model: Any) -> Parts:
     modules: Iterable[Any] = model if isinstance(model, nn.Sequential) else ()
     named = {type(module).__name__: module for module in modules}
     pooling = getattr(named.get("Pooling"), "pooling_mode", None)
-    if (
-        "Transformer" not in named
-        or pooling not in _THEIRS
-        or len(named) > 2 + ("Normalize" in named)
-    ):
+    is_known = named.keys() - {"Normalize"} == {"Transformer", "Pooling"}
+    if not is_known or pooling not in THEIR_MODES:
         raise ConfigurationError(
             "SentenceTransformerTrainer(model=...) takes a SentenceTransformer of a transformer, "
             "pooling by mean, cls or lasttoken, and maybe Normalize, not "
             f"{type(model).__name__} of {', '.join(named) or 'no such modules'}."
         )
     recipe = Recipe(
-        pooling=_THEIRS[pooling], normalizes="Normalize" in named,
+        pooling=THEIR_MODES[pooling], normalizes="Normalize" in named,
         pools_prompt=named["Pooling"].include_prompt,
         prompts={name: text for name, text in model.prompts.items() if text},
     )  # fmt: skip
-    length = min(model.max_seq_length or _LONGEST, _LONGEST)
-    return Parts(named["Transformer"].auto_model, model.tokenizer, recipe, length)
+    transformer = named["Transformer"].auto_model
+    context = get_context_length(model.tokenizer, transformer.config)
+    length = min(model.max_seq_length or context, context)
+    return Parts(transformer, model.tokenizer, recipe, length)

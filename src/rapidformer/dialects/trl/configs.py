@@ -23,7 +23,6 @@ C = TypeVar("C", bound="type[TaskConfig]")
 _PADDING = ignored("rows are padded to the longest of their batch", default="auto")
 _SYNC = refused("the reference is what the run started from")
 _VLLM = refused("answers are drawn by the model itself; there is no inference server")
-_LENGTHS = refused("prompt and answer share max_length")
 
 
 def _takes_other_names(refusals: Mapping[str, str]) -> Callable[[C], C]:
@@ -55,7 +54,8 @@ def _takes_other_names(refusals: Mapping[str, str]) -> Callable[[C], C]:
 class TaskConfig(TrainingArguments):
     """What the configurations of TRL's trainers share."""
 
-    task: ClassVar[str]
+    task: ClassVar[str] = "preference"
+    loss: ClassVar[str | None] = None
     logging_steps: float = 10
     gradient_checkpointing: bool = True
     bf16: bool | None = None  # type: ignore[assignment]
@@ -94,7 +94,8 @@ class TaskConfig(TrainingArguments):
         """The settings that they stand for."""
         rows = self.get_table().items()
         named = {row.setting: getattr(self, name) for name, row in rows if row.outcome == "mapped"}
-        return {"task": self.task, **{n: v for n, v in named.items() if v is not None}}
+        named |= {"task": self.task, "loss": named.get("loss", self.loss)}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def _get_default(config: Any, name: str) -> Any:
@@ -111,17 +112,37 @@ def _has_bf16(config: Any) -> bool:
     return is_cuda and torch.cuda.is_bf16_supported()
 
 
-@takes_former_names
-@_takes_other_names({"pad_token": "set tokenizer.pad_token", "padding_free": "leave it out: unpad"})
 @dataclass(repr=False)
-class DPOConfig(TaskConfig):
-    """How to learn from pairs of answers."""
+class ReferenceConfig(TaskConfig):
+    """What configurations with a reference share."""
 
-    task: ClassVar[str] = "preference"
-    truncation_mode: Annotated[str, refused("answers are cut at their end")] = "keep_start"
+    beta: Annotated[float, mapped("beta")] = 0.1
     precompute_ref_log_probs: Annotated[bool, refused(
         "`rapidformer --task preference --precompute-reference` has it")] = False  # fmt: skip
     precompute_ref_batch_size: Annotated[int | None, ignored("nothing is precomputed")] = None
+    sync_ref_model: Annotated[bool, _SYNC] = False
+    ref_model_mixup_alpha: Annotated[float, ignored("the reference stays")] = 0.6
+    ref_model_sync_steps: Annotated[int, ignored("the reference stays")] = 512
+
+
+@dataclass(repr=False)
+class PlainConfig(TaskConfig):
+    """What configurations without a reference share."""
+
+    beta: Annotated[float, mapped("beta")] = 0.1
+    max_completion_length: Annotated[int | None, refused(
+        "prompt and answer share max_length")] = None  # fmt: skip
+    generate_during_eval: Annotated[bool, refused("evaluation compares given answers")] = False
+    is_encoder_decoder: Annotated[bool | None, refused("only decoders")] = None
+
+
+@takes_former_names
+@_takes_other_names({"pad_token": "set tokenizer.pad_token", "padding_free": "leave it out: unpad"})
+@dataclass(repr=False)
+class DPOConfig(ReferenceConfig):
+    """How to learn from pairs of answers."""
+
+    truncation_mode: Annotated[str, refused("answers are cut at their end")] = "keep_start"
     loss_type: Annotated[list[str] | str, honoured(
         "sigmoid, sigmoid_norm, ipo, hinge, robust or apo_zero, alone or with sft",
         "loss")] = dataclasses.field(default_factory=lambda: ["sigmoid"])  # fmt: skip
@@ -131,19 +152,17 @@ class DPOConfig(TaskConfig):
     f_divergence_type: Annotated[str, refused("only reverse_kl")] = "reverse_kl"
     f_alpha_divergence_coef: Annotated[float, ignored("there is no alpha divergence")] = 0.5
     label_smoothing: Annotated[float, mapped("label_smoothing")] = 0.0
-    beta: Annotated[float, mapped("beta")] = 0.1
     use_weighting: Annotated[bool, refused("every pair weighs the same")] = False
     discopop_tau: Annotated[float, ignored("there is no discopop loss")] = 0.05
-    sync_ref_model: Annotated[bool, _SYNC] = False
-    ref_model_mixup_alpha: Annotated[float, ignored("the reference stays")] = 0.6
-    ref_model_sync_steps: Annotated[int, ignored("the reference stays")] = 512
 
     def list_settings(self) -> dict[str, Any]:
         kinds = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
-        weights = dict(zip(kinds, self.loss_weights or [1.0] * len(kinds), strict=True))
+        numbers = self.loss_weights or [1.0] * len(kinds)
+        weights = dict(zip(kinds, numbers, strict=False))
         sft = weights.pop("sft", 0.0)
         known = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero")
-        if len(weights) != 1 or set(weights.values()) != {1.0} or not weights.keys() <= {*known}:
+        is_one = [*weights.values()] == [1.0] and weights.keys() <= {*known}
+        if not is_one or len(numbers) != len(kinds):
             raise ConfigurationError(
                 f"DPOConfig(loss_type={self.loss_type!r}, loss_weights={self.loss_weights!r}): use "
                 f"one of {', '.join(known)} with the weight 1, alone or with sft."
@@ -157,24 +176,14 @@ class DPOConfig(TaskConfig):
 
 @takes_former_names
 @dataclass(repr=False)
-class KTOConfig(TaskConfig):
+class KTOConfig(ReferenceConfig):
     """How to learn from single answers that are good or bad."""
 
-    task: ClassVar[str] = "preference"
+    loss: ClassVar[str | None] = "kto"
     train_sampling_strategy: str = "sequential"
-    precompute_ref_log_probs: Annotated[bool, refused(
-        "`rapidformer --task preference --precompute-reference` has it")] = False  # fmt: skip
-    precompute_ref_batch_size: Annotated[int | None, ignored("nothing is precomputed")] = None
     loss_type: Annotated[str, refused("only kto")] = "kto"
-    beta: Annotated[float, mapped("beta")] = 0.1
     desirable_weight: Annotated[float, mapped("desirable_weight")] = 1.0
     undesirable_weight: Annotated[float, mapped("undesirable_weight")] = 1.0
-    sync_ref_model: Annotated[bool, _SYNC] = False
-    ref_model_mixup_alpha: Annotated[float, ignored("the reference stays")] = 0.6
-    ref_model_sync_steps: Annotated[int, ignored("the reference stays")] = 512
-
-    def list_settings(self) -> dict[str, Any]:
-        return {**super().list_settings(), "loss": "kto"}
 
 
 @takes_former_names
@@ -192,35 +201,24 @@ class RewardConfig(TaskConfig):
 
 @takes_former_names
 @dataclass(repr=False)
-class ORPOConfig(TaskConfig):
+class ORPOConfig(PlainConfig):
     """How to learn answers and preferences at once, without a reference."""
 
-    task: ClassVar[str] = "preference"
-    max_completion_length: Annotated[int | None, _LENGTHS] = None
-    beta: Annotated[float, mapped("beta")] = 0.1
+    loss: ClassVar[str | None] = "orpo"
     padding_value: Annotated[int | None, ignored("the tokenizer's own")] = None
-    generate_during_eval: Annotated[bool, refused("evaluation compares given answers")] = False
-    is_encoder_decoder: Annotated[bool | None, refused("only decoders")] = None
-
-    def list_settings(self) -> dict[str, Any]:
-        return {**super().list_settings(), "loss": "orpo"}
 
 
 @takes_former_names
 @dataclass(repr=False)
-class CPOConfig(TaskConfig):
+class CPOConfig(PlainConfig):
     """SimPO; CPO's own loss is not supported."""
 
-    task: ClassVar[str] = "preference"
-    max_completion_length: Annotated[int | None, _LENGTHS] = None
-    beta: Annotated[float, mapped("beta")] = 0.1
+    loss: ClassVar[str | None] = "simpo"
     label_smoothing: Annotated[float, mapped("label_smoothing")] = 0.0
     loss_type: Annotated[str, honoured("simpo alone", "loss")] = "sigmoid"
     cpo_alpha: Annotated[float, mapped("sft_weight")] = 1.0
     simpo_gamma: Annotated[float, mapped("simpo_gamma")] = 0.5
     alpha: Annotated[float, refused("AlphaPO's rewards are not supported")] = 0.0
-    generate_during_eval: Annotated[bool, refused("evaluation compares given answers")] = False
-    is_encoder_decoder: Annotated[bool | None, refused("only decoders")] = None
 
     def list_settings(self) -> dict[str, Any]:
         if self.loss_type != "simpo":
@@ -228,7 +226,7 @@ class CPOConfig(TaskConfig):
                 f"CPOConfig(loss_type={self.loss_type!r}) is not supported: use loss_type='simpo' "
                 "(SimPO as published has cpo_alpha=0), or DPOTrainer."
             )
-        return {**super().list_settings(), "loss": "simpo"}
+        return super().list_settings()
 
 
 @takes_former_names

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
+import transformers
 from torch import nn
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import AutoTokenizer
 
 from rapidformer.accel.dropout_seeds import apply_no_dropout
 from rapidformer.config import Settings
-from rapidformer.dialects.huggingface.interface import Keys
-from rapidformer.dialects.huggingface.trainer import Trainer
+from rapidformer.dialects.huggingface.task_trainer import TaskTrainer
 from rapidformer.dialects.trl.configs import (
     CPOConfig,
     DPOConfig,
@@ -28,10 +27,9 @@ from rapidformer.models.configuration import get_position_limit
 from rapidformer.objectives import Context, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.objectives.reference import REFERENCE
-from rapidformer.tasks.base import PreparedData
-from rapidformer.tasks.evaluation.evaluating import measure
+from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.frozen import add_context
-from rapidformer.tasks.grpo.rewards import RewardFunction
+from rapidformer.tasks.grpo.rewards import weigh
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.text.text import TextParts, get_max_length
@@ -40,11 +38,10 @@ _TEXTS = ("prompt", "chosen", "completion")
 """Columns whose values are texts, or messages in a conversation."""
 
 
-class TaskTrainer(Trainer):
-    """A trainer of rows, not of batches: what it learns is a task's objective."""
+class TRLTrainer(TaskTrainer):
+    """What TRL's trainers share."""
 
     room = "rapidformer.dialects.trl"
-    smooths_labels = False
     config_class: ClassVar[type[TaskConfig]]
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     args: TaskConfig
@@ -72,38 +69,47 @@ class TaskTrainer(Trainer):
                 f"{type(self).__name__}(data_collator=...) is not supported: rows are tokenized "
                 "and padded by the trainer."
             )
-        self._task, self._reference = get_task(args.task), ref_model
+        if model is None:
+            raise ConfigurationError(f"{type(self).__name__} needs a model.")
+        if model is ref_model:
+            raise ConfigurationError(
+                "ref_model must not be the model that learns: leave it out, and the reference is "
+                "what the model is now."
+            )
+        self.task, self._reference = self._build_task(args), ref_model
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(
+                model if isinstance(model, str) else model.name_or_path,
+                trust_remote_code=args.trust_remote_code,
+            )
         if isinstance(model, str):
-            model, processing_class = self._load(model, processing_class, args)
-        elif processing_class is None:
-            processing_class = _load_tokenizer(model.name_or_path)
+            model = self._load(model, args)
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
-        if args.disable_dropout:
-            apply_no_dropout(model)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, **others,
         )  # fmt: skip
-        self.prepared = self.prepare_rows({"train": train_dataset, "validation": eval_dataset})
-        self.train_dataset, self.eval_dataset = self.prepared.train, self.prepared.validation
-        self.data_collator = self.prepared.collate
+        if args.disable_dropout:
+            apply_no_dropout(self.model)
+        self.prepare_data()
 
-    def _load(self, name: str, tokenizer: Any, args: TaskConfig) -> tuple[nn.Module, Any]:
-        import transformers
+    def _build_task(self, args: TaskConfig) -> Task:
+        return get_task(args.task)
 
-        given: Any = args.model_init_kwargs or {}
-        options = {"trust_remote_code": args.trust_remote_code, **given}
+    def _load(self, name: str, args: TaskConfig) -> nn.Module:
+        init: Any = args.model_init_kwargs or {}
+        options = {"trust_remote_code": args.trust_remote_code, **init}
         if self.auto_class.endswith("Classification"):
             options["num_labels"] = 1
-        model = getattr(transformers, self.auto_class).from_pretrained(name, **options)
-        return model, _load_tokenizer(name) if tokenizer is None else tokenizer
+        model: nn.Module = getattr(transformers, self.auto_class).from_pretrained(name, **options)
+        return model
 
-    def prepare_rows(self, splits: Mapping[str, Any]) -> PreparedData:
+    def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
         """Tokenize TRL's rows, as the task does its own."""
-        tables = {name: rows for name, rows in splits.items() if rows is not None}
         settings = self.build_settings()
-        if tables and not _has_turns(next(iter(tables.values()))):
+        first = next(iter(tables.values()))[0]
+        if not any(isinstance(first.get(name), (list, dict)) for name in _TEXTS):
             # Texts are joined as they are, whatever template the tokenizer has.
             settings = settings.replace("TRL's texts", chat_template="none")
         model: Any = self.model
@@ -112,64 +118,42 @@ class TaskTrainer(Trainer):
             settings = settings.replace("the model's positions", seq_length=limit)
         length = get_max_length(settings, self.processing_class, model.config)
         parts = TextParts(model.config, self.processing_class, length, settings)
-        return self._task.prepare_tables(parts, tables)  # type: ignore[attr-defined, no-any-return]
+        return self.task.prepare_tables(parts, tables)  # type: ignore[attr-defined, no-any-return]
 
     def build_settings(self) -> Settings:
         config = self.config_class.__name__
         return super().build_settings().replace(config, **self.args.list_settings())
 
     def build_objective(self) -> Objective:
-        return self._task.build_objective(self.build_settings())
+        return self.task.build_objective(self.build_settings())
 
     def provide_frozen_models(self) -> Mapping[str, nn.Module]:
-        """The reference, if one was given: otherwise the run makes it."""
-        given = self._reference
-        return {} if given is None else {REFERENCE: given.to(self.args.device)}
+        """The reference, if the script has one: otherwise the run makes it."""
+        reference = self._reference
+        return {} if reference is None else {REFERENCE: reference.to(self.args.device)}
 
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = []  # the collate function reads rows, not the model
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        if eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            eval_dataset = self.prepare_rows({"validation": eval_dataset}).validation
-        return super().get_eval_dataloader(eval_dataset)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: Keys = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """The task's metrics, each row once."""
-        engine = self.engine
-        loader = engine.data.adopt_loader(dataloader, is_training=False)
+    def complete(self, prepared: PreparedData) -> PreparedData:
         if self.context is None:  # nothing is trained yet: the model is its own reference
-            frozen: dict[str, nn.Module | AskedModel] = {REFERENCE: build_untouched(engine.model)}
+            frozen: dict[str, nn.Module | AskedModel] = {
+                REFERENCE: build_untouched(self.engine.model)
+            }
             self.context = Context(frozen={**frozen, **self.provide_frozen_models()})
-        prepared = add_context(self.prepared, self.context)
-        with ExitStack() as stack:
-            if not self._is_training or self.model.training:
-                stack.enter_context(engine.model.evaluating())
-            tally = measure(engine, self._task, self.model, loader, prepared, "validation")
-        metrics = {f"{metric_key_prefix}_{name}": v for name, v in tally.compute().items()}
-        return EvalLoopOutput(None, None, metrics, tally.examples)  # type: ignore[arg-type]
+        return add_context(prepared, self.context)
 
 
-class DPOTrainer(TaskTrainer):
+class DPOTrainer(TRLTrainer):
     """Learns which of two answers is better."""
 
     config_class = DPOConfig
 
 
-class KTOTrainer(TaskTrainer):
+class KTOTrainer(TRLTrainer):
     """Learns whether an answer is good."""
 
     config_class = KTOConfig
 
 
-class _WithoutReference(TaskTrainer):
+class _WithoutReference(TRLTrainer):
     def __init__(self, model: Any = None, args: Any = None, **others: Any) -> None:
         super().__init__(model, None, args, **others)
 
@@ -193,7 +177,7 @@ class CPOTrainer(_WithoutReference):
     config_class = CPOConfig
 
 
-class GRPOTrainer(TaskTrainer):
+class GRPOTrainer(TRLTrainer):
     """Learns from functions that score its answers."""
 
     config_class = GRPOConfig
@@ -208,17 +192,14 @@ class GRPOTrainer(TaskTrainer):
                 "GRPOTrainer(reward_funcs=...) takes functions of (prompts, completions, "
                 "**columns); a reward model can be called in one."
             )
-        weights = (args.reward_weights if args is not None else None) or [1.0] * len(functions)
-        if len(weights) != len(functions):
-            raise ConfigurationError(
-                f"reward_weights has {len(weights)} numbers for {len(functions)} functions."
-            )
-        pairs = zip(functions, weights, strict=True)
-        self.reward_functions = [
-            RewardFunction(getattr(f, "__name__", "reward"), _in_our_words(f), weight)
-            for f, weight in pairs
-        ]
+        names = [getattr(function, "__name__", "reward") for function in functions]
+        wrapped = [_in_our_words(function) for function in functions]
+        weights = getattr(args, "reward_weights", None)
+        self._functions = weigh(list(zip(names, wrapped, strict=True)), weights)
         super().__init__(model, None, args, **others)
+
+    def _build_task(self, args: TaskConfig) -> Task:
+        return Grpo(self._functions)
 
     def build_settings(self) -> Settings:
         """In prompts: TRL's batches count answers."""
@@ -238,15 +219,10 @@ class GRPOTrainer(TaskTrainer):
             eval_micro_batch_size=args.per_device_eval_batch_size,
         )  # fmt: skip
 
-    def prepare_rows(self, splits: Mapping[str, Any]) -> PreparedData:
-        assert isinstance(self._task, Grpo)
-        self._task = Grpo(self.reward_functions)
-        return super().prepare_rows(splits)
-
     def build_objective(self) -> Objective:
-        assert isinstance(self._task, Grpo)
+        assert isinstance(self.task, Grpo)
         model: Any = self.model
-        return self._task.build(self.build_settings(), self.processing_class, model.config)
+        return self.task.build(self.build_settings(), self.processing_class, model.config)
 
 
 def _in_our_words(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,15 +235,3 @@ def _in_our_words(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(prompts=prompts, completions=turns if are_turns else answers, **columns)
 
     return reward
-
-
-def _load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
-
-
-def _has_turns(rows: Any) -> bool:
-    """Whether rows are conversations."""
-    first = rows[0]
-    return any(isinstance(first.get(name), (list, dict)) for name in _TEXTS)

@@ -6,7 +6,6 @@ to which item: ``[items, texts]``, -1 where an item has fewer texts than others.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ _FIELDS = ("input_ids", "token_type_ids")
 
 
 class ItemCollator:
-    """Makes a batch of items with at most ``texts`` texts and ``scores`` scores each."""
+    """Makes a batch of items; each has room for at least ``texts`` texts and ``scores`` scores, so
+    that the batches of an update can be joined."""
 
     def __init__(
         self, pads: Mapping[str, int | float], side: str, *, texts: int, scores: int
@@ -29,11 +29,11 @@ class ItemCollator:
 
     def __call__(self, items: list[dict[str, Any]]) -> Batch:
         counts = torch.tensor([len(item["input_ids"]) for item in items])
-        places = torch.arange(self._texts)
+        ids = _fill([item["text_ids"] for item in items], self._texts, 0)
+        places = torch.arange(ids.shape[1])
         slots = (counts.cumsum(0) - counts)[:, None] + places
-        batch = {"slots": slots.masked_fill(places >= counts[:, None], -1)}
         # First, since the first tensor of a batch says how many rows it has.
-        batch["text_ids"] = _fill([item["text_ids"] for item in items], self._texts, 0)
+        batch = {"slots": slots.masked_fill(places >= counts[:, None], -1), "text_ids": ids}
         if self._scores:
             batch["scores"] = _fill([item["scores"] for item in items], self._scores, float("nan"))
         rows = [
@@ -44,23 +44,18 @@ class ItemCollator:
         batch |= self._pad(rows)
         if "prompts" in items[0]:
             lengths = torch.tensor([length for item in items for length in item["prompts"]])
-            batch["pooled"] = _leave_out(batch["attention_mask"], lengths)
+            batch["pooled"] = leave_out(batch["attention_mask"], lengths)
         return batch
 
 
 def _fill(values: Sequence[Sequence[Any]], width: int, pad: float) -> torch.Tensor:
+    width = max(width, *map(len, values))
     return torch.tensor([[*row, *[pad] * (width - len(row))] for row in values])
 
 
-def _leave_out(mask: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+def leave_out(mask: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """The mask without the first tokens of each row."""
     return mask * (mask.cumsum(1) > prompts[:, None])
-
-
-def hash_text(text: str) -> int:
-    """A number that only equal texts share."""
-    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
 
 
 def get_inputs(batch: Batch) -> Batch:

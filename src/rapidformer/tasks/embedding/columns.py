@@ -6,15 +6,17 @@ it, all others do not. A row with several positives is trained on once for each 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
+from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
 from rapidformer.tasks.rows.rows import get_column_names, take_first
 
 QUERY = ColumnRole(
@@ -95,7 +97,12 @@ class PairColumns:
         scores: tuple[float, ...] = ()
         if self.score is not None:
             scores = _read_scores(row[self.score], self.score, where)
-            _check_number(len(scores), len(positives) + len(negatives), self.score, where)
+            documents = len(positives) + len(negatives)
+            if len(scores) not in (1, documents, documents - 1):
+                raise DataError(
+                    f"{where}: the column {self.score} has {len(scores)} numbers for {documents} "
+                    "documents: give one for each document, or one for each negative."
+                )
         if joins or len(scores) > 1:
             return [Item(where, queries[0], (*positives, *negatives), len(positives), scores)]
         return [Item(where, queries[0], (text, *negatives), 1, scores) for text in positives]
@@ -104,48 +111,29 @@ class PairColumns:
 def find_pair_columns(rows: Any, args: Settings, *, has_answers: bool = True) -> PairColumns:
     """The columns by their flags, their names, or their order."""
     available = get_column_names(rows)
-    negatives = _find_negatives(available, args)
+    negatives = tuple(name for name in available if _NEGATIVE.match(name))
+    if args.negative_columns:
+        names = args.negative_columns
+        negatives = tuple(check_given(name, NEGATIVE.flag, available) for name in names)
     score = find_column(SCORE, available, args, taken=negatives) if has_answers else None
-    taken = (*negatives, score)
+    given = [name for name in (args.text_column, args.text_pair_column) if name]
+    free = [name for name in available if name in given or name not in (*negatives, score)]
     try:
-        query = str(find_column(QUERY, available, args, taken=taken))
-        positive = str(find_column(POSITIVE, available, args, taken=(*taken, query)))
+        query, positive = find_columns((QUERY, POSITIVE), free, args).values()
     except DataError:
-        given = (args.text_column, args.text_pair_column, args.negative_columns)
-        ordered = [] if any(given) else _list_text_columns(rows, (score,))
+        ordered = [] if given or args.negative_columns else _list_text_columns(rows, score)
         if len(ordered) < 2:
-            if not any(given):
-                free = [name for name in available if name not in taken]
-                missing = [role for role in (QUERY, POSITIVE) if not _has(role, free)]
-                raise DataError(describe_missing(missing, available)) from None
             raise
         query, positive, *rest = ordered
         negatives = tuple(rest)
     return PairColumns(query=query, positive=positive, negatives=negatives, score=score)
 
 
-def _has(role: ColumnRole, available: Sequence[str]) -> bool:
-    names = {name.lower() for name in available}
-    return any(name.lower() in names for name in role.candidates)
-
-
-def _find_negatives(available: Sequence[str], args: Settings) -> tuple[str, ...]:
-    if args.negative_columns:
-        return tuple(check_given(name, NEGATIVE.flag, available) for name in args.negative_columns)
-    return tuple(name for name in available if _NEGATIVE.match(name))
-
-
-def _list_text_columns(rows: Any, taken: Sequence[str | None]) -> list[str]:
+def _list_text_columns(rows: Any, score: str | None) -> list[str]:
+    """The columns whose first value is a text or a list of texts."""
     first: dict[str, Any] = next(iter(take_first(rows, 1)), {})
-    return [
-        name
-        for name, value in first.items()
-        if name not in taken and (isinstance(value, str) or _is_list_of_texts(value))
-    ]
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], str)
+    firsts = {name: v[0] if isinstance(v, list) and v else v for name, v in first.items()}
+    return [name for name, v in firsts.items() if name != score and isinstance(v, str)]
 
 
 def _is_nothing(value: Any) -> bool:
@@ -185,9 +173,19 @@ def _read_scores(value: Any, column: str, where: str) -> tuple[float, ...]:
     return scores
 
 
-def _check_number(actual: int, documents: int, column: str | None, where: str) -> None:
-    if actual not in (1, documents, documents - 1):
-        raise DataError(
-            f"{where}: the column {column} has {actual} numbers for {documents} documents: give "
-            "one for each document, or one for each negative."
-        )
+def group_rows(
+    items: Sequence[Item], sizes: Iterable[int], columns: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """The features of each item: its part of the columns, which have ``sizes`` rows for it."""
+    features = []
+    for item, (start, stop) in zip(items, pairwise(accumulate(sizes, initial=0)), strict=True):
+        feature: dict[str, Any] = {name: list(v[start:stop]) for name, v in columns.items()}
+        length = (stop - start) * max(map(len, feature["input_ids"]))
+        features.append({**feature, "scores": list(item.scores), "length": length})
+    return features
+
+
+def hash_text(text: str) -> int:
+    """A number that only equal texts share."""
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

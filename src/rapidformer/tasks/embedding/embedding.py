@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
@@ -18,6 +18,8 @@ from rapidformer.tasks.embedding.columns import (
     Item,
     PairColumns,
     find_pair_columns,
+    group_rows,
+    hash_text,
 )
 from rapidformer.tasks.embedding.files import DOCUMENT, Recipe, SentenceFiles, read_recipe
 from rapidformer.tasks.embedding.files import QUERY as QUERY_PROMPT
@@ -31,7 +33,7 @@ from rapidformer.tasks.rows.rows import (
     get_column_names,
     get_splits,
 )
-from rapidformer.tasks.text.text import TextParts, load_text_parts
+from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
     from rapidformer.tasks.embedding.collate import ItemCollator
     from rapidformer.tasks.embedding.losses import LossSettings
 
-_NEEDS_SCORES = ("cosent", "cosine", "margin_mse")
-_NEEDS_NEGATIVES = ("triplet", "margin_mse")
 _LOSSES = ("infonce", "cosent", "cosine", "triplet", "margin_mse")
-_USES_LENGTHS = ("triplet", "margin_mse")
+_OF_PAIRS = ("cosent", "cosine")
+_NEEDS_SCORES = (*_OF_PAIRS, "margin_mse")
+_NEEDS_NEGATIVES = ("triplet", "margin_mse")
+"""They also learn from the vectors' lengths."""
+Features = list[dict[str, Any]]
 _TEXT = ColumnRole("text", "text_column", "the text", ("text", "sentence", "content"))
 _EVALUATED = 64
 """Rows that are each other's negatives in the loss of an evaluation."""
@@ -75,18 +79,23 @@ class Embedding(PairTask):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         tables = get_splits(args, splits)
         columns = find_pair_columns(next(iter(tables.values())), args)
-        return self.prepare_tables(load_pair_parts(args), tables, columns, _read_saved(args))
+        return self.prepare_tables(*_load(args), tables, columns)
 
     def prepare_tables(
-        self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns, saved: Recipe
+        self, parts: TextParts, saved: Recipe, tables: Mapping[str, Any], columns: PairColumns
     ) -> PreparedData:
         """Rows with these columns; ``saved`` is what the model brings."""
-        loss = _choose_loss(parts.args, columns, parts)
-        recipe = _choose_recipe(parts.args, loss.name, saved)
-        features = {
-            split: _encode_rows(rows, split, columns, parts, recipe, loss.name)
-            for split, rows in tables.items()
-        }
+        loss = _choose_loss(columns, parts)
+        recipe = _choose_recipe(parts, loss.name, saved)
+        columns = replace(
+            columns, score=columns.score if loss.name in _NEEDS_SCORES else None,
+            negatives=() if loss.name in _OF_PAIRS else columns.negatives,
+        )  # fmt: skip
+
+        def encode(items: list[Item]) -> Features:
+            return encode_items([_check_item(item, loss.name) for item in items], parts, recipe)
+
+        features = encode_splits(tables, columns, parts, encode, "embedding", recipe, loss.name)
         extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
         prepared = parts.prepare(features, extras, collate=build_collator(features, parts))
         return _add_recipe(prepared, parts, recipe, loss)
@@ -94,9 +103,9 @@ class Embedding(PairTask):
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         from rapidformer.tasks.embedding.losses import LossSettings
 
-        parts = load_pair_parts(args)
+        parts, saved = _load(args)
         table = as_rows(rows, args.text_column or "text")
-        recipe = _choose_recipe(args, "infonce", _read_saved(args))
+        recipe = _choose_recipe(parts, "infonce", saved)
         items, prompt = _read_input(table, args)
         features = encode_items(items, parts, recipe, prompt)
         prepared = parts.prepare_input(features, {"rows": {"test": table}})
@@ -116,7 +125,7 @@ class Embedding(PairTask):
         ids = items.text_ids.tolist()
         scores: list[list[float]] = [[]] * len(counts)
         if items.scores is not None:
-            scores = [[x for x in row if x == x] for row in items.scores.tolist()]
+            scores = [[x for x in row if not math.isnan(x)] for row in items.scores.tolist()]
         rows = zip(vectors, ids, scores, counts, strict=True)
         return [
             {"vectors": vector[:count], "ids": names[:count], "scores": numbers}
@@ -128,7 +137,7 @@ class Embedding(PairTask):
         return EmbeddingTally(lambda records: _compute_loss(records, loss), _EVALUATED)
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
-        is_scored = prepared.extras["loss"].name in ("cosent", "cosine")
+        is_scored = prepared.extras["loss"].name in _OF_PAIRS
         return ("spearmanr" if is_scored else "ndcg@10"), True
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
@@ -150,15 +159,18 @@ def _describe(vectors: Any) -> dict[str, Any]:
     return {"similarity": cosines[0] if len(cosines) == 1 else cosines}
 
 
-def load_pair_parts(args: Settings) -> TextParts:
-    """Tokenizer and length; the saved tokenizer cuts texts where training did."""
+def load_pair_parts(args: Settings, length: int | None = None) -> TextParts:
+    """``length`` is the model's own, if it says one: --seq-length comes first."""
     parts = load_text_parts(args)
     if parts.config.is_encoder_decoder:
         raise ModelError(
             f"--task {args.task} needs an encoder or a decoder, and {parts.config.model_type} is "
             "both: choose a model such as BERT, ModernBERT or Qwen3."
         )
-    parts.tokenizer.model_max_length = parts.length
+    if args.seq_length is None and length is not None:
+        length = min(length, get_context_length(parts.tokenizer, parts.config))
+        parts = parts._replace(length=length)
+    parts.tokenizer.model_max_length = parts.length  # as it is saved, it cuts where training did
     return parts
 
 
@@ -175,11 +187,30 @@ def build_collator(features: Mapping[str, Any], parts: TextParts) -> ItemCollato
     return ItemCollator(pads, parts.tokenizer.padding_side, texts=texts, scores=scores)
 
 
-def _choose_loss(args: Settings, columns: PairColumns, parts: TextParts) -> LossSettings:
+def encode_splits(
+    tables: Mapping[str, Any], columns: PairColumns, parts: TextParts,
+    encode: Callable[[list[Item]], Features], *key: Any, joins: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The features of all splits; ``key`` is what they depend on besides columns and tokenizer."""
+
+    def encode_split(split: str, rows: Any) -> Any:
+        def encode_batch(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+            features = encode(columns.read(values, indices, split, joins=joins))
+            return {name: [feature[name] for feature in features] for name in features[0]}
+
+        for name in columns.get_names():
+            check_column(rows, split, name)
+        return parts.map_rows(rows, encode_batch, columns, *key)
+
+    return {split: encode_split(split, rows) for split, rows in tables.items()}
+
+
+def _choose_loss(columns: PairColumns, parts: TextParts) -> LossSettings:
     """What was asked for, or what the columns are for; errors say what the data lacks."""
     from rapidformer.models.configuration import get_size
     from rapidformer.tasks.embedding.losses import LossSettings
 
+    args = parts.args
     default = "infonce"
     if columns.score is not None:
         default = "margin_mse" if columns.negatives else "cosent"
@@ -203,25 +234,28 @@ def _choose_loss(args: Settings, columns: PairColumns, parts: TextParts) -> Loss
     )  # fmt: skip
 
 
-def _read_saved(args: Settings) -> Recipe:
-    """What is saved with the model."""
+def _load(args: Settings) -> tuple[TextParts, Recipe]:
+    """What the model brings."""
     from rapidformer.models.adapter_folder import find_files
     from rapidformer.models.location import get_model_location
 
-    return read_recipe(find_files(get_model_location(args), "modules.json"))
+    location = find_files(get_model_location(args), "modules.json")
+    saved = read_recipe(location, args.pooling, args.cache_dir)
+    return load_pair_parts(args, saved.length), saved
 
 
-def _choose_recipe(args: Settings, loss: str, saved: Recipe) -> Recipe:
+def _choose_recipe(parts: TextParts, loss: str, saved: Recipe) -> Recipe:
     """What was asked for, what the model brings, or the defaults."""
-    normalizes = saved.normalizes
+    args, normalizes = parts.args, saved.normalizes
     if args.normalize_embeddings is not None:
         normalizes = args.normalize_embeddings
     given = {QUERY_PROMPT: args.query_prompt, DOCUMENT: args.document_prompt}
     return Recipe(
         pooling=args.pooling or saved.pooling,
-        normalizes=loss not in _USES_LENGTHS if normalizes is None else normalizes,
+        normalizes=loss not in _NEEDS_NEGATIVES if normalizes is None else normalizes,
         pools_prompt=saved.pools_prompt if args.pool_prompt is None else args.pool_prompt,
         prompts=saved.prompts | {name: text for name, text in given.items() if text is not None},
+        length=parts.length,
     )
 
 
@@ -237,21 +271,8 @@ def _add_recipe(
         loss, recipe.pooling, normalizes=bool(recipe.normalizes),
         looks_at_update=parts.args.negatives == "global-batch",
     )  # fmt: skip
-    files = SentenceFiles(parts.tokenizer, recipe, width, parts.length)
+    files = SentenceFiles(parts.tokenizer, recipe, width)
     return replace(prepared, objective=objective, saved=files)
-
-
-def _encode_rows(
-    rows: Any, split: str, columns: PairColumns, parts: TextParts, recipe: Recipe, loss: str
-) -> Any:
-    def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        items = columns.read(values, indices, split, joins=False)
-        items = [_check_item(item, loss) for item in items]
-        return _to_columns(encode_items(items, parts, recipe))
-
-    for name in columns.get_names():
-        check_column(rows, split, name)
-    return parts.map_rows(rows, encode, "embedding", columns, recipe, loss)
 
 
 def _check_item(item: Item, loss: str) -> Item:
@@ -259,7 +280,7 @@ def _check_item(item: Item, loss: str) -> Item:
     documents, scores = len(item.documents), len(item.scores)
     if loss in _NEEDS_NEGATIVES and documents < 2:
         raise DataError(f"{item.where} has no negative, which --loss {loss} needs.")
-    if loss in ("cosent", "cosine") and scores != 1:
+    if loss in _OF_PAIRS and scores != 1:
         raise DataError(f"{item.where} has {scores} scores: --loss {loss} needs one for each pair.")
     if loss == "cosine" and not -1 <= item.scores[0] <= 1:
         raise DataError(
@@ -278,38 +299,27 @@ def _check_item(item: Item, loss: str) -> Item:
 
 def encode_items(
     items: Sequence[Item], parts: TextParts, recipe: Recipe, prompt: str = QUERY_PROMPT
-) -> list[dict[str, Any]]:
+) -> Features:
     """The features of items; ``prompt`` is that of their first texts."""
-    from rapidformer.tasks.embedding.collate import hash_text
-
     tokenizer = parts.tokenizer
     before = [recipe.prompts.get(name, "") for name in (prompt, DOCUMENT)]
-    skipped = [0 if recipe.pools_prompt else _count_tokens(text, tokenizer) for text in before]
     groups = [[item.query, *item.documents] for item in items]
-    flat = [before[place > 0] + text for texts in groups for place, text in enumerate(texts)]
-    ids = tokenizer(flat, truncation=True, max_length=parts.length)["input_ids"]
-    features = []
-    ends = accumulate(map(len, groups), initial=0)
-    for item, texts, (start, stop) in zip(items, groups, pairwise(ends), strict=True):
-        rows = [list(row) for row in ids[start:stop]]
-        feature: dict[str, Any] = {"input_ids": rows, "text_ids": [hash_text(t) for t in texts]}
-        if any(skipped):
-            feature["prompts"] = [skipped[place > 0] for place in range(len(texts))]
-        length = len(rows) * max(map(len, rows))
-        features.append({**feature, "scores": list(item.scores), "length": length})
-    return features
+    texts = [(place > 0, text) for group in groups for place, text in enumerate(group)]
+    prompted = [before[is_document] + text for is_document, text in texts]
+    columns: dict[str, list[Any]] = {
+        "input_ids": tokenizer(prompted, truncation=True, max_length=parts.length)["input_ids"],
+        "text_ids": [hash_text(text) for _, text in texts],
+    }
+    if any(before) and not recipe.pools_prompt:
+        lengths = [count_prompt(text, tokenizer) for text in before]
+        columns["prompts"] = [lengths[is_document] for is_document, _ in texts]
+    return group_rows(items, map(len, groups), columns)
 
 
-def _count_tokens(prompt: str, tokenizer: Any) -> int:
+def count_prompt(prompt: str, tokenizer: Any) -> int:
     """The tokens before the text itself."""
-    if not prompt:
-        return 0
-    ids = tokenizer(prompt)["input_ids"]
-    return len(ids) - (ids[-1] in tokenizer.all_special_ids)
-
-
-def _to_columns(features: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [feature[name] for feature in features] for name in features[0]}
+    ids = tokenizer(prompt)["input_ids"] if prompt else []
+    return len(ids) - len({*ids[-1:]} & {*tokenizer.all_special_ids})
 
 
 def _read_input(table: list[dict[str, Any]], args: Settings) -> tuple[list[Item], str]:
@@ -350,4 +360,4 @@ def _compute_loss(records: Sequence[Mapping[str, Any]], loss: LossSettings) -> t
     is_present = torch.arange(vectors.shape[1]) < counts[:, None]
     scores = join("scores", float("nan")) if records[0]["scores"] else None
     losses, weights = compute_losses(Items(vectors, is_present, join("ids"), scores), loss)
-    return float(losses.sum()), float(len(losses) if weights is None else weights.sum())
+    return float(losses.sum()), float(weights.sum())

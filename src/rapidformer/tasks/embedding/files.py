@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.errors import ModelError
+from rapidformer.hub import is_hub_reachable, looks_like_path
 from rapidformer.strict_json import parse_json
 
 _MODULES = "modules.json"
@@ -18,7 +19,7 @@ _SETTINGS = "config_sentence_transformers.json"
 _LENGTH = "sentence_bert_config.json"
 _POOLING, _NORMALIZE = "1_Pooling", "2_Normalize"
 _MODES = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
-_NEWER = {"mean": "mean", "cls": "first", "lasttoken": "last"}
+THEIR_MODES = {"mean": "mean", "cls": "first", "lasttoken": "last"}
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 QUERY, DOCUMENT = "query", "document"
 
@@ -33,13 +34,18 @@ class Recipe:
     pools_prompt: bool = True
     prompts: dict[str, str] = field(default_factory=dict)
     """By ``query`` and ``document``, and others that are only kept."""
+    length: int | None = None
+    """Tokens of the longest text; None: not said."""
 
 
-def read_recipe(location: str | None) -> Recipe:
-    """What the files next to a model say; the defaults if there are none."""
-    folder = Path(location or "")
-    if not location or not (folder / _MODULES).is_file():
-        return Recipe()
+def read_recipe(
+    location: str | None, pooling: str | None = None, cache_dir: str | None = None
+) -> Recipe:
+    """What the files next to a model say, with another ``pooling`` if it is given; the defaults if
+    there are none."""
+    folder = None if location is None else _find_folder(location, cache_dir)
+    if folder is None:
+        return Recipe(pooling=pooling or "mean")
     modules = _read(folder / _MODULES)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     unknown = [kind for kind in kinds if kind not in _KNOWN]
@@ -48,24 +54,44 @@ def read_recipe(location: str | None) -> Recipe:
             f"{location} has a module {unknown[0]} after its transformer, which --task embedding "
             f"does not train: it knows {', '.join(_KNOWN)}."
         )
-    settings = _read(folder / _SETTINGS) if (folder / _SETTINGS).is_file() else {}
+    settings, lengths = (
+        _read(folder / name) if (folder / name).is_file() else {} for name in (_SETTINGS, _LENGTH)
+    )
     place = next((m.get("path") for m, k in zip(modules, kinds, strict=True) if k == "Pooling"), "")
-    pooling = _read(folder / str(place) / "config.json") if place else {}
+    config = _read(folder / str(place) / "config.json") if place else {}
     return Recipe(
-        pooling=_read_mode(pooling, str(location)),
+        pooling=pooling or _read_mode(config, str(location)),
         normalizes="Normalize" in kinds,
-        pools_prompt=bool(pooling.get("include_prompt", True)),
+        pools_prompt=bool(config.get("include_prompt", True)),
         prompts={name: text for name, text in (settings.get("prompts") or {}).items() if text},
+        length=lengths.get("max_seq_length"),
     )
 
 
-def _read_mode(pooling: dict[str, Any], location: str) -> str:
-    if not pooling:
+def _find_folder(location: str, cache_dir: str | None) -> Path | None:
+    """The folder with the files, downloaded from the Hub if that is where the model is."""
+    if not looks_like_path(location) and not Path(location).exists():
+        from huggingface_hub import snapshot_download
+
+        names = [_MODULES, _SETTINGS, _LENGTH, f"{_POOLING}/*"]
+        try:
+            location = snapshot_download(
+                location, cache_dir=cache_dir, local_files_only=not is_hub_reachable(),
+                allow_patterns=names,
+            )  # fmt: skip
+        except (OSError, ValueError):
+            return None  # loading the model will say why
+    folder = Path(location)
+    return folder if (folder / _MODULES).is_file() else None
+
+
+def _read_mode(config: dict[str, Any], location: str) -> str:
+    if not config:
         return "mean"
-    newer = pooling.get("pooling_mode")
-    if newer in _NEWER:
-        return _NEWER[str(newer)]
-    on = [n for n, v in pooling.items() if n.startswith("pooling_mode_") and v]
+    newer = config.get("pooling_mode")
+    if newer in THEIR_MODES:
+        return THEIR_MODES[str(newer)]
+    on = [n for n, v in config.items() if n.startswith("pooling_mode_") and v]
     mode = next((m for m, name in _MODES.items() if on == [f"pooling_mode_{name}"]), None)
     if mode is None:
         raise ModelError(
@@ -90,8 +116,6 @@ class SentenceFiles:
     recipe: Recipe
     width: int
     """Numbers in a vector."""
-    length: int
-    """Tokens of the longest text."""
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the tokenizer, and what ``SentenceTransformer(folder)`` reads."""
@@ -112,7 +136,7 @@ class SentenceFiles:
         files = {
             _MODULES: modules,
             _SETTINGS: {"prompts": prompts, "similarity_fn_name": "cosine"},
-            _LENGTH: {"max_seq_length": self.length, "do_lower_case": False},
+            _LENGTH: {"max_seq_length": self.recipe.length, "do_lower_case": False},
             f"{_POOLING}/config.json": pooling,
         }
         if self.recipe.normalizes:

@@ -39,8 +39,8 @@ class Items:
         return torch.cosine_similarity(self.queries, self.vectors[:, 1])
 
 
-Losses = tuple[Tensor, Tensor | None]
-"""The sum of each item and what it counts: 1 each if that is None."""
+Losses = tuple[Tensor, Tensor]
+"""The sum of each item, and how many things it is a sum over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,9 @@ def compute_losses(items: Items, settings: LossSettings) -> Losses:
     compute = _LOSSES[settings.name]
     if not settings.dims:
         return compute(items, settings)
-    total, count = torch.zeros(()), None
-    for dim in settings.dims:
-        vectors = functional.normalize(items.vectors[..., :dim], dim=-1)
-        losses, count = compute(replace(items, vectors=vectors), settings)
-        total = losses + total
-    return total, count
+    shorter = [functional.normalize(items.vectors[..., :dim], dim=-1) for dim in settings.dims]
+    parts = [compute(replace(items, vectors=vectors), settings) for vectors in shorter]
+    return torch.stack([losses for losses, _ in parts]).sum(0), parts[0][1]
 
 
 def compute_infonce(items: Items, settings: LossSettings) -> Losses:
@@ -93,7 +90,7 @@ def compute_infonce(items: Items, settings: LossSettings) -> Losses:
             is_same = (ids[:, :1] == ids[:, 0]) | (ids[:, 1:2] == ids[:, 1])
             back = back.masked_fill(is_same & ~is_own, -torch.inf)
         losses = (losses + back.logsumexp(1) - right) / 2
-    return losses, None
+    return losses, torch.ones_like(losses)
 
 
 def compute_cosent(items: Items, settings: LossSettings) -> Losses:
@@ -107,13 +104,14 @@ def compute_cosent(items: Items, settings: LossSettings) -> Losses:
     is_wrong = wanted[:, None] < wanted[None, :]
     terms = differences.masked_fill(~is_wrong, -torch.inf).flatten()
     loss = torch.cat([terms.new_zeros(1), terms]).logsumexp(0)
-    return loss.expand(len(cosines)), None
+    return loss.expand(len(cosines)), torch.ones_like(cosines)
 
 
 def compute_cosine(items: Items, settings: LossSettings) -> Losses:
     """The squared difference of each cosine and its score."""
     assert items.scores is not None
-    return (items.compare() - items.scores[:, 0]).square(), None
+    losses = (items.compare() - items.scores[:, 0]).square()
+    return losses, torch.ones_like(losses)
 
 
 def compute_triplet(items: Items, settings: LossSettings) -> Losses:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.objectives import Context, Objective, Term, take_value
 from rapidformer.tasks.embedding.collate import Batch, get_inputs
-from rapidformer.tasks.embedding.losses import WHOLE, Items, LossSettings, compute_losses
+from rapidformer.tasks.embedding.losses import WHOLE, Items, Losses, LossSettings, compute_losses
 
 
 class EmbeddingObjective(Objective):
@@ -35,13 +35,8 @@ class EmbeddingObjective(Objective):
         self.has_first_pass = looks_at_update and loss.name in WHOLE
 
     def first_pass(self, model: Any, batch: Batch, context: Context) -> Mapping[str, Tensor]:
-        items = self.embed(model, batch)
-        rows = {
-            "vectors": items.vectors,
-            "is_present": items.is_present,
-            "text_ids": items.text_ids,
-        }
-        return rows if items.scores is None else {**rows, "scores": items.scores}
+        rows = vars(self.embed(model, batch))
+        return {name: values for name, values in rows.items() if values is not None}
 
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The loss of each row, and the gradient of their sum by each vector."""
@@ -55,7 +50,7 @@ class EmbeddingObjective(Objective):
         items = self.embed(model, batch)
         if not context.rows:
             losses, counts = compute_losses(items, self._loss)
-            return Term.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
+            return Term.from_sum(losses.sum(), counts.sum())
         assert context.places is not None
         losses, gradients = context.rows["losses"], context.rows["gradients"]
         places = context.places
@@ -105,7 +100,7 @@ class RerankingObjective(Objective):
 
     def compute(self, model: Any, batch: Batch, context: Context) -> Term:
         losses, counts = compute_ranking_losses(score_documents(model, batch), batch, self._loss)
-        return Term.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
+        return Term.from_sum(losses.sum(), counts.sum())
 
 
 def score_documents(model: Any, batch: Batch) -> Tensor:
@@ -115,8 +110,8 @@ def score_documents(model: Any, batch: Batch) -> Tensor:
     return logits[batch["slots"].clamp(min=0)]
 
 
-def compute_ranking_losses(logits: Tensor, batch: Batch, name: str) -> tuple[Tensor, Tensor | None]:
-    """The sum of each item and what it counts: the documents, or the item itself."""
+def compute_ranking_losses(logits: Tensor, batch: Batch, name: str) -> Losses:
+    """The losses of items: of each document, or of all documents of an item together."""
     is_present, labels = batch["slots"] >= 0, batch["scores"]
     if name == "bce":
         losses = functional.binary_cross_entropy_with_logits(
@@ -126,4 +121,5 @@ def compute_ranking_losses(logits: Tensor, batch: Batch, name: str) -> tuple[Ten
     shares = labels.masked_fill(~is_present, 0)
     shares = shares / shares.sum(1, keepdim=True)
     logprobs = logits.masked_fill(~is_present, -torch.inf).log_softmax(1)
-    return -(shares * logprobs.masked_fill(~is_present, 0)).sum(1), None
+    losses = -(shares * logprobs.masked_fill(~is_present, 0)).sum(1)
+    return losses, torch.ones_like(losses)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.embedding.columns import Item, PairColumns, find_pair_columns
-from rapidformer.tasks.embedding.embedding import PairTask, build_collator, load_pair_parts
+from rapidformer.tasks.embedding.columns import Item, find_pair_columns, group_rows, hash_text
+from rapidformer.tasks.embedding.embedding import (
+    Features,
+    PairTask,
+    build_collator,
+    encode_splits,
+    load_pair_parts,
+)
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, RerankingTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.rows import as_full_rows, check_column, get_column, get_splits, to_rows
+from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_splits, to_rows
 from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
@@ -48,10 +53,12 @@ class Reranking(PairTask):
             raise ConfigurationError(
                 f"--loss {args.loss}: --task reranking has {', '.join(_LOSSES)}."
             )
-        features = {
-            split: _encode_rows(rows, split, columns, parts, loss) for split, rows in tables.items()
-        }
-        has_lists = any(max(map(len, get_column(f, "scores"))) > 1 for f in features.values())
+
+        def encode(items: list[Item]) -> Features:
+            return encode_pairs([_label(item, loss) for item in items], parts)
+
+        features = encode_splits(tables, columns, parts, encode, "reranking", loss, joins=True)
+        has_lists = any(len(s) > 1 for f in features.values() for s in get_column(f, "scores"))
         extras = {"rows": tables, "loss": loss, "text_names": ("document {}",), "lists": has_lists}
         prepared = parts.prepare(
             features, extras, {"num_labels": 1, **_SIGMOID}, collate=build_collator(features, parts)
@@ -84,7 +91,7 @@ class Reranking(PairTask):
             return records
         losses, weights = compute_ranking_losses(logits, batch, prepared.extras["loss"])
         columns = {
-            "loss": losses.tolist(), "count": [1] * len(counts) if weights is None else counts,
+            "loss": losses.tolist(), "count": weights.tolist(),
             "scores": [row[:n] for row, n in zip(batch["scores"].tolist(), counts, strict=True)],
         }  # fmt: skip
         return [a | b for a, b in zip(records, to_rows(columns), strict=True)]
@@ -108,17 +115,6 @@ def _describe(logits: Any) -> dict[str, Any]:
     return {"score": scores[0]} if len(scores) == 1 else {"scores": scores}
 
 
-def _encode_rows(rows: Any, split: str, columns: PairColumns, parts: TextParts, loss: str) -> Any:
-    def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        items = [_label(item, loss) for item in columns.read(values, indices, split, joins=True)]
-        features = encode_pairs(items, parts)
-        return {name: [feature[name] for feature in features] for name in features[0]}
-
-    for name in columns.get_names():
-        check_column(rows, split, name)
-    return parts.map_rows(rows, encode, "reranking", columns, loss)
-
-
 def _label(item: Item, loss: str) -> Item:
     """The item with a label for each document: 1 for those that fit, unless it has scores."""
     count = len(item.documents)
@@ -137,19 +133,11 @@ def _label(item: Item, loss: str) -> Item:
     return replace(item, scores=labels)
 
 
-def encode_pairs(items: Sequence[Item], parts: TextParts) -> list[dict[str, Any]]:
+def encode_pairs(items: Sequence[Item], parts: TextParts) -> Features:
     """The features of items: a sequence for each document, which begins with the query."""
-    from rapidformer.tasks.embedding.collate import hash_text
-
     queries = [item.query for item in items for _ in item.documents]
     documents = [text for item in items for text in item.documents]
     encoded = parts.tokenizer(queries, documents, truncation=True, max_length=parts.length)
-    kept = {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
-    features = []
-    ends = accumulate((len(item.documents) for item in items), initial=0)
-    for item, (start, stop) in zip(items, pairwise(ends), strict=True):
-        feature: dict[str, Any] = {name: list(rows[start:stop]) for name, rows in kept.items()}
-        length = (stop - start) * max(map(len, feature["input_ids"]))
-        ids = [hash_text(item.query)] * (stop - start)
-        features.append({**feature, "text_ids": ids, "scores": list(item.scores), "length": length})
-    return features
+    columns = {name: encoded[name] for name in ("input_ids", "token_type_ids") if name in encoded}
+    columns["text_ids"] = [hash_text(query) for query in queries]
+    return group_rows(items, [len(item.documents) for item in items], columns)

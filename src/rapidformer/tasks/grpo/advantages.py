@@ -29,15 +29,16 @@ def compute_advantages(
 
     Deviations are unbiased: of the group's rewards, or of ``everyone`` in the update (batch).
     """
-    over_all = measure_deviation(everyone) if scale == "batch" else 0.0
-    result = []
-    for rewards in groups:
-        mean, deviation = fmean(rewards), over_all
-        if scale == "group":
-            deviation = measure_deviation(rewards)
-        divisor = 1.0 if scale == "none" else deviation + EPSILON
-        result.append([(reward - mean) / divisor for reward in rewards])
-    return result
+    of_update = measure_deviation(everyone) if scale == "batch" else None
+
+    def compare(rewards: Sequence[float]) -> list[float]:
+        mean, divisor = fmean(rewards), 1.0
+        if scale != "none":
+            deviation = measure_deviation(rewards) if of_update is None else of_update
+            divisor = deviation + EPSILON
+        return [(reward - mean) / divisor for reward in rewards]
+
+    return [compare(rewards) for rewards in groups]
 
 
 def measure_deviation(values: Sequence[float]) -> float:

@@ -45,7 +45,8 @@ class GrpoLoss:
         self, logps: Tensor, old: Tensor, reference: Tensor | None, worth: Tensor, counted: Tensor
     ) -> dict[str, Term]:
         """Terms of a micro-batch from [rows, tokens]; ``worth`` has a row's advantage."""
-        low, high = 1 - self.epsilon, 1 + (self.epsilon_high or self.epsilon)
+        above = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        low, high = 1 - self.epsilon, 1 + above
         worth, mask = worth[:, None], counted.to(logps.dtype)
         tokens, rows = mask.sum(), len(logps)
         ratio = (logps - old).exp()

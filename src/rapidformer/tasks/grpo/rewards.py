@@ -10,17 +10,20 @@ import functools
 import importlib.util
 import inspect
 import math
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError, DataError, count
 
 Rewards = list[list[float]]
 """Per answer, what each function returned; NaN where a function does not apply (None)."""
 _DEFAULT_NAME = "reward"
+_PACKAGE = str(Path(__file__).parents[2])
 _OWN = ("prompts", "answers", "answer_ids")
 """What every function may ask for besides the columns of the data."""
 
@@ -56,17 +59,21 @@ class RewardFunction:
         except Exception as error:  # the user's code may raise anything
             row, reason = self._find_row(answers, error)
             raise DataError(
-                f"the reward function {self.name} failed on {row}: {_describe(reason)}. The last "
-                "checkpoint is kept: mend the function and resume with --resume auto."
+                f"the reward function {self.name} failed on {row}: {_describe(reason)}."
             ) from reason
-        count = len(returned) if hasattr(returned, "__len__") else None
-        if count != len(answers) or isinstance(returned, (str, dict)):
-            got = f"a {type(returned).__name__}" if count is None else f"{count} rewards"
+        try:
+            values = None if isinstance(returned, (str, Mapping)) else list(returned)
+        except TypeError:  # not even a tensor or an array of one dimension
+            values = None
+        if values is None or len(values) != len(answers):
+            kind = f"a {type(returned).__name__}"
             raise DataError(
-                f"the reward function {self.name} returned {got} for {len(answers)} answers "
-                f"({_name_rows(answers)}): return a list with one number for each answer."
+                f"the reward function {self.name} returned "
+                f"{kind if values is None else count(len(values), 'reward')} for "
+                f"{count(len(answers), 'answer')} ({_name_rows(answers)}): return a list with one "
+                "number for each answer."
             )
-        return [self._read(value, answer) for value, answer in zip(returned, answers, strict=True)]
+        return [self._read(value, answer) for value, answer in zip(values, answers, strict=True)]
 
     def _call(self, answers: Sequence[Answer]) -> Any:
         columns = {name: [answer.row[name] for answer in answers] for name in answers[0].row}
@@ -85,7 +92,7 @@ class RewardFunction:
             try:
                 self._call([answer])
             except Exception as reason:  # as above
-                return f"{answer.place} (answer {_shorten(answer.text)})", reason
+                return f"{answer.place} (answer {shorten(answer.text)})", reason
         return _name_rows(answers), error
 
     def _read(self, value: Any, answer: Answer) -> float:
@@ -93,13 +100,13 @@ class RewardFunction:
             return math.nan
         try:
             number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # the last one is a tensor's
             number = math.nan
         if math.isfinite(number):
             return number
         raise DataError(
-            f"the reward function {self.name} returned {_shorten(value)} for {answer.place} "
-            f"(answer {_shorten(answer.text)}): return a finite number, or None where it does not "
+            f"the reward function {self.name} returned {shorten(value)} for {answer.place} "
+            f"(answer {shorten(answer.text)}): return a finite number, or None where it does not "
             "apply."
         )
 
@@ -155,24 +162,28 @@ def load_reward_functions(args: Settings) -> list[RewardFunction]:
             "--task grpo needs --reward-function FILE.py, a Python file with "
             "reward(prompts, answers, **columns) -> one number for each answer."
         )
-    weights = args.reward_weights or [1.0] * len(sources)
-    if len(weights) != len(sources):
+    return weigh([_load(source) for source in sources], args.reward_weights)
+
+
+def weigh(
+    functions: Sequence[tuple[str, Callable[..., Any]]], weights: Sequence[float] | None
+) -> list[RewardFunction]:
+    """Functions by name, with their weights."""
+    names = [name for name, _ in functions]
+    weights = weights or [1.0] * len(names)
+    if len(weights) != len(names):
         raise ConfigurationError(
-            f"--reward-weights has {len(weights)} numbers for {len(sources)} reward functions: "
-            "give one for each."
+            f"the reward weights are {count(len(weights), 'number')} for "
+            f"{count(len(names), 'reward function')}: give one for each."
         )
-    loaded = [_load(source) for source in sources]
-    names = [name for name, _ in loaded]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigurationError(
-            f"--reward-function: two functions are called {twice}, which is their name in the "
-            "metrics: rename one of them."
+            f"two reward functions are called {twice}, which is their name in the metrics: rename "
+            "one of them."
         )
-    return [
-        RewardFunction(name, function, weight)
-        for (name, function), weight in zip(loaded, weights, strict=True)
-    ]
+    pairs = zip(functions, weights, strict=True)
+    return [RewardFunction(name, function, weight) for (name, function), weight in pairs]
 
 
 @functools.cache  # the user's code must run once
@@ -184,10 +195,12 @@ def _load(source: str) -> tuple[str, Callable[..., Any]]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigurationError(f"--reward-function {source}: there is no file {file}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"rapidformer_rewards_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"--reward-function {source}: {file} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    sys.path.append(str(path.parent.resolve()))  # as for a script: it may import its neighbours
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
@@ -212,12 +225,12 @@ def _list_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _describe(error: Exception) -> str:
-    """An error in the user's code, with its line."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    line = "" if last is None else f" (line {last.tb_lineno} of {last.tb_frame.f_code.co_filename})"
-    return f"{type(error).__name__}: {error}{line}".replace("\n", " ")
+    """An error in the user's code, with its last line there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+    same = [frame for frame in theirs if frame.filename == theirs[0].filename]
+    where = f" (line {same[-1].lineno} of {same[-1].filename})" if same else ""
+    return f"{type(error).__name__}: {error}{where}".replace("\n", " ")
 
 
 def _name_rows(answers: Sequence[Answer]) -> str:
@@ -225,6 +238,7 @@ def _name_rows(answers: Sequence[Answer]) -> str:
     return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if places[3:] else "")
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any, letters: int = 60) -> str:
+    """The value as Python writes it, or its beginning."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= letters else f"{text[: letters - 3]}..."

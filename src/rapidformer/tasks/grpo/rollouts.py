@@ -25,7 +25,7 @@ from rapidformer.log import get_logger
 from rapidformer.tasks.base import IGNORED_LABEL, Batch
 from rapidformer.tasks.evaluation.generating import get_end_ids
 from rapidformer.tasks.grpo.advantages import Scored, compute_advantages, summarize
-from rapidformer.tasks.grpo.rewards import RewardFunction, add_up, read_answers, score
+from rapidformer.tasks.grpo.rewards import RewardFunction, add_up, read_answers, score, shorten
 from rapidformer.tasks.grpo.sampling import Sampling, draw_answers
 from rapidformer.tasks.text.text import build_text_collator
 
@@ -95,8 +95,7 @@ class Rollouts:
             batch[STATISTICS] = torch.tensor(list(shown.values()), dtype=torch.float32)
             info = describe_batch(batch)
             info = info.as_filler() if micro_batch.is_filler else info
-            made = micro_batch._replace(batch=batch, info=info)
-            made = move_micro_batch(made, device)
+            made = move_micro_batch(micro_batch._replace(batch=batch, info=info), device)
             if self._keeps and "old_logps" not in made.batch:
                 made.batch["old_logps"] = get_logps(model, made.batch)
                 self._keep(micro_batch, made.batch, some)
@@ -125,21 +124,22 @@ class Rollouts:
                 elif not group.rewards:
                     new.append((group, row))
         answers = [a for g, row in new for a in read_answers(g.answers, row, self._tokenizer)]
-        rewards, problem = [], None
+        rewards, problem = [], ""
         try:
             rewards = score(self._functions, answers)
         except DataError as error:
             problem = str(error)
-        found = next((text for text in gather_objects(problem, topology) if text), None)
-        if found is not None:
-            raise DataError(found)
+        first = next(filter(None, gather_objects(problem, topology)), None)
+        if first is not None:
+            raise DataError(f"{first} If there is a checkpoint, --resume auto continues from it.")
         for number, (group, _) in enumerate(new):
             group.rewards = rewards[number * self._size : (number + 1) * self._size]
         self._drawn_updates += bool(new)
         if new and self._drawn_updates % self._show_every == 1 % self._show_every:
-            total = add_up(rewards[0], self._functions)
-            shown = (_shorten(answers[0].prompt), _shorten(answers[0].text), total)
-            get_logger().info("answer    %s -> %s (reward %.4g)", *shown)
+            prompt, total = answers[0].prompt, add_up(rewards[0], self._functions)
+            question = prompt[-1]["content"] if isinstance(prompt, list) else prompt
+            shown = (shorten(text, _SHOWN_LETTERS) for text in (question, answers[0].text))
+            get_logger().info("answer    %s -> %s (reward %.4g)", *shown, total)
 
     def _gather(
         self, model: Any, update: Update, groups: Sequence[Sequence[Group]], topology: Topology
@@ -161,8 +161,7 @@ class Rollouts:
         worth = compute_advantages(totals, self._scale, all_rewards)
         rows: list[dict[str, Any]] = []
         for place, group in enumerate(groups):
-            is_token = batch["attention_mask"][place].bool()
-            prompt = batch["input_ids"][place][is_token].tolist()
+            prompt = batch["input_ids"][place][batch["attention_mask"][place].bool()].tolist()
             before = len(prompt)
             for number, answer in enumerate(group.answers):
                 row = {"input_ids": [*prompt, *answer], "advantages": float(worth[place][number])}
@@ -191,8 +190,3 @@ class Rollouts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = {tuple(seed): Group(**group) for seed, group in state.get("kept", [])}
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value[-1]["content"] if isinstance(value, list) else value)
-    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."

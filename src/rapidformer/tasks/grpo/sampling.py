@@ -23,7 +23,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rapidformer.config import Settings
 from rapidformer.data.random_numbers import SampleSeed
 from rapidformer.tasks.base import Batch
 from rapidformer.tasks.evaluation.generating import Generation, generate, get_end_ids
@@ -38,13 +37,6 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
-
-    @classmethod
-    def read(cls, args: Settings, max_new_tokens: int) -> Sampling:
-        return cls(
-            max_new_tokens=max_new_tokens, temperature=args.temperature or 1.0, top_k=args.top_k,
-            top_p=args.top_p, min_p=args.min_p,
-        )  # fmt: skip
 
     def build_processors(self, numbers: Tensor, start: int) -> LogitsProcessorList:
         processors = LogitsProcessorList()
@@ -108,9 +100,9 @@ def generate_whole(
 ) -> list[list[int]]:
     """An answer to each prompt up to its end token, the likeliest one without processors."""
     generation = Generation(max_new_tokens=max_new_tokens, repetition_penalty=1.0)
-    found = generate(model, prompts, tokenizer, generation, processors=processors)
+    answers = generate(model, prompts, tokenizer, generation, processors=processors)
     ends = get_end_ids(model, tokenizer)
-    return [_cut(answer.tolist(), ends) for (answer,) in found]
+    return [_cut(answer.tolist(), ends) for (answer,) in answers]
 
 
 def _cut(ids: list[int], ends: set[int]) -> list[int]:

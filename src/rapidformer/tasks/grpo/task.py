@@ -87,16 +87,13 @@ class Grpo(CausalLM):
         args = parts.args
         functions = self._get_functions(args)
         check_is_causal(parts.config, args)
-        new_tokens = get_new_tokens(args, parts.tokenizer, parts.config)
-        limit = args.seq_length or get_context_length(parts.tokenizer, parts.config)
+        room, new_tokens = divide_length(args, parts.tokenizer, parts.config)
         features, stop_id = {}, None
         for split, table in tables.items():
             rows = [dict(row) for row in table]
             for function in functions:
                 function.check(get_column_names(rows))
-            features[split], stop_id = encode_prompts(
-                rows, split, parts.tokenizer, limit - new_tokens, args
-            )
+            features[split], stop_id = encode_prompts(rows, split, parts.tokenizer, room, args)
         extras = {
             "mode": "reward", "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
         }  # fmt: skip
@@ -113,8 +110,11 @@ class Grpo(CausalLM):
         from rapidformer.tasks.grpo.rollouts import Rollouts
         from rapidformer.tasks.grpo.sampling import Sampling
 
-        new_tokens = get_new_tokens(args, tokenizer, config)
-        sampling = Sampling.read(args, new_tokens)
+        _, new_tokens = divide_length(args, tokenizer, config)
+        sampling = Sampling(
+            max_new_tokens=new_tokens, temperature=args.temperature or 1.0, top_k=args.top_k,
+            top_p=args.top_p, min_p=args.min_p,
+        )  # fmt: skip
         rollouts = Rollouts(
             sampling, self._get_functions(args), tokenizer, size=args.num_generations,
             scale=args.scale_rewards, keeps=args.updates_per_generation > 1,
@@ -133,14 +133,13 @@ class Grpo(CausalLM):
         from rapidformer.tasks.grpo.sampling import generate_whole
 
         functions, tokenizer = prepared.extras["functions"], prepared.processor
-        found = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])
-        pairs = zip(found, batch["rows"], strict=True)
+        drawn = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])
+        pairs = zip(drawn, batch["rows"], strict=True)
         answers = [a for ids, row in pairs for a in read_answers([ids], row, tokenizer)]
         rewards = [add_up(values, functions) for values in score(functions, answers)]
-        lengths = map(len, found)
         return [
-            {"loss": 0.0, "count": 0, "reward": reward, "length": length}
-            for reward, length in zip(rewards, lengths, strict=True)
+            {"loss": 0.0, "count": 0, "reward": reward, "length": len(ids)}
+            for reward, ids in zip(rewards, drawn, strict=True)
         ]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
@@ -188,8 +187,8 @@ def find_prompts(rows: Any, args: Settings) -> ChatColumns | None:
     return columns
 
 
-def get_new_tokens(args: Settings, tokenizer: Any, config: Any) -> int:
-    """The longest answer in tokens."""
+def divide_length(args: Settings, tokenizer: Any, config: Any) -> tuple[int, int]:
+    """Tokens for the prompt, and for the answer."""
     limit = args.seq_length or get_context_length(tokenizer, config)
     new_tokens: int = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
     if new_tokens >= limit:
@@ -197,7 +196,7 @@ def get_new_tokens(args: Settings, tokenizer: Any, config: Any) -> int:
             f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: use "
             f"at most {limit - 1}."
         )
-    return new_tokens
+    return limit - new_tokens, new_tokens
 
 
 def encode_prompts(
