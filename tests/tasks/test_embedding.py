@@ -204,7 +204,7 @@ def test_losses_of_scores(name: str, peer: SentenceTransformer, bert_folder: Pat
     prepared = prepare(bert_folder, rows, loss=name)
     columns = [peer.tokenize([row[key] for row in rows]) for key in ("sentence1", "sentence2")]
     build = {"cosent": losses.CoSENTLoss, "cosine": losses.CosineSimilarityLoss}[name]
-    theirs = build(peer)(columns, torch.tensor([row["score"] for row in rows]))
+    theirs = build(peer)(columns, torch.tensor([row["score"] for row in rows], dtype=torch.float64))
     _compare(prepared, theirs, peer[0].model)
 
 
@@ -217,7 +217,9 @@ def test_margins(kind: str, peer: SentenceTransformer, bert_folder: Path) -> Non
         row["score"] = values[0] if kind == "margin" else values
     names = [name for name in rows[0] if name != "score"]
     columns = [peer.tokenize([row[name] for row in rows]) for name in names]
-    theirs = losses.MarginMSELoss(peer)(columns, torch.tensor([row["score"] for row in rows]))
+    theirs = losses.MarginMSELoss(peer)(
+        columns, torch.tensor([row["score"] for row in rows], dtype=torch.float64)
+    )
     _compare(prepare(bert_folder, rows), theirs, peer[0].model)
 
 
