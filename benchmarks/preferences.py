@@ -168,7 +168,7 @@ def run_trl(
     from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer
 
-    class Bench(DPOTrainer):  # type: ignore[misc]
+    class Bench(DPOTrainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -200,7 +200,7 @@ def run_sentence_transformers(work: Work, folder: Path, rows: list[Row], watch: 
     )
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
-    class Bench(SentenceTransformerTrainer):  # type: ignore[misc]
+    class Bench(SentenceTransformerTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             watch.begin_step()
             return super().training_step(*args, **kwargs)

@@ -46,7 +46,7 @@ def _build_table(cls: Any) -> dict[str, Any]:
         if self.padding_idx is not None or self.scale_grad_by_freq:
             plain: Tensor = cls.forward(self, ids)
             return plain
-        values: Tensor = _Lookup.apply(ids, self.weight)  # type: ignore[no-untyped-call]
+        values: Tensor = _Lookup.apply(ids, self.weight)
         return values
 
     return {"forward": forward}
@@ -58,7 +58,7 @@ class _Lookup(torch.autograd.Function):
     generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
 
     @staticmethod
-    def forward(ids: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ids: Tensor, table: Tensor) -> Tensor:
         return functional.embedding(ids, table)
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Lookup(torch.autograd.Function):
         ctx.rows = len(table)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         rows = torch.arange(ctx.rows, device=ids.device)
         is_used = (rows[:, None] == ids.flatten()).to(gradient.dtype)

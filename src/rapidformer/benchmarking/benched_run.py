@@ -273,7 +273,7 @@ def _train(job: Job, args: Settings, model: nn.Module, data: Any, collate: Any) 
 
     arguments = TrainingArguments(**_translate(job, args))
     trainer = TimedTrainer(
-        model=model,  # type: ignore[arg-type]
+        model=model,
         args=arguments,
         train_dataset=data,
         data_collator=functools.partial(_collate_and_count, collate),

@@ -62,7 +62,7 @@ def inspect_model(folder: Path, advance: Advance, *, finite: bool) -> Iterator[s
             yield f"{path.name} is not a regular file"
             continue
         try:
-            with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, framework="pt") as file:
                 names[path.name] = list(file.keys())
                 for name in names[path.name] if finite else ():
                     yield from _judge(name, file.get_tensor(name))

@@ -112,7 +112,7 @@ def compile_for_all_sizes() -> Iterator[None]:
 
     with (
         _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        dynamo_config.patch(specialize_float=True),  # type: ignore[attr-defined]
+        dynamo_config.patch(specialize_float=True),
     ):
         yield
 

@@ -50,7 +50,7 @@ def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make ``module(...)`` run this instead, which must also run the hooks."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
 
 
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

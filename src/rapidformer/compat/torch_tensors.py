@@ -83,9 +83,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
     """A tensor of a subclass with a shape, dtype and device, but no memory."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, shape, dtype=like.dtype, device=like.device
-    )
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
 
 def get_storage_key(tensor: Tensor) -> int:

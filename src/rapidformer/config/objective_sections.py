@@ -45,10 +45,10 @@ class PreferenceArguments:
 class GrpoArguments:
     """Learning from rewards"""
 
-    reward_function: list[str] | None = read_by("grpo", default=None)  # noqa: RUF009
+    reward_function: list[str] | None = read_by("grpo", default=None)
     """Python files with reward(prompts, answers, **columns), which returns a number for each
     answer; FILE.py:NAME takes another function"""
-    reward_weights: list[float] | None = read_by("grpo", default=None)  # noqa: RUF009
+    reward_weights: list[float] | None = read_by("grpo", default=None)
     """weight of each reward function in the sum (default: 1)"""
     num_generations: int = read_by("grpo", default=8)
     """answers to each prompt, which are compared with each other"""
@@ -119,7 +119,7 @@ class EmbeddingArguments:
     query"""
     triplet_margin: float = read_by("embedding", default=5.0)
     """triplet: how much farther away a negative must be than the positive"""
-    matryoshka_dims: list[int] | None = read_by("embedding", default=None)  # noqa: RUF009
+    matryoshka_dims: list[int] | None = read_by("embedding", default=None)
     """also learn the first N numbers of a vector, for each of these N: the losses are added"""
     pooling: Literal["mean", "first", "last"] | None = read_by("embedding", default=None)
     """which tokens' states become the vector (default: the model's own, or mean)"""

@@ -94,7 +94,7 @@ class _Scale(torch.autograd.Function):
         return part.view_as(part) if factor == 1 else part * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Scale.apply(gradient, *ctx.factors), None, None
 
 
@@ -110,7 +110,7 @@ class _SplitHeads(torch.autograd.Function):
         return received.movedim(0, 2).flatten(2, 3)[:, :, :length].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _JoinHeads.apply(gradient, ctx.region), None, None
 
 
@@ -126,7 +126,7 @@ class _JoinHeads(torch.autograd.Function):
         return received.movedim(0, 1).flatten(1, 2)[:, :, : end - start].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _SplitHeads.apply(gradient, ctx.length, ctx.region), None
 
 

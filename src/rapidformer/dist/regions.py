@@ -81,7 +81,7 @@ class _CopyIn(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         sum_all = sum_out if torch.is_grad_enabled() else sum_over
         return sum_all(gradient, ctx.group), None
 
@@ -93,7 +93,7 @@ class _SumOut(torch.autograd.Function):
         return sum_over(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return copy_in(gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
@@ -106,7 +106,7 @@ class _Gather(torch.autograd.Function):
         return gather_slices(tensor, dim, length, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.is_input:
             cut = scatter_out if torch.is_grad_enabled() else _sum_and_slice
         else:
@@ -122,7 +122,7 @@ class _Slice(torch.autograd.Function):
         return cut(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         mirror = gather_in if ctx.is_sum else gather_out
         gather = mirror if torch.is_grad_enabled() else gather_slices
         return gather(gradient, ctx.dim, ctx.length, ctx.group), None, None, None
@@ -136,7 +136,7 @@ class _Local(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         stride = torch.empty(ctx.shape, device="meta").stride()
         return DTensor.from_local(
             gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False,

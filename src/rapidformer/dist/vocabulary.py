@@ -149,7 +149,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return scored.losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             # What a second gradient needs (the logits) was let go, as it is the largest tensor.
             raise TrainingError(

@@ -158,7 +158,7 @@ def wrap(
     with _fitting(model, folder):
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = False
-        adapted: nn.Module = peft.get_peft_model(model, config, name)  # type: ignore[arg-type]
+        adapted: nn.Module = peft.get_peft_model(model, config, name)
         if weights is not None:
             needed = peft.get_peft_model_state_dict(
                 adapted, adapter_name=name, save_embedding_layers=False

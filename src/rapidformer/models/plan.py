@@ -155,7 +155,7 @@ def _expand_blocks(model: nn.Module, names: tuple[str, ...], author: str) -> tup
     blocks: list[str] = []
     for name in names:
         is_list = isinstance(known[name], nn.ModuleList)
-        blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]  # type: ignore[arg-type]
+        blocks += [f"{name}.{i}" for i in range(len(known[name]))] if is_list else [name]
     return tuple(blocks)
 
 

@@ -126,7 +126,7 @@ def _describe(tensor: Tensor) -> _View:
 def _set_memory(memory: torch.UntypedStorage, place: _View) -> Tensor:
     """A tensor at this place of a piece of memory."""
     tensor = torch.empty(0, dtype=place.dtype)
-    return tensor.set_(memory, place.offset, place.size, place.stride)  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(memory, place.offset, place.size, place.stride)
 
 
 class Recording:

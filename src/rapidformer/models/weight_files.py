@@ -158,4 +158,4 @@ def list_file_dtypes(folder: Path) -> Counter[torch.dtype]:
 
 
 def _open(path: str) -> Any:
-    return safe_open(path, framework="pt", device="cpu")  # type: ignore[no-untyped-call]
+    return safe_open(path, framework="pt", device="cpu")

@@ -199,7 +199,7 @@ class TensorBoard:
         resumes = 0 < run.resume_step < float("inf")
         purge_step = int(run.resume_step) + 1 if resumes else None
         _quiet_board_threads()
-        self.writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         if self.writer is not None:

@@ -178,7 +178,7 @@ def _newer_flash(name: str) -> Change:
     """Inside, torch's flash attention is this one."""
 
     def activate() -> Callable[[], None]:
-        attention.activate_flash_attention_impl(name)  # type: ignore[arg-type]
+        attention.activate_flash_attention_impl(name)
         return attention.restore_flash_attention_impl
 
     return Change(activate)

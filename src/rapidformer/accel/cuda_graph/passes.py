@@ -208,7 +208,7 @@ class Passes:
             result = self._request.run_forward(micro_batch._replace(batch=static.batch))
             results.append(replace(result, loss=result.loss.detach()))
             fraction = self._get_fraction(len(results) - 1, result, results[0])
-            scale_loss(result.loss, fraction, 1.0).backward()  # type: ignore[no-untyped-call]
+            scale_loss(result.loss, fraction, 1.0).backward()
         gradients = take_gradients(self._parameters)
         held = [gradient for gradient in gradients if gradient is not None]
         if not held:

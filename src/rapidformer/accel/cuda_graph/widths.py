@@ -115,7 +115,7 @@ class Widths:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
             with _FactorsForDropout(), hidden.act(is_wide=bool(columns)):
                 result = run_forward(micro_batch._replace(batch=batch))
-                result.loss.backward()  # type: ignore[no-untyped-call]
+                result.loss.backward()
             weights = [result.weight] if result.is_weight_given else []
             means = [result.loss, *weights, *(mean for mean, _ in result.parts.values())]
             values = [torch.as_tensor(mean).detach().item() for mean in means]

@@ -188,7 +188,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 

@@ -89,12 +89,12 @@ def _get_words(transposed: Tensor) -> Tensor:
     return transposed.view(torch.uint32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _differentiate(gate, up, gradient):  # type: ignore[no-untyped-def]
     sigmoid = _sigmoid(gate)
     product = gate * sigmoid
@@ -111,7 +111,7 @@ def _find_line(count, block: tl.constexpr):  # type: ignore[no-untyped-def]
     return start, places, places < tl.minimum(count - start, block).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_line(tensor, start, places, mask):  # type: ignore[no-untyped-def]
     return tl.load(tensor + start + places, mask=mask, other=0.0).to(tl.float32)
 
@@ -166,7 +166,7 @@ def _find_tile(rows, columns, block_r: tl.constexpr, block_c: tl.constexpr):  # 
     return start, 4 * r * columns + c, start_in_words, c * quarter + r, mask
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load(tensor, step, mask):  # type: ignore[no-untyped-def]
     """Four adjacent rows, ``step`` elements apart, in fp32."""
     a = tl.load(tensor, mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def _load(tensor, step, mask):  # type: ignore[no-untyped-def]
     return a, b, c, d
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _store_rows(output, step, mask, a, b, c, d, factor):  # type: ignore[no-untyped-def]
     kind: tl.constexpr = output.dtype.element_ty
     tl.store(output, (a * factor).to(kind), mask=mask)

@@ -97,7 +97,7 @@ def compute_losses(
     if recipe.words is not None:  # as torch's own loss does
         check_ids(labels, recipe.words.length, "a label", recipe.ignore_index)
     if torch.is_grad_enabled():
-        losses, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe, teacher)  # type: ignore[no-untyped-call]
+        losses, statistics = _ChunkedLoss.apply(hidden, weight, bias, labels, recipe, teacher)
     else:
         needs = (False, False, False)
         losses, statistics, _ = _compute(hidden, weight, bias, labels, recipe, teacher, needs)
@@ -135,7 +135,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses, statistics
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
             return *_differentiate_plainly(ctx, gradient), None, None, None
         hidden, weight, bias, labels = ctx.saved_tensors

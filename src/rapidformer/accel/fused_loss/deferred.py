@@ -109,7 +109,7 @@ class DeferredLogits(torch.Tensor):
             return self._hidden
         with without_torch_function():
             logits = self.as_subclass(Tensor)
-        return map_tokens(self._hidden, lambda hidden: _Through.apply(hidden, logits))  # type: ignore[no-untyped-call]
+        return map_tokens(self._hidden, lambda hidden: _Through.apply(hidden, logits))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.compute())
@@ -173,7 +173,7 @@ def build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) -
     anchor = hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_()
     if isinstance(anchor, Unpadded):
         anchor = anchor.tokens if anchor.is_lazy else settle(anchor)
-    stand_in = _StandIn.apply(anchor, layout, hidden.device)  # type: ignore[no-untyped-call]
+    stand_in = _StandIn.apply(anchor, layout, hidden.device)
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits.head, logits._hidden, logits.steps = head, hidden, steps
     logits.strided, logits._has_gradient = layout, torch.is_grad_enabled()
@@ -211,7 +211,7 @@ class _StandIn(torch.autograd.Function):
         return torch.full((), float("nan"), dtype=layout.dtype, device=device).expand(layout.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         # ``_Through`` sends one zero, expanded. Any other gradient comes from code that bypasses
         # ``__torch_function__`` and took this for real logits.
         if any(gradient.stride()) and bool(gradient.any()):
@@ -232,5 +232,5 @@ class _Through(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)

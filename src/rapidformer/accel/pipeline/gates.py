@@ -138,7 +138,7 @@ class StageContext:
             self.on_entry()
         # Only there does user code continue after the call.
         if self.given and stage.is_last:
-            joined: Tensor = _Received.apply(received, self, *self.given)  # type: ignore[no-untyped-call]
+            joined: Tensor = _Received.apply(received, self, *self.given)
             return joined
         # Not the tensor itself: autocast would sum a leaf's gradients in 16 bits.
         return received.view_as(received)
@@ -161,7 +161,7 @@ class _Received(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_gradient(ctx.context)
         # Zeros: if torch splits the backward pass, it wants a gradient for all that it can reach.
         is_split = ctx.context.splits_backward

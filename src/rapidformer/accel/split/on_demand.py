@@ -73,7 +73,7 @@ def join_on_demand(
 ) -> Tensor:
     """The whole of which ``part`` is this rank's slice; ``source`` is its parameter."""
     dim %= part.dim()
-    stand_in = _StandIn.apply(part, dim, length, group)  # type: ignore[no-untyped-call]
+    stand_in = _StandIn.apply(part, dim, length, group)
     whole: Any = stand_in.as_subclass(WholeOnDemand)
     whole._part, whole._source, whole._joined = part, source, None
     whole._join = lambda: gather_out(part, dim, length, group)
@@ -113,5 +113,5 @@ class _StandIn(torch.autograd.Function):
         return part.new_full((), float("nan")).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return take_slice(gradient, ctx.dim, ctx.group), None, None, None

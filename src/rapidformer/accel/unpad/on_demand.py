@@ -336,7 +336,7 @@ def _build(
     shell = value
     if tokens is not None:
         lead = (layout.size,) if is_flat else layout.grid
-        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))  # type: ignore[no-untyped-call]
+        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))
     assert shell is not None
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
@@ -373,7 +373,7 @@ class _StandIn(torch.autograd.Function):
         return tokens.new_full((), float("nan")).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         raise ConfigurationError(
             "What the model returns was used by torch.func (vmap, grad) or a compiled extension, "
             "which --dynamic-shape cannot follow. Set --dynamic-shape off."

@@ -278,13 +278,13 @@ def gather(padded: Tensor, places: Tensor) -> Tensor:
     The leading 1 matters. Without it, the first block's input would be a view and the next block's
     would not, and dynamo would compile the two separately.
     """
-    packed: Tensor = _Gather.apply(padded, places)  # type: ignore[no-untyped-call]
+    packed: Tensor = _Gather.apply(padded, places)
     return packed
 
 
 def scatter(packed: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """The reverse of ``gather``: ``size`` rows, with ``fill`` at all other places."""
-    padded: Tensor = _Scatter.apply(packed, places, size, fill)  # type: ignore[no-untyped-call]
+    padded: Tensor = _Scatter.apply(packed, places, size, fill)
     return padded
 
 
@@ -308,7 +308,7 @@ class _Gather(torch.autograd.Function):
         return padded.index_select(1, places)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         return scatter(gradient, places, ctx.size), None
 
@@ -321,6 +321,6 @@ class _Scatter(torch.autograd.Function):
         return padded.index_copy_(1, places, packed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         return gather(gradient, places), None, None, None

@@ -246,4 +246,4 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 for _former, _present in _FORMER_NAMES.items():
     _field = TrainingArguments.__dataclass_fields__[_present]
     _flags = {"aliases": [f"--{_former}", f"--{_former.replace('_', '-')}"], "action": _FormerFlag}
-    _field.metadata = MappingProxyType({**_field.metadata, **_flags})  # type: ignore[assignment]
+    _field.metadata = MappingProxyType({**_field.metadata, **_flags})

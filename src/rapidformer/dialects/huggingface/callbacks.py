@@ -69,13 +69,13 @@ def build_state(trainer: TrainerInterface) -> TrainerState:
     return TrainerState(
         is_local_process_zero=args.local_process_index == 0,
         is_world_process_zero=args.process_index == 0,
-        stateful_callbacks=_list_stateful(trainer),  # type: ignore[arg-type]
+        stateful_callbacks=_list_stateful(trainer),
     )
 
 
 def update_stateful(trainer: TrainerInterface) -> None:
     """Take the present state of the callbacks into the trainer's, before it is saved."""
-    collected = TrainerState(stateful_callbacks=_list_stateful(trainer))  # type: ignore[arg-type]
+    collected = TrainerState(stateful_callbacks=_list_stateful(trainer))
     trainer.state.stateful_callbacks = collected.stateful_callbacks
 
 

@@ -88,7 +88,7 @@ def run_evaluation(
         named["loss"] = float((losses * weights).sum() / weights.sum())
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in named.items()}
     return EvalLoopOutput(
-        predictions=arrays.get("predictions"),  # type: ignore[arg-type]
+        predictions=arrays.get("predictions"),
         label_ids=arrays.get("label_ids"),
         metrics=named,
         num_samples=samples or int(getattr(loader, "num_samples", 0)),

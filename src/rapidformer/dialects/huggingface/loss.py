@@ -93,7 +93,7 @@ class TrainerAccelerator(ProcessVerbs):
                     "backward() outside train() works in one process: only the loop sums the "
                     "gradients of several."
                 )
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return
         self._losses.append(loss.detach())
         if self.engine.model.parallelized.pipeline is None:

@@ -239,7 +239,7 @@ def _take_rows() -> dict[str, ForeignName]:
         rows[field.name] = row = hints[field.name].__metadata__[0]
         flag = f"--{row.setting.replace('_', '-')}" if row.setting else ""
         text = ": ".join(filter(None, (row.outcome, flag, row.note))).replace("%", "%%")
-        field.metadata = MappingProxyType({"help": text})  # type: ignore[assignment]
+        field.metadata = MappingProxyType({"help": text})
     return rows
 
 

@@ -86,7 +86,7 @@ def _follow(optuna: Any, space: Space, run: Callable[..., Any]) -> BestRun | lis
         heard: Any = broadcast_object(None)
         proposed, best = heard
         if proposed is None:
-            return best  # type: ignore[no-any-return]
+            return best
         number, parameters = proposed
         trial = optuna.trial.FixedTrial(parameters, number=number)
         run(trial, space(trial))

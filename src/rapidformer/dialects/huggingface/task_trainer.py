@@ -80,7 +80,7 @@ class TaskTrainer(Trainer):
             tally = measure(engine, self.task, self.model, loader, prepared, "validation")
             metrics = {**tally.compute(), **self.measure_more()}
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(None, None, named, tally.examples)  # type: ignore[arg-type]
+        return EvalLoopOutput(None, None, named, tally.examples)
 
     def complete(self, prepared: PreparedData) -> PreparedData:
         """The data with what an evaluation needs besides."""

@@ -31,7 +31,7 @@ _Fields: Any = make_dataclass(
 )
 
 
-class MindFormersArguments(_Fields):  # type: ignore[misc]
+class MindFormersArguments(_Fields):
     """What ``TrainingArguments(batch_size=..., sink_size=...)`` makes."""
 
     room = MINDFORMERS

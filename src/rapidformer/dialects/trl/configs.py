@@ -44,7 +44,7 @@ def _takes_other_names(refusals: Mapping[str, str]) -> Callable[[C], C]:
             raise_problems(problems)
             build(self, *positional, **named)
 
-        cls.__init__ = take  # type: ignore[assignment]
+        cls.__init__ = take  # type: ignore[method-assign]
         return cls
 
     return decorate

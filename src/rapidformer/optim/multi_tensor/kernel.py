@@ -145,13 +145,13 @@ def _shift(pointer, places, is_aligned: tl.constexpr):  # type: ignore[no-untype
     return pointer + places
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _align(number):  # type: ignore[no-untyped-def]
     """A multiple of 16 that shows it; ``tl.multiple_of`` would count for unaligned tensors."""
     return number // 16 * 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _round_randomly(value, salt):  # type: ignore[no-untyped-def]
     """``bf16_adamw.round_randomly``: fp32 values that bf16 holds exactly."""
     bits = value.to(tl.uint32, bitcast=True)
@@ -208,7 +208,7 @@ def add_up(partial, total, count, block: tl.constexpr):  # type: ignore[no-untyp
     tl.store(total, tl.sum(sums, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def write_addresses(table, addresses):  # type: ignore[no-untyped-def]
     """Write addresses given as arguments, plus one: Triton specializes for multiples of 16."""
     for number in tl.static_range(len(addresses)):

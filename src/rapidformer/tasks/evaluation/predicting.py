@@ -171,7 +171,7 @@ def _log_lines(total: int, what: str, done: int) -> Callable[[int], None]:
     return advance
 
 
-class AnswerStreamer(TextStreamer):  # type: ignore[misc]
+class AnswerStreamer(TextStreamer):
     """Prints answers word by word, except for what may be the beginning of a stop string."""
 
     def __init__(

@@ -52,7 +52,7 @@ class Sampling:
         return processors
 
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]
+class _Draw(LogitsProcessor):
     """Leaves one token of each row: the one that its number draws."""
 
     def __init__(self, numbers: Tensor, start: int) -> None:

@@ -151,25 +151,25 @@ def find_tile(tokens, batch, block: tl.constexpr):  # type: ignore[no-untyped-de
     return (program % tiles) * block, row, head
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def find_head(tensor, row, head):  # type: ignore[no-untyped-def]
     """The address of one head of one row."""
     return tensor.start + (row * tensor.batch + head * tensor.head)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def pad_length(length):  # type: ignore[no-untyped-def]
     """``call.round_up``, written so that Triton sees a multiple of 16, and loads as much."""
     return tl.cdiv(length, _ALIGNMENT) * _ALIGNMENT
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def find_statistics(row, head, heads, queries):  # type: ignore[no-untyped-def]
     """Where the statistics of a head start."""
     return (row * heads + head) * pad_length(queries)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_bias(call, row, head, queries, keys, mask):  # type: ignore[no-untyped-def]
     """A tile of the bias with hidden keys; ``queries`` and ``keys`` are two-dimensional."""
     bias = find_head(call.bias, row, head) + (queries * call.bias.row + keys)
@@ -180,7 +180,7 @@ def load_bias(call, row, head, queries, keys, mask):  # type: ignore[no-untyped-
     return tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def load_kept(call, row, head, queries, keys, mask):  # type: ignore[no-untyped-def]
     """Which weights of a tile dropout keeps."""
     byte = keys // 512 * 64 + keys % 64
