@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import make_masks_from_host
-from rapidformer.accel.unpad import kernels
+from rapidformer.accel.unpad import kernels, masks, row_attention
 from rapidformer.accel.unpad.kernels import make_row_mask
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.unpadding import apply_unpadding
@@ -77,21 +77,23 @@ def run(model: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     return {**found, "loss": outputs.loss.detach(), "logits": logits}
 
 
+@pytest.mark.parametrize("kernel", ["attend_with_flash", "attend_by_row"])
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_loss_logits_and_gradients(
-    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, precision: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, dtype = build(kind), TYPES[precision]
     expected = run(model, None)
     assert apply_unpadding(model, find_plan(model), dtype) is None
     used = []
-    flash = kernels.attend_with_flash
-    monkeypatch.setattr(
-        kernels, "attend_with_flash", lambda *a, **k: used.append(1) or flash(*a, **k)
-    )
+    owner = kernels if kernel == "attend_with_flash" else row_attention
+    if owner is kernels:
+        monkeypatch.setattr(masks, "LONGEST_ON_GPU", 0)
+    attend = getattr(owner, kernel)
+    monkeypatch.setattr(owner, kernel, lambda *a, **k: used.append(1) or attend(*a, **k))
     found = run(model, dtype)
-    assert len(used) == (0 if dtype is None else 3), "flash attention, once per block"
+    assert len(used) == (0 if dtype is None else 3), "once per block"
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         difference = (found[name] - value).abs().max()
@@ -110,9 +112,13 @@ def test_encoder_decoder_models_in_fp32(kind: str) -> None:
         assert difference <= LIMITS["fp32"] * expected[name].abs().max().clamp(min=1e-3), name
 
 
+@pytest.mark.parametrize("longest", [0, 128], ids=["flash", "short rows"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_flash_attention_from_rows_to_an_encoders(dropout: float) -> None:
+def test_attention_from_rows_to_an_encoders(
+    dropout: float, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row of queries attends to its own row of keys, which has another length."""
+    monkeypatch.setattr(masks, "LONGEST_ON_GPU", longest)
     torch.manual_seed(0)
     mine, theirs = (
         torch.arange(64) < torch.tensor(each)[:, None] for each in ([5, 64, 1], [50, 7, 9])
@@ -123,7 +129,8 @@ def test_flash_attention_from_rows_to_an_encoders(dropout: float) -> None:
         torch.randn(1, 4, tokens, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for tokens in (70, 66, 66)
     )
-    assert kernels.Call(query, key, value, mask).takes_flash
+    call = kernels.Call(query, key, value, mask)
+    assert call.takes_flash and call.takes_short_rows == (longest > 0)
     found = kernels.attend(query, key, value, mask, dropout=dropout)
     assert found.isfinite().all() and found.shape == (1, 70, 4, 32)
     if dropout:

@@ -171,7 +171,7 @@ def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -
             form += [value.dtype, tuple(step == 0 for step in value.stride())]
             sizes.append(value.shape)
         elif isinstance(value, RowMask) and value.fused is not None:
-            form += [RowMask, value.fused.window]
+            form += [RowMask, value.fused.window, value.fused.are_short]
             sizes.append(value.fused.sizes)
         elif value is None or isinstance(value, bool):
             form.append(value)

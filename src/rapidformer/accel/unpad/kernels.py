@@ -55,6 +55,12 @@ class Call:
         is_plain = self.bias is None and (fused is not None or self.mask.window is not None)
         return is_plain and takes_flash(self.query, self.value, largest)
 
+    @property
+    def takes_short_rows(self) -> bool:
+        """Whether the kernel for short rows can compute it, which flash attention could as well."""
+        is_known = self.query.shape[-1] in row_attention.HEADS_ON_GPU
+        return is_known and self.takes_flash and self.mask.parts.are_short
+
     def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as [tokens, heads, size]."""
         # Not tensor[0]: its gradient is a copy, that of a squeezed tensor a view.
@@ -170,6 +176,7 @@ _attend_in_grid_uncompiled: Callable[[Call], Tensor] = torch.compiler.disable(at
 _KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = (
     (lambda call: call.is_compiled and call.is_on_cpu, _attend_with_operator),
     # 16 bits on a GPU; a full, causal or sliding mask, without a bias.
+    (lambda call: not call.is_on_cpu and call.takes_short_rows, _attend_with_operator),
     (lambda call: not call.is_on_cpu and call.takes_flash, _attend_with_flash),
     (lambda call: call.mask.rows.is_fixed, _refuse_fixed),
     (lambda call: call.is_compiled, _attend_in_grid_uncompiled),

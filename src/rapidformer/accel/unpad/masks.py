@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapidformer.accel.unpad.row_attention import LONGEST_ON_GPU, can_run_on_gpu
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.errors import ModelError
 
@@ -35,6 +36,8 @@ class Fused:
     window: Window | None
     largest_head: int
     """The largest head size of flash attention on this device; 0 if it has none."""
+    are_short: bool
+    """Whether the kernel for short rows takes them, on this device."""
 
     @property
     def sizes(self) -> torch.Size:
@@ -96,8 +99,11 @@ class RowMask:
         if self.fused is not None:
             return self.fused
         rows, keys = self.rows, self.key_rows
-        largest = get_largest_head(rows.places.device)
-        return Fused(rows.ends, rows.longest, keys.ends, keys.longest, self.window, largest)
+        device = rows.places.device
+        return Fused(
+            rows.ends, rows.longest, keys.ends, keys.longest, self.window, get_largest_head(device),
+            are_short=max(rows.bound, keys.bound) <= LONGEST_ON_GPU and can_run_on_gpu(device),
+        )  # fmt: skip
 
     @cached_property
     def window(self) -> Window | None:

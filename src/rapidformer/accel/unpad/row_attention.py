@@ -1,16 +1,17 @@
-"""Attention within rows on a CPU: of one row with dropout, and of all rows in compiled blocks.
+"""Attention within rows: of one row with dropout on a CPU, and of all rows as one operator.
 
 If torch has no MKL, as on ARM, a batched product whose second factor is transposed takes five times
 as long as one with a contiguous copy. torch's attention with dropout has such a product in each
 pass, and autograd would add one to ours, so the products here define their own gradients.
 
-For compiled blocks, all rows are one operator. torch.compile does not trace into it, so a graph
-does not depend on their lengths. Neither does autograd, so the backward pass is written out; it
-draws the same dropout from the same seed.
+The operator is for compiled blocks on a CPU, and for short rows on a GPU (``short_rows.py``).
+torch.compile does not trace into it, so a graph does not depend on the rows' lengths. Neither does
+autograd, so the backward pass is written out; it draws the same dropout from the same seed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,27 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from rapidformer.accel.unpad.masks import Window
+from rapidformer.accel.attention.learned_bias.interface import SIZES, fits
+from rapidformer.compat.triton import on_device, works
+
+LONGEST_ON_GPU = 128
+"""The longest row whose scores one program of a GPU can hold."""
+HEADS_ON_GPU = SIZES
+
+
+@functools.cache
+def can_run_on_gpu(device: torch.device) -> bool:
+    """Whether the kernel for short rows works there. It is tried once; a warning says why not."""
+    return fits(device) and works("attention of short rows", functools.partial(_try, device))
+
+
+def _try(device: torch.device) -> None:
+    """Attend to equal keys, without dropout: no random number is drawn."""
+    ones = torch.ones(3, 1, 16, dtype=torch.bfloat16, device=device)
+    ends = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    output = attend_by_row(ones, ones, ones, (ends, ends), dropout=0.0, window=(-1, -1), scale=1.0)
+    if not torch.equal(output, ones):
+        raise RuntimeError(f"a result is off by {float((output - ones).abs().max()):g}")
 
 
 def suits(query: Tensor, dropout: float) -> bool:
@@ -70,10 +91,13 @@ class _Product(Function):
 
 def attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
-    bias: Tensor | None = None, *, dropout: float, window: Window, scale: float | None,
+    bias: Tensor | None = None, *, dropout: float, window: tuple[int, int], scale: float | None,
 ) -> Tensor:  # fmt: skip
     """[tokens, heads, size] within rows' ``ends``; ``bias`` is [1, heads, rows, keys] or larger."""
-    seed = torch.randint(2**31, (1,)) if dropout else torch.zeros(1, dtype=torch.long)
+    # From the device's generator, as CUDA graphs, recomputation and resuming expect.
+    seed = query.new_zeros(1, dtype=torch.long)
+    if dropout:
+        seed = torch.randint(2**31, (1,), device=query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     output: Tensor = _attend(query, key, value, *ends, seed, bias, dropout, *window, scale)
     return output
@@ -103,7 +127,7 @@ def _attend_backward(
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     # Zeros, not empty: a row of keys may have no queries.
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    of_bias = query.new_zeros(0 if bias is None else bias.shape, dtype=torch.float32)
     masks = _draw(seed, dropout)
     for row, other in _iterate_rows(ends, key_ends):
         mine = gradient[row].float()
@@ -121,6 +145,27 @@ def _attend_backward(
     return of_query, _join(of_key, key), _join(of_value, value), of_bias
 
 
+@_attend.register_kernel("cuda")
+def _(query: Tensor, *arguments: Any) -> Tensor:
+    from rapidformer.accel.unpad import short_rows
+
+    key, value, ends, key_ends, seed, _, *options = arguments
+    with on_device(query.device):
+        return short_rows.attend(query, key, value, ends, key_ends, seed, *options)
+
+
+@_attend_backward.register_kernel("cuda")
+def _(gradient: Tensor, query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from rapidformer.accel.unpad import short_rows
+
+    key, value, ends, key_ends, seed, _, *options = arguments
+    with on_device(query.device):
+        gradients = short_rows.attend_backward(
+            gradient, query, key, value, ends, key_ends, seed, *options
+        )
+    return (*gradients, query.new_zeros(0))
+
+
 @_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[2])
@@ -129,7 +174,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 @_attend_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Any:
     bias: Tensor | None = more[3]
-    of_bias = torch.zeros(0) if bias is None else torch.zeros_like(bias)
+    of_bias = query.new_zeros(0) if bias is None else torch.zeros_like(bias)
     found = (
         torch.empty_like(each, memory_format=torch.contiguous_format)
         for each in (query, key, value)
