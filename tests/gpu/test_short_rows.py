@@ -38,7 +38,7 @@ def make(
 
 
 def attend(leaves: list[Tensor], ends: Any, gradient: Tensor, **options: Any) -> list[Tensor]:
-    output = row_attention.attend_by_row(*leaves, ends, scale=None, **options)
+    output = row_attention.attend_by_row(*leaves, ends, 128, scale=None, **options)
     return [output, *torch.autograd.grad(output, leaves, gradient)]
 
 
@@ -110,7 +110,7 @@ def test_gradients_have_the_dropout_of_the_output() -> None:
     units = columns[:, None].expand(-1, heads, -1).to(leaves[2]).contiguous()
     options = {"dropout": rate, "window": FULL, "scale": None}
     torch.manual_seed(5)
-    kept = row_attention.attend_by_row(zeros, leaves[1], units, ends, **options) != 0
+    kept = row_attention.attend_by_row(zeros, leaves[1], units, ends, 128, **options) != 0
     rows = kept.transpose(0, 1).split(LENGTHS, 1)
     factors = [
         row[..., :length].double() / (1 - rate) for row, length in zip(rows, LENGTHS, strict=True)
@@ -122,7 +122,7 @@ def test_gradients_have_the_dropout_of_the_output() -> None:
     found = attend(leaves, ends, gradient, dropout=rate, window=FULL)
     check(found, compute_exactly(leaves, ends, gradient, FULL, factors), torch.bfloat16)
     torch.manual_seed(6)
-    other = row_attention.attend_by_row(zeros, leaves[1], units, ends, **options) != 0
+    other = row_attention.attend_by_row(zeros, leaves[1], units, ends, 128, **options) != 0
     agreement = float((other == kept)[..., :1].float().mean())
     assert agreement < 0.9, "another seed keeps other weights"
 

@@ -107,7 +107,8 @@ def _attend_with_operator(call: Call) -> Tensor:
     parts = call.mask.parts
     assert parts.window is not None
     return row_attention.attend_by_row(
-        *call.flatten(), (parts.ends, parts.key_ends), call.bias,
+        *call.flatten(), (parts.ends, parts.key_ends), max(parts.longest, parts.longest_key),
+        call.bias,
         dropout=call.dropout, window=parts.window, scale=call.scaling,
     )[None]  # fmt: skip
 

@@ -111,7 +111,8 @@ class RowMask:
         if self.is_full or self.is_causal:
             return FULL if self.is_full else CAUSAL
         rows = self.rows
-        size = rows.bound if rows.is_rounded else rows.longest
+        # Of rounded rows, no smaller: their blocks are compiled again for another window.
+        size = max(rows.bound, 128) if rows.is_rounded else rows.longest
         return _find_window(self.may_attend, size) if rows.is_contiguous else None
 
 

@@ -39,7 +39,9 @@ def _try(device: torch.device) -> None:
     """Attend to equal keys, without dropout: no random number is drawn."""
     ones = torch.ones(3, 1, 16, dtype=torch.bfloat16, device=device)
     ends = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    output = attend_by_row(ones, ones, ones, (ends, ends), dropout=0.0, window=(-1, -1), scale=1.0)
+    output = attend_by_row(
+        ones, ones, ones, (ends, ends), 3, dropout=0.0, window=(-1, -1), scale=1.0
+    )
     if not torch.equal(output, ones):
         raise RuntimeError(f"a result is off by {float((output - ones).abs().max()):g}")
 
@@ -91,22 +93,26 @@ class _Product(Function):
 
 def attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
-    bias: Tensor | None = None, *, dropout: float, window: tuple[int, int], scale: float | None,
+    longest: int, bias: Tensor | None = None, *, dropout: float, window: tuple[int, int],
+    scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """[tokens, heads, size] within rows' ``ends``; ``bias`` is [1, heads, rows, keys] or larger."""
+    """[tokens, heads, size] within rows' ``ends``; ``bias`` is [1, heads, rows, keys] or larger.
+
+    No row has more than ``longest`` tokens.
+    """
     # From the device's generator, as CUDA graphs, recomputation and resuming expect.
     seed = query.new_zeros(1, dtype=torch.long)
     if dropout:
         seed = torch.randint(2**31, (1,), device=query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _attend(query, key, value, *ends, seed, bias, dropout, *window, scale)
+    output: Tensor = _attend(query, key, value, *ends, seed, bias, longest, dropout, *window, scale)
     return output
 
 
 @torch.library.custom_op("rapidformer::attend_by_row", mutates_args=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, seed: Tensor,
-    bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+    bias: Tensor | None, longest: int, dropout: float, before: int, after: int, scale: float,
 ) -> Tensor:  # fmt: skip
     output = query.new_empty(*query.shape[:2], value.shape[2])
     key, value = _repeat(key, query), _repeat(value, query)
@@ -121,7 +127,8 @@ def _attend(
 @torch.library.custom_op("rapidformer::attend_by_row_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor,
-    seed: Tensor, bias: Tensor | None, dropout: float, before: int, after: int, scale: float,
+    seed: Tensor, bias: Tensor | None, longest: int, dropout: float, before: int, after: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     keys, values = _repeat(key, query).float(), _repeat(value, query).float()
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -193,7 +200,7 @@ def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     bias = saved[6] if len(saved) > 6 else None
     found: Any = _attend_backward(gradient, *saved[:6], bias, *ctx.options)
     of_bias = None if bias is None else found[3]
-    return (*found[:3], None, None, None, of_bias, *[None] * 4)
+    return (*found[:3], None, None, None, of_bias, *[None] * 5)
 
 
 _attend.register_autograd(_run_backward, setup_context=_set_up)

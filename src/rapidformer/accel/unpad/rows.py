@@ -126,7 +126,7 @@ class Rows:
     @cached_property
     def bound(self) -> int:
         """A power of two that no row exceeds. Unlike ``longest``, it hardly ever changes."""
-        bound: int = max(128, 2 ** (self.longest - 1).bit_length())
+        bound: int = max(64, 2 ** (self.longest - 1).bit_length())
         return bound
 
     @cached_property

@@ -23,11 +23,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, seed: Tensor,
-    dropout: float, before: int, after: int, scale: float,
+    longest: int, dropout: float, before: int, after: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """As ``row_attention.attend_by_row``, on [tokens, heads, size]."""
     output = query.new_empty(query.shape)
-    options = (ends, key_ends, seed, dropout, before, after, scale)
+    options = (ends, key_ends, seed, longest, dropout, before, after, scale)
     _launch(_attend, query.shape[1], (query, key, value, output), *options)
     return output
 
@@ -44,12 +44,13 @@ def attend_backward(
 
 def _launch(
     kernel: Any, heads_of_row: int, tensors: tuple[Tensor, ...], ends: Tensor, key_ends: Tensor,
-    seed: Tensor, dropout: float, before: int, after: int, scale: float,
+    seed: Tensor, longest: int, dropout: float, before: int, after: int, scale: float,
 ) -> None:  # fmt: skip
     tensors = tuple(each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
     heads, size = tensors[0].shape[1:]
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
-    for least, block, warps in _TILES:
+    # A launch without work is not free: the programs of large tiles wait for each other.
+    for least, block, warps in (tile for tile in _TILES if tile[0] < longest):
         kernel[((len(ends) - 1) * heads_of_row,)](
             *tensors, *strides, ends, key_ends, seed, heads, heads // tensors[1].shape[1],
             before, after, min(round(dropout * 2**32), 2**32 - 1), scale, 1 / (1 - dropout),
