@@ -17,7 +17,7 @@ from triton import language as tl
 _TILES = ((0, 32, 1), (32, 64, 4), (64, 128, 8))
 """Rows longer than the first number and up to the second, and the warps of their programs."""
 _LENGTHS = ("heads", "shared", "before", "after", "limit")
-"""Triton must not compile kernels for their values."""
+"""Triton must not compile kernels for their values: compiling one takes half a second."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -53,7 +53,7 @@ def _launch(
     for least, block, warps in (tile for tile in _TILES if tile[0] < longest):
         kernel[((len(ends) - 1) * heads_of_row,)](
             *tensors, *strides, ends, key_ends, seed, heads, heads // tensors[1].shape[1],
-            before, after, min(round(dropout * 2**32), 2**32 - 1), scale, 1 / (1 - dropout),
+            before, after, min(round(dropout * 2**31), 2**31 - 1), scale, 1 / (1 - dropout),
             least=least, block=block, size=size, drops=dropout > 0,
             slides=max(before, after) >= 0, num_warps=warps, num_stages=1,
         )  # fmt: skip
@@ -73,7 +73,8 @@ def _keep(seed, tokens, keys, heads, head, limit):  # type: ignore[no-untyped-de
     queries = _mix(_mix((tokens * heads + head).to(tl.uint32)) ^ tl.load(seed).to(tl.uint32))
     # Both are hashes already, and high bits decide: half of ``_mix`` is enough to join them.
     numbers = (queries[:, None] ^ _mix(keys.to(tl.uint32) + 1)[None, :]) * 0x7FEB352D
-    return (numbers ^ (numbers >> 15)) * 0x846CA68B >= limit.to(tl.uint32)
+    numbers = (numbers ^ (numbers >> 15)) * 0x846CA68B
+    return (numbers >> 1).to(tl.int32) >= limit  # 31 bits: an argument of 32 has two types
 
 
 @triton.jit
