@@ -66,6 +66,8 @@ class MlflowTracker:
         for name, value in tags.items():
             self._client.set_tag(self._run_id, name, value)
         self._log_settings(run.settings)
+        for values, step in run.read_earlier() if earlier else ():
+            self.log({n: v for n, v in values.items() if self._sent.knows(self._rename(n))}, step)
 
     def _find_store(self, run: TrackedRun) -> str | None:
         asked = self._options.get("tracking_uri")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rapidformer.checkpoint.finding import TRACKERS_FOLDER
+from rapidformer.checkpoint.finding import METRICS_FILE, TRACKERS_FOLDER
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.log import get_logger
+from rapidformer.strict_json import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,16 @@ class TrackedRun:
         if self.folder is not None:
             self.tracker_folder.mkdir(parents=True, exist_ok=True)
             replace_text(self._get_id_file(tracker), run_id)
+
+    def read_earlier(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """What a resumed run has logged up to its checkpoint; a killed tracker may lack some."""
+        if self.folder is None or not 0 < self.resume_step < float("inf"):
+            return
+        with suppress(OSError, ValueError):
+            text = (self.folder / METRICS_FILE).read_text(encoding="utf-8")
+            for line in map(parse_json, text.splitlines()):
+                if (step := line.pop("step", None)) is not None and step <= self.resume_step:
+                    yield line, step
 
     def _get_id_file(self, tracker: str) -> Path:
         return self.tracker_folder / f"{tracker}.id"
@@ -121,6 +133,10 @@ class SentPoints:
     def __init__(self, last_steps: Mapping[str, int] | None = None, everything: int = -1) -> None:
         """``last_steps``: by name; ``everything``: of all names that are not listed."""
         self._last_steps, self._everything = dict(last_steps or {}), everything
+
+    def knows(self, name: str) -> bool:
+        """Whether the tracker may have points of this name; one with no points at all may."""
+        return not self._last_steps or name in self._last_steps
 
     def drop_from(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         """The values that are new at this step."""

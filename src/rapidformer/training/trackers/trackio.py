@@ -30,6 +30,9 @@ class TrackioTracker:
         run.remember("trackio", self.handle.name)
         if earlier is not None:
             self._sent = SentPoints(self._find_last_steps(options["project"]))
+            for values, step in run.read_earlier():
+                known = {n: v for n, v in values.items() if self._sent.knows(self._rename(n))}
+                self.log(known, step)
 
     def _find_last_steps(self, project: str) -> dict[str, int]:
         rows = self._trackio.SQLiteStorage.get_logs(

@@ -39,8 +39,19 @@ class WandbTracker:
         if self._rename is name_by_phase:
             self.handle.define_metric(_STEP)
             self.handle.define_metric("*", step_metric=_STEP, step_sync=True)
-        if self.handle.resumed and (last := self.handle.summary.get(_STEP)) is not None:
-            self._sent = SentPoints(everything=int(last))
+        if self._rename is name_by_phase and self._is_ours:
+            self._catch_up(run)
+
+    def _catch_up(self, run: TrackedRun) -> None:
+        """Send what the interrupted run had logged and wandb has not got.
+
+        Offline nothing is known of its earlier file, of which a kill loses the end: the new file
+        gets everything, so that it alone has the whole run.
+        """
+        last = self.handle.summary.get(_STEP) if self.handle.resumed else None
+        self._sent = SentPoints(everything=-1 if last is None else int(last))
+        for values, step in run.read_earlier():
+            self.log(values, step)
 
     def _begin(self, run: TrackedRun) -> Any:
         earlier = run.recall("wandb")
