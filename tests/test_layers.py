@@ -20,7 +20,7 @@ LAYERS = [
     {"launch"},
     {"dialects"},
     {"tasks"},
-    {"training", "verification", "benchmarking"},
+    {"training", "verification", "benchmarking", "sweeping"},
     {"engine", "objectives"},
     {"accel", "checkpoint"},
     {"optim"},

@@ -260,11 +260,11 @@ def test_the_scripts_own_flags_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
 def test_bad_arguments_are_reported_at_once() -> None:
     with pytest.raises(ConfigurationError) as error:
         Accelerator(
-            fp16=True, mixed_precision="bf16", dynamo_plugin=1, log_with="wandb", colour="red"
+            fp16=True, mixed_precision="bf16", dynamo_plugin=1, log_with="other", colour="red"
         )
     text = str(error.value)
     assert "say different things" in text and "use dynamo_backend" in text and "'colour'" in text
-    assert "log_with=wandb): there is tensorboard" in text and "a tracker object" in text
+    assert "log_with=other): there is tensorboard" in text and "a tracker object" in text
 
 
 def test_accumulation_that_two_places_say_differently() -> None:
@@ -407,6 +407,42 @@ def test_trackers(tmp_path: Path) -> None:
     with pytest.raises(RapidformerError, match="there is tensorboard, mine"):
         accelerator.get_tracker("wandb")
     assert '"loss": 1.0' in (tmp_path / "metrics.jsonl").read_text()
+
+
+class PlainTracker:
+    """The three methods of ours."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def start(self, run: Any) -> None:
+        self.heard.append((run.asked_project, dict(run.settings), run.recall("plain")))
+        run.remember("plain", "id-3")
+
+    def log(self, values: Any, step: int | None, **options: Any) -> None:
+        self.heard.append((step, dict(values), options))
+
+    def finish(self) -> None:
+        self.heard.append("finish")
+
+
+def test_a_tracker_with_three_methods(tmp_path: Path) -> None:
+    """It starts with the first numbers: by then the script has resumed, or not."""
+    for earlier in (None, "id-3"):
+        tracker = PlainTracker()
+        accelerator = Accelerator(cpu=True, log_with=tracker, project_dir=str(tmp_path))
+        accelerator.init_trackers("project", {"lr": 0.1})
+        accelerator.prepare(*make_parts())
+        if earlier is None:
+            accelerator.save_state(str(tmp_path / "state"))
+        else:
+            accelerator.load_state(str(tmp_path / "state"))
+        accelerator.log({"a": {"b": torch.tensor(2.0)}}, 5, {"PlainTracker": {"extra": True}})
+        assert accelerator.get_tracker("PlainTracker", unwrap=True) is tracker
+        accelerator.end_training()
+        assert tracker.heard == [
+            ("project", {"lr": 0.1}, earlier), (5, {"a/b": 2.0}, {"extra": True}), "finish",
+        ]  # fmt: skip
 
 
 def test_a_model_is_saved_whole(tmp_path: Path) -> None:

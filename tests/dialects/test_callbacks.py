@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,6 +93,42 @@ def test_a_run_writes_one_tensorboard_file(tmp_path: Path, monkeypatch: pytest.M
     [file] = [path for path in (tmp_path / "board").rglob("events.*") if path.is_file()]
     tags = EventAccumulator(str(file)).Reload().Tags()["scalars"]
     assert {"train/loss", "eval/loss", "train/train_runtime"} <= set(tags)
+
+
+def test_a_tracker_of_ours_hears_what_a_callback_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name; a resumed run has the id of the first, and evaluate() after train() is heard."""
+    heard: list[Any] = []
+
+    class Mine:
+        def start(self, run: Any) -> None:
+            heard.append((run.name, run.project, run.resume_step, run.recall("mine")))
+            assert run.settings["learning_rate"] and "hidden_size" in run.settings
+            run.remember("mine", "id-7")
+
+        def log(self, values: Any, step: Any) -> None:
+            heard.append((step, {name for name in values if name in ("loss", "eval_loss", "own")}))
+
+        def finish(self) -> None:
+            heard.append("finish")
+
+    module: Any = ModuleType("mine")
+    module.Mine = Mine
+    monkeypatch.setitem(sys.modules, "mine", module)
+    options = {"logging_steps": 1, "report_to": ["mine:Mine"], "save_steps": 1}
+    trainer = make_trainer(tmp_path / "out", max_steps=1, **options)
+    trainer.train()
+    trainer.evaluate()
+    trainer.log({"own": 1.0})
+    trainer = make_trainer(tmp_path / "out", max_steps=2, **options)
+    trainer.train(resume_from_checkpoint=True)
+    for callback in trainer.callbacks.callbacks:
+        callback._finish()
+    assert ("out", "huggingface", 0, None) in heard and ("out", "huggingface", 1, "id-7") in heard
+    first = heard[: heard.index(("out", "huggingface", 1, "id-7"))]
+    assert [(1, {"loss"}), (1, set()), (1, {"eval_loss"}), (1, {"own"})] == first[1:5]
+    assert (2, {"loss"}) in heard and heard[-1] == "finish"
 
 
 def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ def test_a_rollback_while_metrics_cannot_be_written(
     for step in (1, 2, 3):
         file.log({}, step)
     with monkeypatch.context() as failing:
-        failing.setattr("rapidformer.training.trackers._append", fail)
-        failing.setattr("rapidformer.training.trackers.replace_text", fail)
+        failing.setattr("rapidformer.training.trackers.metrics_file._append", fail)
+        failing.setattr("rapidformer.training.trackers.metrics_file.replace_text", fail)
         file.log({}, 4)
         file.drop_after(2)
         file.log({"loss": 0.5}, 3)

@@ -24,6 +24,8 @@ from rapidformer.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METRICS_FILE = "metrics.jsonl"
+TRACKERS_FOLDER = "trackers"
+"""The folder with the files of trackers and the ids that they gave to the run."""
 RUN_FILE = ".run.json"
 """What the run writes, and the step of its best model."""
 PREVIOUS = "previous"

@@ -8,6 +8,7 @@ COMMANDS = {
     "launch": "run a Python script in every process",
     "verify": "prove that a run's switches do not change its result",
     "bench": "measure a run's speed and memory, and what would make it faster",
+    "sweep": "try settings on runs of their own, and find the best",
     "explain": "list every change that a run would make, and why",
     "config": "ask a few questions and write a file for --config",
     "tasks": "list the tasks and the columns they expect",
@@ -20,7 +21,8 @@ COMMANDS = {
 """What each sub-command does; its module of this package has a ``run``."""
 DISTRIBUTED = frozenset({"train", "evaluate", "predict"})
 """Take the flags of a run, and start one process per GPU."""
-OWN_FLAGS = frozenset(
-    ("preprocess", "data", "launch", "config", "verify", "bench", "runs", "check", "export", "plot")
-)
+OWN_FLAGS = frozenset({
+    "preprocess", "data", "launch", "config", "verify", "bench", "sweep", "runs", "check", "export",
+    "plot",
+})  # fmt: skip
 """Have their own flags, and therefore their own help."""

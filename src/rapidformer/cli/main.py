@@ -19,7 +19,7 @@ from rapidformer.config.derive import is_launched
 from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan, is_started_node, needs_agent, plan_launch
 from rapidformer.launch.failures import report_failure
-from rapidformer.launch.worker import attach_to_launcher
+from rapidformer.launch.worker import attach_to_launcher, die_with_parent
 from rapidformer.nearest import suggest
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    die_with_parent()
     attach_to_launcher()
     try:
         _dispatch(words)

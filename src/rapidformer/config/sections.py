@@ -294,6 +294,14 @@ class LoggingArguments:
     """progress bar instead of log lines (default: if the output is a terminal)"""
     tensorboard_dir: str | None = None
     """folder for TensorBoard (default: tensorboard inside --save)"""
+    report_to: list[str] | None = None
+    """trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio, clearml,
+    codecarbon, comet_ml, dagshub, dvclive, neptune, swanlab or a class of your own as module:Class;
+    all: those that are installed; none: not even TensorBoard (default: tensorboard)"""
+    run_name: str | None = None
+    """name of the run in trackers (default: that of its folder)"""
+    project: str | None = None
+    """project of the run in trackers, an experiment in MLflow (default: rapidformer)"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level of messages to show"""
 

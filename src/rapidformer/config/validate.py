@@ -13,6 +13,7 @@ from rapidformer.config.objective_rules import find_objective_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
+from rapidformer.config.tracker_names import find_tracker_problems
 from rapidformer.errors import count
 from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
 from rapidformer.strict_json import parse_json
@@ -63,7 +64,7 @@ def find_problems(args: Settings) -> list[str]:
         *_check_evaluation(args), *_check_bad_loss(args), *_check_generation(args),
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
         *_check_adapters(args), *_check_chat(args), *find_objective_problems(args),
-        *_check_run_folder(args), *_check_files(args),
+        *_check_run_folder(args), *_check_files(args), *find_tracker_problems(args),
     ]  # fmt: skip
 
 

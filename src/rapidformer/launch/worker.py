@@ -12,6 +12,8 @@ from typing import Literal
 
 # The folder with the heartbeat files; rapidformer.dist.heartbeat reads the same variable.
 HEARTBEAT_VARIABLE = "RAPIDFORMER_HEARTBEATS"
+# The process that a run must not outlive; a sweep sets it for its trials.
+PARENT_VARIABLE = "RAPIDFORMER_PARENT"
 # A signal that neither Slurm (USR1, USR2) nor anything else sends.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _PR_SET_PDEATHSIG = 1
@@ -20,6 +22,12 @@ _PR_SET_PDEATHSIG = 1
 def get_rank_file(kind: Literal["beat", "stack", "saving"], folder: Path, rank: int) -> Path:
     """A rank's file. ``saving`` exists while a signal makes it save (``dist/heartbeat.py``)."""
     return folder / f"{kind}_{rank}"
+
+
+def die_with_parent() -> None:
+    """A trial ends with its sweep: it would hold the folder in which it is to be resumed."""
+    if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def attach_to_launcher() -> None:

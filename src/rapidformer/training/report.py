@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
@@ -14,10 +15,19 @@ from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.config.schema import get_settings, render_arguments
+from rapidformer.config.tracker_names import list_named
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
-from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun, Tracker, TrackerList
+from rapidformer.training.trackers import (
+    Background,
+    MetricsFile,
+    TensorBoard,
+    TrackedRun,
+    Tracker,
+    TrackerList,
+)
+from rapidformer.training.trackers.build import build_trackers
 
 _SHOWN = ("_loss", "accuracy", "/accuracies", "reward", "kl")
 """Endings of the parts of a loss that are printed beside it."""
@@ -34,8 +44,10 @@ class Reporter(Callback):
         resume_step: int = 0,
         speaks: bool,
         trackers: Sequence[Tracker] = (),
+        facts: Mapping[str, Any] = MappingProxyType({}),
         check_folder: Callable[[], None] = lambda: None,
     ) -> None:
+        """``trackers`` come on top of those of --report-to; ``facts`` are about the model."""
         self._speaks = speaks
         self._total = total_steps
         self._file: MetricsFile | None = None
@@ -45,13 +57,17 @@ class Reporter(Callback):
             return
         folder = None if args.save is None else Path(args.save)
         run = TrackedRun(
-            name=folder.name if folder else "run",
+            name=args.run_name or (folder.name if folder else "run"),
             folder=folder,
-            settings={name: getattr(args, name) for name in get_settings()},
+            settings={**facts, **{name: getattr(args, name) for name in get_settings()}},
             resume_step=resume_step,
             check_folder=check_folder,
+            asked_name=args.run_name,
+            asked_project=args.project,
         )
-        board_folder = args.tensorboard_dir or (folder and folder / "tensorboard")
+        board_folder: Any = args.tensorboard_dir
+        if board_folder is None and folder and "tensorboard" in list_named(args.report_to):
+            board_folder = folder / "tensorboard"
         with writing(folder or Path(board_folder or ".")):
             if folder is not None:
                 self._file = MetricsFile()
@@ -59,7 +75,8 @@ class Reporter(Callback):
                 text = "".join(line + "\n" for line in render_arguments(args))
                 replace_text(folder / ARGUMENTS_FILE, text)
             board = [TensorBoard(board_folder)] if board_folder else []
-            self._copies = TrackerList([*board, *trackers], run)
+            named = build_trackers(args.report_to)
+            self._copies = TrackerList([*board, *named, *map(Background, trackers)], run)
         if args.progress if args.progress is not None else sys.stderr.isatty():
             self._bar = _start_bar(total_steps, resume_step)
 

@@ -29,6 +29,7 @@ from rapidformer.checkpoint.finding import (
     REPLACED,
     RUN_FILE,
     TRACKER,
+    TRACKERS_FOLDER,
     abandon,
     claim_folder,
     continue_after_restart,
@@ -51,8 +52,11 @@ REFERENCE = "reference"
 RUNS_VARIABLE = "RAPIDFORMER_RUNS"
 _SOURCE = "derived: every run has a folder"
 
-_NAMES = (METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", REFERENCE, ABANDONED)
-# A run only adds files to a folder for TensorBoard; it would overwrite these.
+_NAMES = (
+    METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", TRACKERS_FOLDER, REFERENCE,
+    ABANDONED,
+)  # fmt: skip
+# A run only adds files to the folders of trackers; it would overwrite these.
 _OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST, REFERENCE)
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""

@@ -30,11 +30,7 @@ def describe_run(
     """One line per subject."""
     args, parallelized = engine.args, engine.model.parallelized
     model = parallelized.model
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # These have released or split most of them.
-    if (splitting := parallelized.pipeline or parallelized.deepspeed) is not None:
-        total, trained = splitting.num_parameters, splitting.num_trained
+    total, trained = _count_parameters(engine)
     adapter, plan = engine.model.adapter, parallelized.plan
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     count, device = args.world_size, describe_device(engine.device)
@@ -60,6 +56,27 @@ def describe_run(
     if resumed_from := engine.checkpoints.resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.updates.clock.updates}")
     return lines
+
+
+def describe_model(engine: RapidformerEngine) -> dict[str, Any]:
+    """The model's configuration and size, as trackers keep them beside the settings."""
+    model = engine.model.parallelized.model
+    config = getattr(model, "config", None)
+    facts = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
+    return {**facts, "model/num_parameters": _count_parameters(engine)[0]}
+
+
+def _count_parameters(engine: RapidformerEngine) -> tuple[int, int]:
+    """Of the whole model, and of what is trained."""
+    parallelized = engine.model.parallelized
+    # These have released or split most of them.
+    if (splitting := parallelized.pipeline or parallelized.deepspeed) is not None:
+        return splitting.num_parameters, splitting.num_trained
+    parameters = list(parallelized.model.parameters())
+    return (
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+    )
 
 
 def _describe_rate(engine: RapidformerEngine) -> str:

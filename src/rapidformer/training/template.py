@@ -43,7 +43,7 @@ from rapidformer.training.run_folder import (
     recover,
     restore_replaced,
 )
-from rapidformer.training.summary import describe_finished, describe_run
+from rapidformer.training.summary import describe_finished, describe_model, describe_run
 from rapidformer.training.trackers import Tracker
 
 
@@ -59,7 +59,7 @@ class Template(ABC):
     callbacks: Sequence[Callback] = ()
     """Called at the loop's hook points, after our own callbacks."""
     trackers: Sequence[Tracker] = ()
-    """Get the numbers of the run on rank 0, as TensorBoard does."""
+    """Get the numbers of the run on rank 0, in a thread of their own; beside ``--report-to``."""
     has_shifted_labels: bool | None = None
     """Whether the model compares each position with the next label; None: decided by its class."""
     smooths_labels = True
@@ -292,7 +292,7 @@ class Template(ABC):
             self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
         reporter = Reporter(
             self.args, total_steps=train_iters, resume_step=self.engine.updates.clock.updates,
-            speaks=self.engine.is_main, trackers=self.trackers,
+            speaks=self.engine.is_main, trackers=self.trackers, facts=describe_model(self.engine),
             check_folder=self.engine.checkpoints.check_folder,
         )  # fmt: skip
         if self.engine.is_main:

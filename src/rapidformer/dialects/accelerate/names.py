@@ -28,8 +28,9 @@ ACCELERATOR: dict[str, ForeignName] = {
     "step_scheduler_with_optimizer": refused(
         "do not prepare a scheduler that should step at its own pace"),
     "log_with": honoured(
-        '"tensorboard": log() writes TensorBoard files, and metrics.jsonl in project_dir; a '
-        "tracker object (Accelerate's GeneralTracker) is called; other names need Accelerate, "
+        '"tensorboard": log() writes TensorBoard files, and metrics.jsonl in project_dir; "wandb", '
+        '"mlflow", "trackio" and your own "module:Class" as with --report-to; a tracker object '
+        "(three methods, or Accelerate's GeneralTracker) is called; other names need Accelerate, "
         'whose class writes to them, and the tracker\'s package; "all": all that are installed'),
     "dynamo_backend": honoured("compiles each block", "compile_backend"),
     "dynamo_plugin": refused("use dynamo_backend"),

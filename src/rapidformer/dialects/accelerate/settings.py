@@ -18,10 +18,12 @@ from typing import Any
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
+from rapidformer.config.tracker_names import is_installed
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
 from rapidformer.dialects.calls import add_launch_flags, check_names
 from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.training.trackers.build import OWN
 
 _SOURCE = "Accelerator"
 _STEPS = "step_scheduler_with_optimizer"  # only False is another way than ours
@@ -169,21 +171,23 @@ def list_trackers(arguments: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     """What ``log_with`` asks for: names, and tracker objects of the user's own."""
     asked = arguments.get("log_with") or []
     wanted = asked if isinstance(asked, (list, tuple)) else [asked]
-    objects = [one for one in wanted if hasattr(one, "store_init_configuration")]
-    names = [str(getattr(one, "value", one)).lower() for one in wanted if one not in objects]
-    return names, objects
+    objects = [one for one in wanted if hasattr(one, "log") and hasattr(one, "finish")]
+    names = [str(getattr(one, "value", one)) for one in wanted if one not in objects]
+    return [name if ":" in name else name.lower() for name in names], objects
 
 
 def _check_trackers(arguments: Mapping[str, Any], problems: list[str]) -> None:
     names, _ = list_trackers(arguments)
     known = find_tracker_classes()
-    unknown = [name for name in names if name not in ("all", "tensorboard", *known)]
+    here = ["tensorboard", *list_own_trackers(), *known]
+    unknown = [name for name in names if name not in ("all", *here) and ":" not in name]
     if unknown:
         problems.append(
             f"Accelerator(log_with={', '.join(unknown)}): there is "
-            f"{', '.join(['tensorboard', *known])} here. For another tracker, install its package "
-            "and Accelerate, which brings the class that writes to it, or give a tracker object "
-            "(a subclass of accelerate.tracking.GeneralTracker)."
+            f"{', '.join(here)} here. For wandb, mlflow and trackio run pip install "
+            "'rapidformer[trackers]'. For another tracker, install its package and Accelerate, "
+            "which brings the class that writes to it, or give a tracker object, or your own "
+            "class as module:Class."
         )
     needs_folder = any(
         name in ("all", "tensorboard") or getattr(known.get(name), "requires_logging_directory", 0)
@@ -191,6 +195,11 @@ def _check_trackers(arguments: Mapping[str, Any], problems: list[str]) -> None:
     )
     if needs_folder and find_folders(arguments)[1] is None:
         problems.append("Accelerator(log_with=...) needs a folder: give project_dir.")
+
+
+def list_own_trackers() -> list[str]:
+    """Those that need no Accelerate, as far as their packages are installed."""
+    return [name for name in OWN if is_installed(name)]
 
 
 def find_tracker_classes() -> dict[str, Any]:
@@ -203,5 +212,5 @@ def find_tracker_classes() -> dict[str, Any]:
     return {
         str(name): tracker
         for name, tracker in LOGGER_TYPE_TO_CLASS.items()
-        if str(name) in available and str(name) != "tensorboard"
+        if str(name) in available and str(name) not in ("tensorboard", *OWN)
     }

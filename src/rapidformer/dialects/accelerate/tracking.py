@@ -6,7 +6,7 @@ An earlier run's lines are kept: a script that resumes says so only after ``init
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 import yaml
 
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
-from rapidformer.dialects.accelerate.settings import find_tracker_classes
+from rapidformer.dialects.accelerate.settings import find_tracker_classes, list_own_trackers
 from rapidformer.dialects.calls import flatten
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
-from rapidformer.training.trackers import MetricsFile, TensorBoard, TrackedRun
+from rapidformer.training.trackers import Background, MetricsFile, TensorBoard, TrackedRun
+from rapidformer.training.trackers.build import OWN, build_tracker
 
 
 class BlankTracker:
@@ -34,6 +35,9 @@ class BlankTracker:
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None: ...
 
     def finish(self) -> None: ...
+
+
+_BLANK = BlankTracker()
 
 
 class BoardTracker:
@@ -69,6 +73,35 @@ class BoardTracker:
         self._board.finish()
 
 
+class NamedTracker:
+    """A tracker of ours. It starts with the first numbers: until then, a script may resume."""
+
+    def __init__(self, tracker: Background, describe: Callable[[], TrackedRun]) -> None:
+        self.name = tracker.name
+        self._feed, self._describe = tracker, describe
+        self._has_started = False
+
+    def _start(self) -> Background:
+        if not self._has_started:
+            self._has_started = True
+            self._feed.start(self._describe())
+        return self._feed
+
+    @property
+    def tracker(self) -> Any:
+        """The tracker's own run, or a user's object; a blank one if it could not start."""
+        has_started = self._start().wait_until_started()
+        return getattr(self._feed.tracker, "handle", self._feed.tracker) if has_started else _BLANK
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Pass numbers on; the values of a nested dictionary become ``outer/inner``."""
+        flat = {name: _to_plain(value) for name, value in flatten(values, "/")}
+        self._start().log(flat, step, **options)
+
+    def finish(self) -> None:
+        self._feed.finish()
+
+
 class TrackingVerbs(ProcessVerbs):
     """The part of ``Accelerator`` that logs; most trackers write on the main process only."""
 
@@ -93,18 +126,47 @@ class TrackingVerbs(ProcessVerbs):
             logs = str(self.logging_dir)
             run = TrackedRun(name=project_name, settings=config or {}, resume_step=math.inf)
             self._trackers["tensorboard"] = BoardTracker(run, self.project_dir or logs, logs)
+        ours = [name for name in self._tracker_names if ":" in name]
+        ours += [name for name in list_own_trackers() if names & {name, "all"}]
+        plain = [t for t in self._user_trackers if not hasattr(t, "store_init_configuration")]
+        if self.is_main_process:
+            self._start_own(project_name, config or {}, ours, plain, init_kwargs or {})
         others = [name for name in classes if names & {name, "all"}]
         made = []
         for name in others if self.is_main_process else []:
             build, options = classes[name], (init_kwargs or {}).get(name, {})
             folders = [self.logging_dir] if build.requires_logging_directory else []
             made.append(build(project_name, *folders, **options))
-        for tracker in [*made, *self._user_trackers]:
+        for tracker in [*made, *(each for each in self._user_trackers if each not in plain)]:
             if self.is_main_process or not getattr(tracker, "main_process_only", True):
                 if hasattr(tracker, "start"):
                     tracker.start()
                 tracker.store_init_configuration(dict(config or {}))
                 self._trackers[getattr(tracker, "name", type(tracker).__name__)] = tracker
+
+    def _start_own(
+        self,
+        project: str,
+        config: dict[str, Any],
+        names: list[str],
+        objects: list[Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        def describe() -> TrackedRun:
+            folder = Path(self.project_dir) if self.project_dir else None
+            return TrackedRun(
+                name=folder.resolve().name if folder else project, folder=folder, settings=config,
+                resume_step=math.inf if self.engine.checkpoints.resumed_from else 0,
+                asked_project=project,
+            )  # fmt: skip
+
+        for name in names:
+            ours: dict[str, Any] = {"rename": str} if name in OWN else {}
+            built = build_tracker(name, **ours, **options.get(name, {}))
+            self._trackers[name] = NamedTracker(built, describe)
+        for each in objects:
+            tracker = Background(each, getattr(each, "name", None))
+            self._trackers[tracker.name] = NamedTracker(tracker, describe)
 
     @property
     def trackers(self) -> list[Any]:

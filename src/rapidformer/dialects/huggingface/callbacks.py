@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import TrainerCallback, TrainerState
@@ -11,6 +13,8 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.dialects.huggingface.names import list_reports
 from rapidformer.log import warn_once
+from rapidformer.training.trackers import Background, TrackedRun
+from rapidformer.training.trackers.build import OWN, build_tracker
 
 Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 # What every event passes to a callback, by name.
@@ -53,14 +57,58 @@ class CallbackList(CallbackHandler):
 
 
 def build_reporting_callbacks(report_to: str | list[str]) -> list[Callback]:
-    """transformers' integrations (wandb, mlflow, tensorboard ...) by their names."""
+    """Our trackers (wandb, mlflow, trackio, a user's) by their names, and transformers' own."""
     names = list_reports(report_to)
-    if not names:
-        return []
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+    ours = [name for name in names if name in OWN or ":" in name]
+    callbacks: list[Callback] = [TrackerCallback(name) for name in ours]
+    if others := [name for name in names if name not in ours]:
+        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-    callbacks: list[Callback] = get_reporting_integration_callbacks(names)
+        callbacks += get_reporting_integration_callbacks(others)
     return callbacks
+
+
+class TrackerCallback(TrainerCallback):
+    """Gives the numbers to one of our trackers, which goes on in the same run after a resume."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tracker: Background | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self._finish()
+        if state.is_world_process_zero:
+            self._tracker = self._start(args, state, details.get("model"))
+            atexit.register(self._finish)  # evaluate() after train() reports, too
+
+    def _start(self, args: Any, state: Any, model: Any) -> Background:
+        options = {}
+        if self._name == "trackio":
+            asked = {"space_id": args.trackio_space_id, "bucket_id": args.trackio_bucket_id}
+            options = {name: value for name, value in asked.items() if value is not None}
+        tracker = build_tracker(self._name, **options)
+        folder, default = Path(args.output_dir or "."), type(args).project
+        project = None if args.project == default else args.project
+        config = getattr(model, "config", None)
+        facts = config.to_dict() if hasattr(config, "to_dict") else {}
+        run = TrackedRun(
+            name=args.run_name or folder.resolve().name, folder=folder,
+            settings={**facts, **args.to_dict()}, resume_step=state.global_step, project=default,
+            asked_name=args.run_name, asked_project=project,
+        )  # fmt: skip
+        tracker.start(run)
+        return tracker
+
+    def on_log(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        if self._tracker is None and state.is_world_process_zero:
+            self.on_train_begin(args, state, control, **details)
+        if self._tracker is not None:
+            self._tracker.log(dict(details["logs"]), state.global_step)
+
+    def _finish(self) -> None:
+        if self._tracker is not None:
+            self._tracker.finish()
+            self._tracker = None
 
 
 def build_state(trainer: TrainerInterface) -> TrainerState:

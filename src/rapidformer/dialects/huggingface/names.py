@@ -12,7 +12,7 @@ from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, re
 Options = dict[str, Any] | str | None
 """A dictionary, its JSON, or the path of a file."""
 _HUB = "used by push_to_hub()"
-_TRACKIO = "pass transformers' TrackioCallback in callbacks= to use Trackio"
+_TRACKIO = "a snapshot is made with trackio.freeze"
 _DDP = "gradients are reduced by our own hooks, not by DistributedDataParallel"
 _WORKERS = "the loader chooses it"
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
@@ -93,11 +93,12 @@ class NamedFields:
     disable_tqdm: Annotated[bool | None, honoured(
         "True: log lines instead of a progress bar", "progress")] = None  # fmt: skip
     report_to: Annotated[str | list[str], honoured(
-        "transformers' own integrations, as callbacks")] = "none"  # fmt: skip
-    run_name: Annotated[str | None, honoured("read by the integrations of report_to")] = None
-    project: Annotated[str, honoured("read by the integrations of report_to")] = "huggingface"
-    trackio_space_id: Annotated[str | None, ignored(_TRACKIO)] = None
-    trackio_bucket_id: Annotated[str | None, ignored(_TRACKIO)] = None
+        "wandb, mlflow, trackio and your own module:Class as with --report-to; the others by "
+        "transformers' integrations")] = "none"  # fmt: skip
+    run_name: Annotated[str | None, honoured("read by the trackers of report_to")] = None
+    project: Annotated[str, honoured("read by the trackers of report_to")] = "huggingface"
+    trackio_space_id: Annotated[str | None, honoured("passed to trackio.init")] = None
+    trackio_bucket_id: Annotated[str | None, honoured("passed to trackio.init")] = None
     trackio_static_space_id: Annotated[str | None, ignored(_TRACKIO)] = None
     # ---- evaluation
     eval_strategy: Annotated[str, mapped("eval_strategy")] = "no"

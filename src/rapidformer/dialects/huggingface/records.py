@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "trainer_state.json"
 _NOT_PUSHED = [
-    "iter_*", "previous/*", "checkpoint-*", "tensorboard/*", "best/*", "last/*", "logs/*",
+    "iter_*", "previous/*", "checkpoint-*", "tensorboard/*", "trackers/*", "best/*", "last/*",
+    "logs/*",
 ]  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from transformers.trainer_utils import BestRun, default_compute_objective, defau
 
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dist.collectives import broadcast_object
-from rapidformer.errors import ConfigurationError, MissingPackageError
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
+from rapidformer.sweeping.study import load_optuna
 
 Space = Callable[[Any], dict[str, Any]]
 Objective = Callable[[dict[str, float]], Any]
@@ -33,10 +34,7 @@ def search(
     options: dict[str, Any],
 ) -> BestRun | list[BestRun]:
     """Run all trials; returns the best one, or the best ones for several objectives."""
-    try:
-        import optuna
-    except ImportError:
-        raise MissingPackageError("optuna", "hyperparameter_search()", "search") from None
+    optuna = load_optuna("hyperparameter_search()")
     if options.pop("n_jobs", 1) != 1:
         raise ConfigurationError(
             "hyperparameter_search(n_jobs=...) must be 1: a trial uses all processes of the run."

@@ -1,0 +1,1 @@
+"""Sweeps: what is tried, what was found. ``rapidformer sweep`` runs the trials."""
