@@ -177,6 +177,10 @@ def test_dropout_is_off_in_adapters_too(tmp_path: Path) -> None:
             lambda: ours.DPOConfig("x", loss_type="ipo", loss_weights=[1.0, 0.5]).list_settings(),
             "use one of sigm",
         ),
+        (
+            lambda: ours.DPOConfig("x", model_init_kwargs="attn=eager"),
+            "model_init_kwargs='attn=eager' is not a JSON object",
+        ),
         (lambda: ours.CPOConfig("x").list_settings(), "use loss_type='simpo'"),
         (lambda: ours.GRPOConfig("x", vllm_mode="server"), r"GRPOConfig\(vllm_mode=...\) is not"),
         (lambda: ours.GRPOConfig("x", use_vllm=True), "there is no inference server"),

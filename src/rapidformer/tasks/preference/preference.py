@@ -73,11 +73,10 @@ class Preference(CausalLM):
         args = parts.args
         check_is_causal(parts.config, args)
         is_paired = args.loss != "kto"
-        features, encoder = encode_tables(parts, tables, is_paired=is_paired)
+        features, encoder, facts = encode_tables(parts, tables, is_paired=is_paired)
         extras = {
-            "mode": "evaluate", "labelled": {s: rows is not None for s, rows in features.items()},
-            "stop_id": encoder.chat.get_stop_id(), "objective": self.build_objective(args),
-            "row_names": ("chosen", "rejected") if is_paired else ("answer",),
+            "mode": "evaluate", "stop_id": encoder.chat.get_stop_id(),
+            "objective": self.build_objective(args), **facts,
         }  # fmt: skip
         pad = build_text_collator(parts.tokenizer, side="right")
         if is_paired:
