@@ -77,13 +77,15 @@ def test_dpo_gives_the_numbers_of_trl(tmp_path: Path) -> None:
     found, wanted = run_dpo(ours, tmp_path / "ours"), run_dpo(trl, tmp_path / "trl")
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
              "logps/chosen", "logps/rejected")  # fmt: skip
+    of_tokens = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
     steps = [[line for line in lines if "loss" in line] for lines in (found, wanted)]
     assert len(steps[0]) == len(steps[1]) == 4 and steps[0][0]["loss"] == pytest.approx(0.6931472)
     for mine, theirs in zip(*steps, strict=True):
-        for name in ("loss", "grad_norm", "learning_rate", *names):
+        for name in ("loss", "grad_norm", "learning_rate", *names, *of_tokens):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6, rel=2e-6), name
     last, last_theirs = (next(line for line in reversed(s) if "eval_loss" in line)
                          for s in (found, wanted))  # fmt: skip
+    assert last.keys() >= {f"eval_{name}" for name in of_tokens}  # TRL's are means of means
     for name in ("loss", *names):
         assert last[f"eval_{name}"] == pytest.approx(last_theirs[f"eval_{name}"], abs=2e-6), name
 
