@@ -107,7 +107,9 @@ def test_their_own_model_is_trained(folder: Path, tmp_path: Path) -> None:
         learning_rate=1e-2, batch_sampler="no_duplicates", prompts={"question": "w1 "},
     )  # fmt: skip
     rows = make_rows(("question", "answer"), 8)
-    trainer = ours.SentenceTransformerTrainer(model, arguments, rows)
+    trainer = ours.SentenceTransformerTrainer(
+        model, arguments, rows, loss=lambda given: ours.losses.MultipleNegativesRankingLoss(given)
+    )
     assert trainer.build_settings().mask_duplicates
     trainer.train()
     assert not np.allclose(model.encode(TEXTS), before)
@@ -150,6 +152,12 @@ def test_what_is_not_supported_is_refused(folder: Path) -> None:
     model = ours.SentenceTransformer(str(folder), device="cpu")
     with pytest.raises(ConfigurationError, match=r"loss= takes one of .*losses, got str"):
         ours.SentenceTransformerTrainer(model, loss="mnrl")
+    with pytest.raises(ConfigurationError, match=r"truncate_dim=...\) is not supported: build"):
+        ours.SentenceTransformer(str(folder), truncate_dim=8)
+    each = ours.SentenceTransformerTrainingArguments("out", eval_strategy="epoch")
+    with pytest.raises(ConfigurationError, match="it is asked after each evaluation of rows"):
+        ours.SentenceTransformerTrainer(model, each, make_rows(("a", "b")), evaluator=len)
+    assert model.encode("w1", precision=None).shape == (16,)
     with pytest.raises(ConfigurationError, match=r"encode\(precision='int8'\) is not supported"):
         model.encode("w1", precision="int8")
     arguments = ours.SentenceTransformerTrainingArguments("out", prompts={"b": "w1 "})

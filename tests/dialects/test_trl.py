@@ -204,6 +204,29 @@ def test_what_is_not_supported_says_so(build: Any, text: str) -> None:
         build()
 
 
+def test_what_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    class Own(ours.DPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+            return 0.0
+
+    model, tokenizer = build_model(tmp_path), build_tokenizer()
+    with pytest.raises(ConfigurationError, match=r"Own\.compute_loss would not be called"):
+        Own(model, train_dataset=make_pairs(2), processing_class=tokenizer)
+    with pytest.raises(ConfigurationError, match=r"DPOTrainer\(compute_metrics=...\) is not supp"):
+        ours.DPOTrainer(
+            model, train_dataset=make_pairs(2), processing_class=tokenizer, compute_metrics=len
+        )
+
+
+def test_a_reference_may_be_a_name(tmp_path: Path) -> None:
+    model = build_model(tmp_path)
+    trainer = ours.DPOTrainer(
+        model, str(tmp_path), ours.DPOConfig(str(tmp_path / "run"), **COMMON), None, make_pairs(2),
+        processing_class=build_tokenizer(),
+    )  # fmt: skip
+    assert isinstance(trainer.provide_frozen_models()["reference"], LlamaForCausalLM)
+
+
 def test_names_become_settings() -> None:
     kto = ours.KTOConfig("x", beta=0.3, desirable_weight=2.0).list_settings()
     assert (kto["loss"], kto["beta"], kto["desirable_weight"]) == ("kto", 0.3, 2.0)

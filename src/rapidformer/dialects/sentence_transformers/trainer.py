@@ -51,6 +51,11 @@ class PairTrainer(TaskTrainer):
             "data_collator=...": data_collator is not None and "texts are tokenized by the trainer",
             "several train_datasets": isinstance(train_dataset, Mapping)
             and "join them with datasets.concatenate_datasets",
+            "evaluator=... without eval_dataset=...": evaluator is not None
+            and eval_dataset is None
+            and args is not None
+            and args.eval_strategy != "no"
+            and "it is asked after each evaluation of rows",
         }
         for what, reason in given.items():
             if reason:
@@ -82,7 +87,7 @@ class PairTrainer(TaskTrainer):
     def _read_loss(self, loss: Any) -> Loss:
         if loss is None:
             return self._choose_loss()
-        if isinstance(loss, type) and issubclass(loss, Loss):
+        if callable(loss) and not isinstance(loss, nn.Module):  # a class, or a function
             loss = loss(self._model)
         if not isinstance(loss, Loss):
             raise ConfigurationError(

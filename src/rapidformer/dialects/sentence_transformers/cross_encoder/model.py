@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rapidformer.dialects.sentence_transformers.model import ModelCard
+from rapidformer.dialects.sentence_transformers.model import ModelCard, refuse_options
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.embedding.reranking import read_activation
 from rapidformer.tasks.text.text import get_context_length
@@ -40,7 +40,9 @@ class CrossEncoder:
         device: str | None = None,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        refuse_options(self, others)
         if num_labels not in (None, 1):
             raise ConfigurationError(
                 f"CrossEncoder(num_labels={num_labels}) is not supported: it has one score. "
