@@ -11,12 +11,16 @@ import pytest
 import sentence_transformers as theirs
 import torch
 from datasets import Dataset
+from sentence_transformers import cross_encoder
 from sentence_transformers.sentence_transformer import evaluation
 from sentence_transformers.sentence_transformer import losses as their_losses
 from transformers import BertConfig, BertModel
 
 from rapidformer.dialects import sentence_transformers as ours
 from rapidformer.errors import ConfigurationError
+from tests.dialects.cross_encoder_rig import PAIRS, make_folder
+from tests.dialects.cross_encoder_rig import make_rows as make_pairs
+from tests.dialects.cross_encoder_rig import run_script as run_cross_encoder
 from tests.small import SPECIAL, WORDS, make_tokenizer
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6"]
@@ -103,7 +107,9 @@ def test_their_own_model_is_trained(folder: Path, tmp_path: Path) -> None:
         learning_rate=1e-2, batch_sampler="no_duplicates", prompts={"question": "w1 "},
     )  # fmt: skip
     rows = make_rows(("question", "answer"), 8)
-    trainer = ours.SentenceTransformerTrainer(model, arguments, rows)
+    trainer = ours.SentenceTransformerTrainer(
+        model, arguments, rows, loss=lambda given: ours.losses.MultipleNegativesRankingLoss(given)
+    )
     assert trainer.build_settings().mask_duplicates
     trainer.train()
     assert not np.allclose(model.encode(TEXTS), before)
@@ -146,6 +152,12 @@ def test_what_is_not_supported_is_refused(folder: Path) -> None:
     model = ours.SentenceTransformer(str(folder), device="cpu")
     with pytest.raises(ConfigurationError, match=r"loss= takes one of .*losses, got str"):
         ours.SentenceTransformerTrainer(model, loss="mnrl")
+    with pytest.raises(ConfigurationError, match=r"truncate_dim=...\) is not supported: build"):
+        ours.SentenceTransformer(str(folder), truncate_dim=8)
+    each = ours.SentenceTransformerTrainingArguments("out", eval_strategy="epoch")
+    with pytest.raises(ConfigurationError, match="it is asked after each evaluation of rows"):
+        ours.SentenceTransformerTrainer(model, each, make_rows(("a", "b")), evaluator=len)
+    assert model.encode("w1", precision=None).shape == (16,)
     with pytest.raises(ConfigurationError, match=r"encode\(precision='int8'\) is not supported"):
         model.encode("w1", precision="int8")
     arguments = ours.SentenceTransformerTrainingArguments("out", prompts={"b": "w1 "})
@@ -154,3 +166,63 @@ def test_what_is_not_supported_is_refused(folder: Path) -> None:
         ours.SentenceTransformerTrainer(model, arguments, rows)
     scored = ours.SentenceTransformerTrainer(model, train_dataset=make_rows(("a", "b", "label")))
     assert scored.prepared.extras["loss"].name == "cosent"
+
+
+def test_cross_encoder_gives_the_same_numbers(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    name, weight = "BinaryCrossEntropyLoss", torch.tensor(3.0)
+    steps, before, after, *_ = run_cross_encoder(
+        cross_encoder, name, folder, tmp_path / "theirs", pos_weight=weight
+    )
+    found, mine, learnt, model, trainer = run_cross_encoder(
+        ours.cross_encoder, name, folder, tmp_path / "ours", pos_weight=weight
+    )
+    np.testing.assert_allclose(found, steps, atol=1e-6)
+    np.testing.assert_allclose([mine, learnt], [before, after], atol=1e-6)
+    assert np.abs(learnt - mine).max() > 0.01
+    assert {"eval_loss", "eval_accuracy"} <= trainer.evaluate().keys()
+    model.save_pretrained(tmp_path / "saved")
+    trainer.save_model(str(tmp_path / "trainer"))
+    for place in ("saved", "trainer"):
+        again = theirs.CrossEncoder(str(tmp_path / place), device="cpu")
+        np.testing.assert_allclose(again.predict(PAIRS), learnt, atol=1e-6)
+    texts = [second for _, second in PAIRS]
+    ranked = model.rank("w1 w2", texts, top_k=2, return_documents=True)
+    wanted = again.rank("w1 w2", texts, top_k=2, return_documents=True)
+    assert [each["text"] for each in ranked] == [each["text"] for each in wanted]
+
+
+def test_their_own_cross_encoder_is_trained(tmp_path: Path) -> None:
+    """Lists of documents; the activation that turns outputs into scores is saved."""
+    folder = make_folder(tmp_path / "model")
+    model = theirs.CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Identity())
+    arguments = ours.CrossEncoderTrainingArguments(
+        str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=4, report_to=[],
+        learning_rate=1e-2,
+    )  # fmt: skip
+    losses = ours.cross_encoder.losses
+    rows = make_pairs("ListNetLoss", 4)
+    trainer = ours.CrossEncoderTrainer(model, arguments, rows, loss=losses.ListNetLoss)
+    before = model.predict(PAIRS)
+    trainer.train()
+    assert not np.allclose(model.predict(PAIRS), before)
+    for library in (theirs, ours):
+        again = library.CrossEncoder(str(tmp_path / "run" / "last"), device="cpu")
+        np.testing.assert_allclose(again.predict(PAIRS), model.predict(PAIRS), atol=1e-6)
+
+
+def test_what_cross_encoders_do_not_support_is_refused(tmp_path: Path) -> None:
+    losses = ours.cross_encoder.losses
+    with pytest.raises(ConfigurationError, match=r"losses.LambdaLoss is not supported: use List"):
+        _ = losses.LambdaLoss
+    with pytest.raises(ConfigurationError, match=r"activation_fn=...\) is not supported"):
+        losses.MSELoss(None, torch.nn.Sigmoid())
+    with pytest.raises(ConfigurationError, match=r"num_labels=3\) is not supported"):
+        ours.CrossEncoder("any", num_labels=3)
+    with pytest.raises(ConfigurationError, match="takes a CrossEncoder of a transformer"):
+        ours.CrossEncoderTrainer(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigurationError, match="put the prompt into the texts"):
+        ours.CrossEncoderTrainingArguments("out", prompts="w1 ")
+    model = ours.CrossEncoder(str(make_folder(tmp_path)), device="cpu")
+    with pytest.raises(ConfigurationError, match="several train_datasets: join them"):
+        ours.CrossEncoderTrainer(model, train_dataset={"a": [], "b": []})

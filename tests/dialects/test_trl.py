@@ -77,13 +77,15 @@ def test_dpo_gives_the_numbers_of_trl(tmp_path: Path) -> None:
     found, wanted = run_dpo(ours, tmp_path / "ours"), run_dpo(trl, tmp_path / "trl")
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
              "logps/chosen", "logps/rejected")  # fmt: skip
+    of_tokens = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
     steps = [[line for line in lines if "loss" in line] for lines in (found, wanted)]
     assert len(steps[0]) == len(steps[1]) == 4 and steps[0][0]["loss"] == pytest.approx(0.6931472)
     for mine, theirs in zip(*steps, strict=True):
-        for name in ("loss", "grad_norm", "learning_rate", *names):
+        for name in ("loss", "grad_norm", "learning_rate", *names, *of_tokens):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6, rel=2e-6), name
     last, last_theirs = (next(line for line in reversed(s) if "eval_loss" in line)
                          for s in (found, wanted))  # fmt: skip
+    assert last.keys() >= {f"eval_{name}" for name in of_tokens}  # TRL's are means of means
     for name in ("loss", *names):
         assert last[f"eval_{name}"] == pytest.approx(last_theirs[f"eval_{name}"], abs=2e-6), name
 
@@ -177,6 +179,10 @@ def test_dropout_is_off_in_adapters_too(tmp_path: Path) -> None:
             lambda: ours.DPOConfig("x", loss_type="ipo", loss_weights=[1.0, 0.5]).list_settings(),
             "use one of sigm",
         ),
+        (
+            lambda: ours.DPOConfig("x", model_init_kwargs="attn=eager"),
+            "model_init_kwargs='attn=eager' is not a JSON object",
+        ),
         (lambda: ours.CPOConfig("x").list_settings(), "use loss_type='simpo'"),
         (lambda: ours.GRPOConfig("x", vllm_mode="server"), r"GRPOConfig\(vllm_mode=...\) is not"),
         (lambda: ours.GRPOConfig("x", use_vllm=True), "there is no inference server"),
@@ -196,6 +202,29 @@ def test_dropout_is_off_in_adapters_too(tmp_path: Path) -> None:
 def test_what_is_not_supported_says_so(build: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         build()
+
+
+def test_what_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    class Own(ours.DPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+            return 0.0
+
+    model, tokenizer = build_model(tmp_path), build_tokenizer()
+    with pytest.raises(ConfigurationError, match=r"Own\.compute_loss would not be called"):
+        Own(model, train_dataset=make_pairs(2), processing_class=tokenizer)
+    with pytest.raises(ConfigurationError, match=r"DPOTrainer\(compute_metrics=...\) is not supp"):
+        ours.DPOTrainer(
+            model, train_dataset=make_pairs(2), processing_class=tokenizer, compute_metrics=len
+        )
+
+
+def test_a_reference_may_be_a_name(tmp_path: Path) -> None:
+    model = build_model(tmp_path)
+    trainer = ours.DPOTrainer(
+        model, str(tmp_path), ours.DPOConfig(str(tmp_path / "run"), **COMMON), None, make_pairs(2),
+        processing_class=build_tokenizer(),
+    )  # fmt: skip
+    assert isinstance(trainer.provide_frozen_models()["reference"], LlamaForCausalLM)
 
 
 def test_names_become_settings() -> None:

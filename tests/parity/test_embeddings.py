@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +21,14 @@ from rapidformer.objectives import BoundObjective
 from rapidformer.tasks.embedding.collate import ItemCollator
 from rapidformer.tasks.embedding.losses import LossSettings
 from rapidformer.tasks.embedding.objective import EmbeddingObjective
+from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.runner import TaskFinetuner
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import SETTINGS, TENSOR, keep_rate, make_sgd, train, zero
 from tests.parity.limits import LIMITS, check_equal
 from tests.processes import run_in_processes
+from tests.small import make_tokenizer
 
 ROWS, GLOBAL = 20, 12
 """A full update and a smaller one: in micro-batches of 3, ranks have 5 and 3 of its rows."""
@@ -117,6 +122,52 @@ def test_loss_and_gradients_do_not_depend_on_the_layout(world_size: int) -> None
     for (loss, settings), traces in zip(cases, columns, strict=True):
         whole = run_whole(loss, has_lora="lora_rank" in settings)
         check_equal(whole, list(traces), LIMITS, where=f"{loss} on {world_size} under {settings}")
+
+
+def learn(folder: Path, **settings: Any) -> list[float]:
+    """The losses of a task's run on 20 pairs of texts: updates of 6, 6, 6 and 2."""
+    words = [f"w{number}" for number in range(20)]
+    pairs = zip(words, words[1:] + words[:1], strict=True)
+    rows = [{"query": f"{a} {b}", "positive": f"{b} w0 {a}"} for a, b in pairs]
+    engine = RapidformerEngine(args={
+        "task": "embedding", "pretrained_model_name_or_path": str(folder / "model"), "lr": 0.05,
+        "optimizer": "sgd", "lr_decay_style": "constant", "micro_batch_size": 3, "epochs": 1,
+        "global_batch_size": 6, "log_interval": 1, "progress": False, "log_level": "error",
+        "save": str(folder / "run"), **settings,
+    })  # fmt: skip
+    finetuner = TaskFinetuner(engine, get_task("embedding"), {"train": rows})
+    heard = Losses()
+    finetuner.callbacks = [heard]
+    try:
+        finetuner.train()
+    finally:
+        engine.close(gives_back=False)
+    return heard.values
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
+        if "loss" in line:
+            self.values.append(line["loss"])
+
+
+def resume_twice(folder: Path) -> list[float]:
+    run = str(folder / "run")
+    third = learn(folder, load=run, exit_interval=3)
+    return third + learn(folder, load=run, **zero(3))
+
+
+def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
+    """Two updates in one process, one in two, the last and smaller one sharded."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    build_model().save_pretrained(tmp_path / "model")
+    whole = learn(tmp_path, save="none", micro_batch_size=6)
+    first = learn(tmp_path, exit_interval=2)
+    for rest in run_in_processes(resume_twice, 2, tmp_path):
+        assert len(set(whole)) == 4 and first + rest == pytest.approx(whole, abs=1e-6)
 
 
 def compare_with_dropout() -> float:

@@ -87,8 +87,13 @@ def train(toy: Path, **settings: Any) -> Lines:
     return heard.lines
 
 
-def train_each(toy: Path, layouts: list[dict[str, Any]]) -> list[Lines]:
-    return [train(toy, **layout) for layout in layouts]
+def train_each(toy: Path, layouts: list[dict[str, Any]]) -> tuple[list[Lines], str]:
+    """Also what is said if a function fails in an evaluation, on the last rank alone."""
+    found = [train(toy, **layout) for layout in layouts]
+    with pytest.raises(DataError) as caught:
+        train(toy, reward_function=[f"{toy / 'score.py'}:broken"], epochs=1,
+              valid_data=[str(toy / "train.jsonl")], eval_micro_batch_size=1)  # fmt: skip
+    return found, str(caught.value)
 
 
 def check(found: Lines, wanted: Lines) -> None:
@@ -100,7 +105,9 @@ def check(found: Lines, wanted: Lines) -> None:
 
 
 def test_splits_change_nothing(toy: Path) -> None:
-    """Accumulation of 1, 2 and 4, two processes, ZeRO-3, several updates per generation."""
+    """Accumulation of 1, 2 and 4, two processes, ZeRO-3, several updates per generation.
+
+    An error in an evaluation is told on every rank."""
     alone = train(toy, micro_batch_size=4)
     assert len(alone) == 4 and len({line["reward"] for line in alone}) > 1
     assert all(line["reward_std"] > 0 for line in alone) and alone[-1]["kl"] > 0
@@ -114,7 +121,8 @@ def test_splits_change_nothing(toy: Path) -> None:
     assert any(line["clip_ratio/region_mean"] > 0 for line in twice)
     check(train(toy), alone)
     layouts: list[dict[str, Any]] = [{}, {"zero_3_memory_optimization": True, **again}]
-    for results in run_in_processes(train_each, 2, toy, layouts):
+    for results, problem in run_in_processes(train_each, 2, toy, layouts):
+        assert "function broken failed on validation, row 6" in problem and "no w5" in problem
         for found in results[:-1]:
             check(found, alone)
         check(results[-1], twice)

@@ -11,6 +11,8 @@ from tests.tasks.preference_rig import LEARNING_RATE, Recorder
 
 _SHOWN = ("loss", "rewards/", "logps/", "kl", "nll_loss", "log_odds", "accuracy", "margin",
           "mean_reward")  # fmt: skip
+# Elsewhere TRL shows means over all logits, those of padding included.
+_OF_DPO_AND_KTO = ("logits/", "entropy", "mean_token_accuracy")
 
 
 class _Watcher(TrainerCallback):  # type: ignore[misc]
@@ -67,8 +69,10 @@ def compare(ours: Recorder, theirs: Recorder) -> dict[str, float]:
     assert len(ours.lines) == len(theirs.lines) == len(ours.weights) == len(theirs.weights)
     gaps = {"loss": 0.0, "metrics": 0.0, "weights": 0.0}
     for line, other in zip(ours.lines, theirs.lines, strict=True):
-        shared = [name for name in line if name in other and name.startswith(_SHOWN)]
-        assert {"loss", *(n for n in other if n.startswith(("rewards/", "logps/")))} <= {*shared}
+        names = (*_SHOWN, *(_OF_DPO_AND_KTO if "entropy" in other else ()))
+        shared = [name for name in line if name in other and name.startswith(names)]
+        needed = {n for n in other if n.startswith(("rewards/", "logps/", *names[len(_SHOWN) :]))}
+        assert {"loss", *needed} <= {*shared}
         scale = max(1.0, abs(other.get("logps/chosen", 0.0)))
         for name in shared:
             size = max(1.0, abs(other[name])) if name == "loss" else scale

@@ -246,6 +246,7 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], text: str
         ({"task": "KTO"}, "preference", "kto", 1e-6),
         ({"task": "dpo"}, "preference", None, 1e-6),
         ({"task": "dpo", "loss": "ipo"}, "preference", "ipo", 1e-6),
+        ({"task": "kto", "loss": "kto"}, "preference", "kto", 1e-6),
         ({"task": "reward-model"}, "reward", None, 1e-4),
     ],
 )
@@ -256,6 +257,13 @@ def test_other_names_say_the_loss_and_have_the_same_defaults(
 
     args = resolve(arguments_from_mapping(words))
     assert (args.task, args.loss, args.lr) == (task, loss, lr)
+
+
+def test_a_name_that_says_the_loss_takes_no_other_one() -> None:
+    from rapidformer.config import parse_arguments
+
+    with pytest.raises(ConfigurationError, match="--task simpo is --task preference --loss simpo"):
+        parse_arguments(["--task", "simpo", "--loss", "orpo"])
 
 
 # ---- runs --------------------------------------------------------------------------------------
@@ -295,10 +303,12 @@ def test_ties_and_pairs_that_do_not_fit_are_counted(
     assert len(prepare(folder, rows, "reward").train) == 1
     assert "dropped 2 of 4 examples: longer than --seq-length (rows 3, 4)" in caplog.text
     caplog.clear()
-    assert len(prepare(folder, rows, loss="kto").train) == 6
+    # Both answers of a tie are left out: one row cannot say that an answer is good and bad.
+    assert len(prepare(folder, rows, loss="kto").train) == 4
     assert "dropped 2 of 8 examples: no part of the answer fits within --seq-length (row 3)" in (
         caplog.text
     )
+    assert "dropped 2 of 8 examples: both answers are the same (a tie) (row 2)" in caplog.text
 
 
 def test_chat_template_and_the_last_answer(tmp_path: Path) -> None:
@@ -339,21 +349,28 @@ def test_reference_is_where_the_run_starts(folder: Path) -> None:
     assert [sample["desirable"] for sample in prepared.train] == [1, 0, 1, 0, 1, 0]
 
 
+_TIE = {"prompt": "w1 ", "chosen": "w2", "rejected": "w2"}
+
+
 @pytest.mark.parametrize("loss", ["orpo", "kto"])
 def test_evaluation_does_not_depend_on_its_batches(loss: str, folder: Path, tmp_path: Path) -> None:
     """A last, smaller batch; a mean over tokens; a baseline over the whole split."""
     import rapidformer
 
     start = make_model(tmp_path / "start", "gpt2")
-    rows = make_answers(7) if loss == "kto" else make_pairs(7)
-    results = [
+    rows = make_answers(7) if loss == "kto" else [*make_pairs(7), _TIE]
+    reports = [
         rapidformer.evaluate(
             {"validation": rows}, task="preference", loss=loss, load=str(folder),
             pretrained_model_name_or_path=str(start), eval_micro_batch_size=size,
             log_level="error", progress=False,
-        ).metrics
+        )
         for size in (7, 2)
     ]  # fmt: skip
+    results = [report.metrics for report in reports]
+    counts = [(report.examples, report.dropped) for report in reports]
+    assert counts == [(7, 0 if loss == "kto" else 1)] * 2
+    assert (", 1 dropped" in str(reports[0])) == (loss != "kto")
     names = {"orpo": "nll_loss log_odds_ratio log_odds_chosen rewards/accuracies", "kto": "kl"}
     assert {"loss", "rewards/margins", "logps/chosen", *names[loss].split()} <= results[0].keys()
     assert results[0] == pytest.approx(results[1], rel=2e-6)

@@ -40,7 +40,8 @@ def run_case(name: str, folder: Path, settings: dict[str, Any]) -> Recorder:
 def check_equal(result: Recorder, expected: Recorder) -> None:
     """Losses and metrics to 1e-6 (of what they are made of), gradients to 4e-6 of the largest."""
     assert len(result.lines) == len(expected.lines) == 2
-    shown = ("loss", "rewards/", "logps/", "kl", "nll_loss", "sft_loss", "accuracy", "margin")
+    shown = ("loss", "rewards/", "logps/", "logits/", "entropy", "mean_token_accuracy", "kl",
+             "nll_loss", "sft_loss", "accuracy", "margin")  # fmt: skip
     for line, wanted in zip(result.lines, expected.lines, strict=True):
         scale = max(1.0, abs(wanted.get("logps/chosen", 0.0)))
         names = [name for name in wanted if name.startswith(shown)]

@@ -35,7 +35,8 @@ def converse(*answers: dict[str, Any] | str) -> list[dict[str, Any]]:
 def encode(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, list[int]]:
     columns = ChatColumns(messages="messages")
     encoder = build_encoder(tokenizer, columns, Settings(), 4096)
-    row: dict[str, list[int]] = encode_chats([{"messages": messages}], "train", encoder, None)[0]
+    kept = encode_chats([{"messages": messages}], "train", encoder, None)
+    row: dict[str, list[int]] = kept.features[0]
     return row
 
 

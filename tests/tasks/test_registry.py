@@ -19,6 +19,11 @@ def test_names_and_aliases() -> None:
         assert task.description and task.columns and task.auto_class.startswith("AutoModel")
 
 
+def test_required_columns() -> None:
+    needed = {role.name: role.required for role in get_task("reward").columns}
+    assert needed["rejected"] and not needed["chosen"] and not needed["prompt"]
+
+
 def test_unknown_task_gets_a_hint() -> None:
     message = r"--task sequence_clasification .*Did you mean sequence_classification\?"
     with pytest.raises(ConfigurationError, match=message):

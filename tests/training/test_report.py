@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rapidformer.config import parse_arguments
+from rapidformer.config import Settings, parse_arguments
 from rapidformer.log import configure_logging
 from rapidformer.training.report import Reporter, format_training_line
+from rapidformer.training.summary import describe_results
 from rapidformer.training.trackers import TrackedRun
 
 LINE: dict[str, Any] = {
@@ -172,3 +173,16 @@ def test_a_tracker_that_cannot_write_does_not_end_the_run(tmp_path: Path, caplog
     assert caplog.text.count("OwnTracker cannot be written any more") == 1
     assert "No space left" in caplog.text
     assert len(tracker.calls) == 1
+
+
+def test_an_adapter_says_how_it_is_merged(tmp_path: Path) -> None:
+    """A CrossEncoder cannot load the head that comes with an adapter."""
+    folder = tmp_path / "best"
+    folder.mkdir()
+    args = Settings(task="reranking", save=str(tmp_path))
+    best = ("loss", 0.1, 3)
+    for wanted in (f"export {tmp_path} FOLDER", "merges the adapter, for CrossEncoder(FOLDER)"):
+        lines = list(describe_results(args, step=3, total=3, best=best))
+        (line,) = [line for line in lines if "rapidformer export" in line]
+        assert line.endswith(wanted)
+        (folder / "adapter_config.json").write_text("{}")

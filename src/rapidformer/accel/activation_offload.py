@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.data_parallel import get_local
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import TrainingError
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
@@ -215,7 +215,7 @@ class SavedTensors:
             return False  # all empty tensors have the same address, and nothing to free
         if self._weights is None:
             # Not earlier: under ZeRO-3 a block's weights are gathered when it is called.
-            self._weights = {_get_place(get_local(p)) for p in self._block.parameters()}
+            self._weights = {_get_place(get_shard(p)) for p in self._block.parameters()}
         place = _get_place(tensor)
         if place in self._weights or place in self._shared:
             return False  # it is on the device anyway

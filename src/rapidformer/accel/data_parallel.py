@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.dist.whole import get_shard
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -147,13 +148,8 @@ def _build_buckets(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
             buckets.append(_Bucket())
             size = 0
         buckets[-1].parameters.append(parameter)
-        size += get_local(parameter).numel() * parameter.element_size()
+        size += get_shard(parameter).numel() * parameter.element_size()
     return buckets
-
-
-def get_local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a tensor-parallel tensor; any other tensor unchanged."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -161,7 +157,7 @@ def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return flat.view_as(parameter)
     mesh, placements = parameter.device_mesh, parameter.placements
-    local, shape, stride = flat.view_as(get_local(parameter)), parameter.shape, parameter.stride()
+    local, shape, stride = flat.view_as(get_shard(parameter)), parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -172,7 +168,7 @@ def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
     used = [p.grad is not None for p in bucket.parameters]
     flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
     pieces = [
-        torch.zeros_like(get_local(p)) if p.grad is None else get_local(p.grad)
+        torch.zeros_like(get_shard(p)) if p.grad is None else get_shard(p.grad)
         for p in bucket.parameters
     ]
     bucket.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
@@ -182,7 +178,7 @@ def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
 def _finish(bucket: _Bucket) -> None:
     assert bucket.work is not None and bucket.flat is not None
     bucket.work.wait()
-    sizes = [get_local(p).numel() for p in bucket.parameters]
+    sizes = [get_shard(p).numel() for p in bucket.parameters]
     *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
     is_complete = all(p.grad is not None for p in bucket.parameters)
     # Only a rank without a gradient must ask (and wait) whether another rank had one.

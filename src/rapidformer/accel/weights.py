@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.torch_modules import get_parameter_table, replace_tensors
-from rapidformer.dist.whole import find_strided_axis
+from rapidformer.dist.whole import find_strided_axis, get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.deferred import DeferredWeights
 from rapidformer.models.plan import ModelPlan
@@ -65,7 +65,7 @@ def make_weights(
     _allocate(model, plan, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = get_shard(parameter)
             part = deferred.read(name, find_spans(parameter))
             if part.shape != local.shape:
                 raise AssertionError(f"{name}: read {part.shape} for a slice of {local.shape}")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rapidformer.checkpoint.index import name_dtype
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import CheckpointError
 from rapidformer.models.weight_names import list_some
 
@@ -97,6 +97,6 @@ def compute_checksum(weight: Tensor) -> list[Any]:
 
 
 def _sum_bits(parameter: Tensor) -> Tensor:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = get_shard(parameter)
     bits = local.detach().contiguous().view(_INTEGERS[local.element_size()])
     return bits.sum(dtype=torch.int64)

@@ -53,6 +53,7 @@ from rapidformer.checkpoint.state import (
 )
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_on_first
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import CheckpointError, TrainingError, WriteError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import name_config, to_absolute
@@ -290,7 +291,7 @@ def _find_not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Needs no memory, unlike ``isfinite`` of whole tensors."""
     verdicts: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = get_shard(tensor)
         if local.numel() and local.is_floating_point():
             smallest, largest = torch.aminmax(local.detach())  # both are NaN if one element is
             verdicts[name] = smallest.isfinite() & largest.isfinite()

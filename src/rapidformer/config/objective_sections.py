@@ -17,7 +17,7 @@ class PreferenceArguments:
     orpo or kto; grpo: a mean over all tokens of the update (dapo, the default, or bnpo), over
     answers (grpo), or over answers times --max-new-tokens (dr_grpo); embedding: infonce, cosent,
     cosine, triplet or margin_mse (default: by the columns of the data); reranking: bce (the
-    default) or listwise"""
+    default), mse, margin_mse, listwise or listnet"""
     beta: float | None = read_by("preference", "grpo", default=None)
     """how strongly the model is held to its reference; SimPO's scale, ORPO's weight of the odds
     ratio (default: 0.1; 2 for simpo; 0 for grpo, which then needs no reference)"""
@@ -132,5 +132,8 @@ class EmbeddingArguments:
     """text to put before every document, such as "passage: " (default: the model's own)"""
     pool_prompt: bool | None = read_by("embedding", default=None)
     """count the prompt's tokens in the vector (default: the model's own, or yes)"""
+    positive_weight: float = read_by("reranking", default=1.0)
+    """bce: how much more than other documents those that fit weigh: as many as a row has negatives,
+    say"""
     negative_columns: list[str] | None = None
     """columns with hard negatives, or one with lists of them (default: found by name)"""

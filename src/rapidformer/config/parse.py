@@ -152,9 +152,15 @@ def _build_settings(
     if problems:
         raise ConfigurationError(problems)
     if values.get("task") is not None:
-        values["task"], loss = read_task(values["task"])
-        if loss is not None and "loss" not in values:
-            values["loss"], sources["loss"] = loss, sources["task"]
+        word = values["task"]
+        values["task"], loss = read_task(word)
+        if loss is not None and (other := values.setdefault("loss", loss)) != loss:
+            raise ConfigurationError(
+                f"--task {word} is --task {values['task']} --loss {loss}, and --loss {other} was "
+                f"given too: use --task {values['task']} --loss {other}, or leave --loss out."
+            )
+        if loss is not None:
+            sources.setdefault("loss", sources["task"])
     return Settings(**values, extras=extras, sources=sources)
 
 

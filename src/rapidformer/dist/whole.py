@@ -1,4 +1,4 @@
-"""Join a split tensor again: ``full_tensor``, except for a fused weight (query, key and value side
+"""The part of a split tensor that a rank holds, and the whole tensor: ``full_tensor``, except for a fused weight (query, key and value side
 by side) of which a rank holds a piece of each part. torch 2.11 cannot join one: its parts are
 joined as separate matrices.
 """
@@ -13,6 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rapidformer.compat.torch_distributed import StridedShard
+
+
+def get_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a split tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.checkpoint.frozen import Checksums, compute_checksums, list_frozen
 from rapidformer.compat.peft import adapters_off
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import get_shard
 from rapidformer.engine.model import RunModel
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -83,8 +83,7 @@ def _put(values: Mapping[nn.Parameter, Tensor]) -> None:
 def _get_shard(parameter: nn.Parameter) -> Tensor:
     """This rank's part; a change of it does not count as one, since it is taken back."""
     with torch.no_grad():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.data
+        return get_shard(parameter).data
 
 
 def build_reference(run: RunModel) -> Reference:

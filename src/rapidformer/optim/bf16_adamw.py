@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapidformer.dist.whole import get_shard
 from rapidformer.optim.multi_tensor.adamw import MOMENTS, MultiTensorAdamW
-from rapidformer.optim.multi_tensor.launch import get_local
 
 _CUT = 0xFFFF
 """The bits of fp32 that bf16 does not have."""
@@ -43,10 +43,10 @@ class Bf16AdamW(MultiTensorAdamW):
         trained = [(p, self.get_state(p), group) for p, group in groups if p.grad is not None]
         steps = _advance([state["step"] for _, state, _ in trained])
         for (parameter, state, group), step in zip(trained, steps, strict=True):
-            gradient = get_local(parameter.grad).float()
+            gradient = get_shard(parameter.grad).float()
             gradient = gradient if divisor is None else gradient / divisor
-            moments = [get_local(state[name]) for name in MOMENTS]
-            _update(get_local(parameter), gradient, moments, step, group)
+            moments = [get_shard(state[name]) for name in MOMENTS]
+            _update(get_shard(parameter), gradient, moments, step, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

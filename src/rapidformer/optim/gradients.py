@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.torch_clipping import check_clipping, find_unknown_norm
 from rapidformer.compat.torch_tensors import compute_norms, count_changes, multiply_all
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.multi_tensor.norm import sum_squares
 
 _TOO_EARLY = (
@@ -100,7 +100,7 @@ class HeldGradients:
 
 def _count_changes(gradient: torch.Tensor | None) -> int:
     # A change of a split tensor is counted by itself or by its local part.
-    return 0 if gradient is None else count_changes(gradient) + count_changes(get_local(gradient))
+    return 0 if gradient is None else count_changes(gradient) + count_changes(get_shard(gradient))
 
 
 def _refuse_clip(held: set[int], gradients: list[torch.Tensor]) -> None:
@@ -119,7 +119,7 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
             for axis, placement in enumerate(gradient.placements):
                 copies *= mesh.size(axis) if placement.is_replicate() else 1
             squares = parts.setdefault(mesh, defaultdict(list))
-            squares[copies].append(get_local(gradient))
+            squares[copies].append(get_shard(gradient))
     sums += [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
     return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 
@@ -158,7 +158,7 @@ def clip_norm(
 ) -> torch.Tensor:
     """Scale gradients down to a norm, with torch's own arithmetic; returns the norm before."""
     norm = get_norm(gradients) if norm is None else norm
-    local = [get_local(gradient) for gradient in gradients]
+    local = [get_shard(gradient) for gradient in gradients]
     if local and max_norm > 0:
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # The norm of a pipeline's offloaded gradients is on the device.

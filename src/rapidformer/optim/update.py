@@ -16,6 +16,7 @@ from torch import nn
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import RapidformerError, TrainingError
 from rapidformer.optim.gradients import (
     GradientKeeper,
@@ -26,7 +27,6 @@ from rapidformer.optim.gradients import (
     take_gradients,
 )
 from rapidformer.optim.guard import BadUpdate, LossGuard, LossScaler
-from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import get_observer
 
 MeasureNorm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -186,7 +186,7 @@ class UpdateClock:
         gradients = self._list_gradients()
         factor = 1.0 / (self._sum_weights(gradients[0].device if gradients else None) * scale)
         if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
-            multiply_all([get_local(gradient) for gradient in gradients], factor)
+            multiply_all([get_shard(gradient) for gradient in gradients], factor)
         self._measure = functools.partial(measure, get_norm) if measure else self._measure_own
         self._is_complete = True
         get_observer().see_gradients()

@@ -212,15 +212,15 @@ def _encode_texts(
 def _encode_chats(
     tables: Mapping[str, Any], columns: ChatColumns, parts: TextParts
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    from rapidformer.tasks.chat.features import build_encoder, encode_chats
+    from rapidformer.tasks.chat.features import build_encoder, encode_chats, join_splits
 
     encoder = build_encoder(parts.tokenizer, columns, parts.args, parts.length)
-    features = {
+    kept = {
         split: encode_chats(rows, split, encoder, parts.args.preprocessing_workers)
         for split, rows in tables.items()
     }
-    labelled = {split: rows is not None for split, rows in features.items()}
-    return features, {"labelled": labelled, "stop_id": encoder.get_stop_id()}
+    features, facts = join_splits(kept)
+    return features, {**facts, "stop_id": encoder.get_stop_id()}
 
 
 def _pack(rows: Any, split: str, length: int) -> Any:

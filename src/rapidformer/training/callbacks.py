@@ -28,6 +28,8 @@ class RunningLoop(Protocol):
     train_iters: int
     lr: float
     """The learning rate of the last update."""
+    parts: dict[str, float]
+    """What the objective shows besides the loss, in the last line of the log."""
     progress: Progress
 
     @property

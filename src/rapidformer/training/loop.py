@@ -81,6 +81,8 @@ class TrainingLoop:
         self._garbage = GarbageCollection(train_iters)
         self.lr = 0.0
         """The learning rate of the last update."""
+        self.parts: dict[str, float] = {}
+        """What the objective shows besides the loss, in the last line of the log."""
 
     @property
     def step(self) -> int:
@@ -315,7 +317,7 @@ class TrainingLoop:
         measured = self.meter.read()
         has_scaler = self.engine.updates.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
-        left = self.train_iters - self._attempts
+        left, self.parts = self.train_iters - self._attempts, measured.parts
         line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
         self._notify("on_log", line)
         self._saves.report_if_written()

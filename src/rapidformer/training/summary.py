@@ -164,7 +164,11 @@ def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
             yield f"          rapidformer predict --load {run} --data-path FILE --output FILE"
         if args.task in ("causal_lm", "distillation") and (model / "chat_template.jinja").is_file():
             yield f"          rapidformer predict --load {run} --chat"
-        yield f"          rapidformer export {run} FOLDER"
+        use = ""
+        if (model / "adapter_config.json").is_file():
+            user = "CrossEncoder(FOLDER)" if args.task == "reranking" else "other programs"
+            use = f"   merges the adapter, for {user}"
+        yield f"          rapidformer export {run} FOLDER{use}"
     elif is_model_folder(model):
         yield f'next      load the model with from_pretrained("{model}")'
     else:  # a custom model, which has no configuration

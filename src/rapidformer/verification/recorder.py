@@ -23,9 +23,8 @@ from rapidformer.accel.dropout_seeds import apply_no_dropout, has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
-from rapidformer.dist.whole import join_whole
+from rapidformer.dist.whole import get_shard, join_whole
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.multi_tensor.launch import get_local
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import list_layers
 from rapidformer.verification.settings import SMALLEST_EPSILON, Job, change_settings
@@ -184,7 +183,7 @@ def find_ties(model: nn.Module) -> list[list[str]]:
 
 def count_bytes(model: nn.Module) -> int:
     """This rank's part of the parameters."""
-    return sum(get_local(p).numel() * p.element_size() for p in model.parameters())
+    return sum(get_shard(p).numel() * p.element_size() for p in model.parameters())
 
 
 def _build_hook(name: str, sizes: dict[str, float]) -> Any:
@@ -194,7 +193,7 @@ def _build_hook(name: str, sizes: dict[str, float]) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         # In a backward pass, a block is only recomputed.
         if isinstance(hidden, torch.Tensor) and not is_in_backward():
-            square = get_local(hidden.detach()).double().square().sum()
+            square = get_shard(hidden.detach()).double().square().sum()
             sizes[name] = sizes.get(name, 0.0) + float(square)
 
     return add
@@ -220,7 +219,7 @@ def _peek_at_draws(device: torch.device) -> list[float]:
 
 def _measure_gradients(model: nn.Module) -> float:
     """The norm of this rank's slices."""
-    slices = [get_local(p.grad) for p in model.parameters() if p.grad is not None]
+    slices = [get_shard(p.grad) for p in model.parameters() if p.grad is not None]
     norms = [float(torch.linalg.vector_norm(s, dtype=torch.float64)) for s in slices]
     return math.sqrt(sum(norm**2 for norm in norms))
 

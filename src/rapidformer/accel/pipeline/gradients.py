@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rapidformer.accel.data_parallel import get_local, shape_like
+from rapidformer.accel.data_parallel import shape_like
 from rapidformer.accel.pipeline.cut import Holdings
 from rapidformer.compat.torch_clipping import TotalNorm, extend_total_norm
+from rapidformer.dist.whole import get_shard
 
 Group = dist.ProcessGroup
 
@@ -118,14 +119,14 @@ def _build_groups(sets: set[frozenset[int]], mesh: DeviceMesh) -> dict[frozenset
 
 def _sum_gradients(parameters: list[nn.Parameter], group: Group) -> None:
     """Sum in place; a holder without a gradient contributes zeros."""
-    users = torch.ones(len(parameters), device=get_local(parameters[0]).device)
+    users = torch.ones(len(parameters), device=get_shard(parameters[0]).device)
     for index, parameter in enumerate(parameters):
         if parameter.grad is None:
             users[index] = 0
     dist.all_reduce(users, group=group)
     for index, parameter in enumerate(parameters):
         gradient = parameter.grad
-        local = torch.zeros_like(get_local(parameter)) if gradient is None else get_local(gradient)
+        local = torch.zeros_like(get_shard(parameter)) if gradient is None else get_shard(gradient)
         part = local.contiguous()
         dist.all_reduce(part, group=group)
         if gradient is not None:

@@ -42,12 +42,6 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_
 _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-# What else the loop measures; other names are an objective's.
-_FIGURES = {
-    *_LOGGED, "step", "epoch", "step_time", "samples_per_second", "tokens_per_second",
-    "padding_share", "seconds_left", "mfu", "memory_gib", "cuda_graphs", "loss_scale",
-    "skipped_updates",
-}  # fmt: skip
 
 
 def _copy_requests(source: Any, target: Any) -> None:
@@ -150,8 +144,7 @@ class LoopEvents(Callback):
         if "loss" in line:  # evaluate() logs its own numbers
             with self._asking(loop, control, "on_log"):
                 logged = {_LOGGED[name]: line[name] for name in _LOGGED if name in line}
-                parts = {name: value for name, value in line.items() if name not in _FIGURES}
-                self._trainer.log({**logged, **parts})
+                self._trainer.log({**logged, **loop.parts})
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""

@@ -12,9 +12,17 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from rapidformer.dialects.huggingface.interface import Keys
 from rapidformer.dialects.huggingface.trainer import Trainer
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
+
+_NOT_TAKEN = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
+_NOT_CALLED = (
+    "compute_loss", "training_step", "prediction_step", "_compute_loss", "get_batch_loss_metrics",
+    "concatenated_forward", "dpo_loss", "kto_loss", "tokenize_row", "_prepare_dataset",
+    "_get_per_token_logps", "_generate_and_score_completions", "collect_features",
+)  # fmt: skip
+"""Methods of a trainer whose loss and rows are the script's."""
 
 
 class TaskTrainer(Trainer):
@@ -23,6 +31,25 @@ class TaskTrainer(Trainer):
     task: Task
     prepared: PreparedData
     smooths_labels = False
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        name = type(self).__name__
+        problems = [
+            f"{name}({given}=...) is not supported: loss and metrics are the task's, and no "
+            "predictions are kept. Use a callback's on_evaluate, or rapidformer.Trainer."
+            for given in _NOT_TAKEN
+            if named.get(given) is not None
+        ]
+        kinds = [kind for kind in type(self).__mro__ if not _is_ours(kind)]
+        problems += [
+            f"{kind.__name__}.{method} would not be called: the rows and the loss are the task's. "
+            "Use rapidformer.Trainer for a loss of your own."
+            for kind in kinds
+            for method in _NOT_CALLED
+            if method in vars(kind)
+        ]
+        raise_problems(problems)
+        super().__init__(*positional, **named)
 
     @abstractmethod
     def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
@@ -89,3 +116,7 @@ class TaskTrainer(Trainer):
     def measure_more(self) -> Mapping[str, float]:
         """Metrics besides the task's."""
         return {}
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("rapidformer.")

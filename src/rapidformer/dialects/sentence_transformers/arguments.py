@@ -1,4 +1,4 @@
-"""``SentenceTransformerTrainingArguments``: Hugging Face's, and what texts need besides."""
+"""The training arguments of sentence-transformers: Hugging Face's, and what texts need besides."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from rapidformer.errors import ConfigurationError
 _PLAIN, _NO_DUPLICATES = "batch_sampler", "no_duplicates"
 
 
-@takes_former_names
 @dataclass(repr=False)
-class SentenceTransformerTrainingArguments(TrainingArguments):
-    """Settings of a run in sentence-transformers' words."""
+class PairArguments(TrainingArguments):
+    """What the arguments of all trainers share."""
 
     batch_sampler: Any = _PLAIN
     """``no_duplicates``: equal texts are no negatives of each other."""
@@ -39,3 +38,23 @@ class SentenceTransformerTrainingArguments(TrainingArguments):
     @property
     def masks_duplicates(self) -> bool:
         return bool(self.batch_sampler == _NO_DUPLICATES)
+
+
+@takes_former_names
+@dataclass(repr=False)
+class SentenceTransformerTrainingArguments(PairArguments):
+    """How to learn vectors."""
+
+
+@takes_former_names
+@dataclass(repr=False)
+class CrossEncoderTrainingArguments(PairArguments):
+    """How to learn scores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts:
+            raise ConfigurationError(
+                "CrossEncoderTrainingArguments(prompts=...) is not supported: put the prompt into "
+                "the texts."
+            )

@@ -45,6 +45,17 @@ class ModelCard:
         """Nothing is written about them."""
 
 
+def refuse_options(model: Any, options: dict[str, Any]) -> None:
+    """Refuse what a model here cannot be built with; a card is not written anyway."""
+    given = [name for name in options if name != "model_card_data" and options[name] is not None]
+    if given:
+        kind = type(model).__name__
+        raise ConfigurationError(
+            f"{kind}({given[0]}=...) is not supported: build the model with sentence-transformers' "
+            f"own {kind}, which the trainer takes as well."
+        )
+
+
 class SentenceTransformer:
     """Turns texts into vectors."""
 
@@ -59,7 +70,9 @@ class SentenceTransformer:
         prompts: dict[str, str] | None = None,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        refuse_options(self, others)
         code = {"trust_remote_code": trust_remote_code}
         self.transformers_model: nn.Module = AutoModel.from_pretrained(
             model_name_or_path, **code, **(model_kwargs or {})
@@ -102,7 +115,7 @@ class SentenceTransformer:
     ) -> Any:
         """The vectors of texts, as an array or a tensor; of a single text, its vector."""
         for name, default in _OPTIONS.items():
-            if others.get(name, default) != default:
+            if others.get(name) not in (None, default):
                 raise ConfigurationError(f"encode({name}={others[name]!r}) is not supported.")
         before = prompt if prompt is not None else self.prompts.get(prompt_name or "", "")
         texts = [sentences] if isinstance(sentences, str) else list(sentences)

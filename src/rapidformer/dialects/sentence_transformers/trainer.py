@@ -1,14 +1,18 @@
-"""``SentenceTransformerTrainer`` on Hugging Face's ``Trainer``: what it learns is the task's."""
+"""sentence-transformers' trainers on Hugging Face's ``Trainer``: what they learn is a task's."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
 
 from rapidformer.config import Settings
 from rapidformer.dialects.huggingface.task_trainer import TaskTrainer
 from rapidformer.dialects.sentence_transformers.arguments import (
+    PairArguments,
     SentenceTransformerTrainingArguments,
 )
 from rapidformer.dialects.sentence_transformers.losses import Loss
@@ -25,17 +29,16 @@ from rapidformer.tasks.text.text import TextParts
 _LABELS = ("label", "labels", "score", "scores")
 
 
-class SentenceTransformerTrainer(TaskTrainer):
-    """Trains a SentenceTransformer on texts: columns count by their order, as in its own."""
+class PairTrainer(TaskTrainer):
+    """What the trainers of vectors and of scores share: columns count by their order."""
 
-    room = "rapidformer.dialects.sentence_transformers"
-    args: SentenceTransformerTrainingArguments
-    task: Embedding
+    args: PairArguments
+    arguments_class: ClassVar[type[PairArguments]]
 
     def __init__(
         self,
         model: Any = None,
-        args: SentenceTransformerTrainingArguments | None = None,
+        args: PairArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         loss: Any = None,
@@ -43,28 +46,55 @@ class SentenceTransformerTrainer(TaskTrainer):
         data_collator: Any = None,
         **others: Any,
     ) -> None:
-        """``evaluator`` (or several) is called with the model after each evaluation. Without a
-        ``loss``, it is CoSENT for texts with scores, and otherwise a ranking."""
-        loss = Loss() if loss is None else loss
+        """``evaluator`` (or several) is called with the model after each evaluation."""
+        given = {
+            "data_collator=...": data_collator is not None and "texts are tokenized by the trainer",
+            "several train_datasets": isinstance(train_dataset, Mapping)
+            and "join them with datasets.concatenate_datasets",
+            "evaluator=... without eval_dataset=...": evaluator is not None
+            and eval_dataset is None
+            and args is not None
+            and args.eval_strategy != "no"
+            and "it is asked after each evaluation of rows",
+        }
+        for what, reason in given.items():
+            if reason:
+                raise ConfigurationError(f"{type(self).__name__} does not take {what}: {reason}.")
+        self._model = model
+        transformer = self._take(model)
+        self._loss = self._read_loss(loss)
+        evaluators = evaluator if isinstance(evaluator, list) else [evaluator]
+        self._evaluators = [evaluate for evaluate in evaluators if evaluate is not None]
+        super().__init__(
+            model=transformer, args=args or self.arguments_class("trainer_output"),
+            train_dataset=train_dataset, eval_dataset=eval_dataset, data_collator=list, **others,
+        )  # fmt: skip
+        self.prepare_data()
+        self.processing_class = self.prepared.saved or self.prepared.processor
+
+    @abstractmethod
+    def _take(self, model: Any) -> nn.Module:
+        """The transformer that is trained."""
+
+    @abstractmethod
+    def _choose_loss(self) -> Loss:
+        """The loss of a script that names none."""
+
+    @abstractmethod
+    def _prepare_pairs(self, tables: Mapping[str, Any], columns: PairColumns) -> PreparedData:
+        """Tokenize rows with these columns."""
+
+    def _read_loss(self, loss: Any) -> Loss:
+        if loss is None:
+            return self._choose_loss()
+        if callable(loss) and not isinstance(loss, nn.Module):  # a class, or a function
+            loss = loss(self._model)
         if not isinstance(loss, Loss):
             raise ConfigurationError(
                 f"loss= takes one of {self.room}.losses, got {type(loss).__name__}: import it from "
                 "there."
             )
-        if data_collator is not None or isinstance(train_dataset, Mapping):
-            given = "data_collator=" if data_collator is not None else "several train_datasets"
-            raise ConfigurationError(f"SentenceTransformerTrainer does not take {given}.")
-        self.task, self._loss, self._sentences = Embedding(), loss, model
-        evaluators = evaluator if isinstance(evaluator, list) else [evaluator]
-        self._evaluators = [evaluate for evaluate in evaluators if evaluate is not None]
-        self._parts = take_parts(model)
-        args = args if args is not None else SentenceTransformerTrainingArguments("trainer_output")
-        super().__init__(
-            model=self._parts.transformer, args=args, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, data_collator=list, **others,
-        )  # fmt: skip
-        self.prepare_data()
-        self.processing_class = self.prepared.saved
+        return loss
 
     def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
         """Tokenize rows, as the task does its own."""
@@ -79,11 +109,50 @@ class SentenceTransformerTrainer(TaskTrainer):
         columns = PairColumns(
             query=query, positive=positive, negatives=tuple(negatives), score=score
         )
+        return self._prepare_pairs(tables, columns)
+
+    def _build_parts(self, tokenizer: Any, length: int) -> TextParts:
         model: Any = self.model
+        return TextParts(model.config, tokenizer, length, self.build_settings())
+
+    def build_settings(self) -> Settings:
+        name = type(self._loss).__name__
+        return super().build_settings().replace(name, task=self.task.name, **self._loss.settings)
+
+    def build_objective(self) -> Objective | None:
+        return self.prepared.objective
+
+    def measure_more(self) -> dict[str, float]:
+        """What the evaluators say."""
+        metrics: dict[str, float] = {}
+        for evaluate in self._evaluators:
+            result = evaluate(self._model)
+            metrics |= result if isinstance(result, Mapping) else {"evaluator": result}
+        return metrics
+
+
+class SentenceTransformerTrainer(PairTrainer):
+    """Trains a SentenceTransformer on texts. Without a loss, it is CoSENT for texts with scores,
+    and otherwise a ranking."""
+
+    room = "rapidformer.dialects.sentence_transformers"
+    arguments_class = SentenceTransformerTrainingArguments
+    task: Embedding
+
+    def _take(self, model: Any) -> nn.Module:
+        self.task, self._parts = Embedding(), take_parts(model)
+        return self._parts.transformer
+
+    def _choose_loss(self) -> Loss:
+        return Loss()
+
+    def _prepare_pairs(self, tables: Mapping[str, Any], columns: PairColumns) -> PreparedData:
         _, tokenizer, recipe, length = self._parts
-        parts = TextParts(model.config, tokenizer, length, self.build_settings())
+        texts = [columns.query, columns.positive, *columns.negatives]
         recipe = replace(recipe, prompts={**recipe.prompts, **self._read_prompts(texts)})
-        return self.task.prepare_tables(parts, recipe, tables, columns)
+        return self.task.prepare_tables(
+            self._build_parts(tokenizer, length), recipe, tables, columns
+        )
 
     def _read_prompts(self, texts: list[str]) -> dict[str, str]:
         """The prompts of the arguments, by what they are put before."""
@@ -100,18 +169,5 @@ class SentenceTransformerTrainer(TaskTrainer):
         return {name: text for name, text in named.items() if text is not None}
 
     def build_settings(self) -> Settings:
-        return super().build_settings().replace(
-            type(self._loss).__name__, task="embedding", mask_duplicates=self.args.masks_duplicates,
-            **self._loss.settings,
-        )  # fmt: skip
-
-    def build_objective(self) -> Objective | None:
-        return self.prepared.objective
-
-    def measure_more(self) -> dict[str, float]:
-        """What the evaluators say."""
-        metrics: dict[str, float] = {}
-        for evaluate in self._evaluators:
-            result = evaluate(self._sentences)
-            metrics |= result if isinstance(result, Mapping) else {"evaluator": result}
-        return metrics
+        settings = super().build_settings()
+        return settings.replace("batch_sampler", mask_duplicates=self.args.masks_duplicates)

@@ -71,7 +71,7 @@ class TaskConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         if isinstance(self.model_init_kwargs, str):
-            self.model_init_kwargs = json.loads(self.model_init_kwargs)
+            self.model_init_kwargs = _parse(self.model_init_kwargs)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and _has_bf16(self)
         super().__post_init__()
@@ -96,6 +96,19 @@ class TaskConfig(TrainingArguments):
         named = {row.setting: getattr(self, name) for name, row in rows if row.outcome == "mapped"}
         named |= {"task": self.task, "loss": named.get("loss", self.loss)}
         return {name: value for name, value in named.items() if value is not None}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ConfigurationError(
+            f"model_init_kwargs={text!r} is not a JSON object such as "
+            '\'{"attn_implementation": "sdpa"}\'.'
+        )
+    return options
 
 
 def _get_default(config: Any, name: str) -> Any:

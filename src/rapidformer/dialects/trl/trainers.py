@@ -71,6 +71,8 @@ class TRLTrainer(TaskTrainer):
             )
         if model is None:
             raise ConfigurationError(f"{type(self).__name__} needs a model.")
+        if isinstance(ref_model, str):
+            ref_model = self._load(ref_model, args)
         if model is ref_model:
             raise ConfigurationError(
                 "ref_model must not be the model that learns: leave it out, and the reference is "

@@ -13,8 +13,9 @@ from torch.optim import AdamW
 
 from rapidformer.compat.torch_optimizers import step_without_hooks
 from rapidformer.compat.triton import has_triton, on_device, works_later
+from rapidformer.dist.whole import get_shard
 from rapidformer.optim.multi_tensor import norm
-from rapidformer.optim.multi_tensor.launch import Dtype, Kinds, Launch, get_local, record_addresses
+from rapidformer.optim.multi_tensor.launch import Dtype, Kinds, Launch, record_addresses
 from rapidformer.optim.multi_tensor.tables import TYPES, are_plain, is_recording
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -142,7 +143,7 @@ def _are_laid_out_like(
         getattr(tensor, "placements", None) == getattr(parameter, "placements", None)
         for tensor, parameter in zip(tensors, parameters, strict=True)
     )
-    return are_split_alike and are_plain(list(map(get_local, tensors)))
+    return are_split_alike and are_plain(list(map(get_shard, tensors)))
 
 
 def _works(device: torch.device, kinds: Kinds, rounds_randomly: bool) -> bool:

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from rapidformer.compat.triton import on_device
+from rapidformer.dist.whole import get_shard
 from rapidformer.optim.multi_tensor.tables import (
     HOST,
     NUMBERS,
@@ -58,11 +59,6 @@ class Kinds(NamedTuple):
     weight: Dtype
     gradient: Dtype
     moment: Dtype
-
-
-def get_local(tensor: Tensor) -> Tensor:
-    """A sharded tensor's shard on this rank; call it without grad mode."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def describe_group(group: Group) -> list[float]:
@@ -108,7 +104,7 @@ class Launch:
         self._states = [source.get_state(p) for p in self.parameters]
         self._all_states = list(source.state.values())
         self._held = list(_list_tensors(self._states))
-        self._sizes = [get_local(p).numel() for p in self.parameters]
+        self._sizes = [get_shard(p).numel() for p in self.parameters]
         numbers = [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
         self._families = self._build_families(
             list(itertools.compress(numbers, has_gradient)),
@@ -151,7 +147,7 @@ class Launch:
         """The host's part of a step, before each ``run`` or replay; False if it no longer fits."""
         if not self._has_same_state() or _count_parameters(self._source) != self._layout:
             return False
-        weights, held = self._get_local(self.parameters), self._get_local(self._held)
+        weights, held = self._get_shards(self.parameters), self._get_shards(self._held)
         addresses = list(map(Tensor.data_ptr, [*weights, *held]))
         if addresses != self._addresses:
             if not self._still_fits(weights, held):
@@ -195,8 +191,8 @@ class Launch:
             family.rows.write([number for i in family.numbers for number in rows[i]])
             family.steps.write([steps[i] for i in family.numbers])
 
-    def _get_local(self, tensors: Sequence[Any]) -> list[Tensor]:
-        return list(map(get_local, tensors) if self.is_sharded else tensors)
+    def _get_shards(self, tensors: Sequence[Any]) -> list[Tensor]:
+        return list(map(get_shard, tensors) if self.is_sharded else tensors)
 
     @torch.no_grad()
     def run(
@@ -208,7 +204,7 @@ class Launch:
         """The device's part of a step, which can be recorded."""
         if gradients is None:
             gradients = [gradient for p in self.parameters if (gradient := p.grad) is not None]
-        addresses = list(map(Tensor.data_ptr, self._get_local(gradients)))
+        addresses = list(map(Tensor.data_ptr, self._get_shards(gradients)))
         divisor = self._no_divisor if divisor is None else divisor
         flag = self._no_flag if flag is None else flag
         with on_device(self.device):

@@ -90,8 +90,25 @@ class EncodedRow(NamedTuple):
         return labels
 
 
-def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Any | None:
-    """Features with labels; None for a test split without answers. Reports dropped rows."""
+class Kept(NamedTuple):
+    """What is left of a split."""
+
+    features: Any
+    """None: a test split without answers."""
+    dropped: int = 0
+    """Rows of which nothing is left."""
+
+
+def join_splits(kept: Mapping[str, Kept]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The features of the splits, and which of them have answers and lost how many rows."""
+    features = {split: part.features for split, part in kept.items()}
+    labelled = {split: rows is not None for split, rows in features.items()}
+    dropped = {split: part.dropped for split, part in kept.items()}
+    return features, {"labelled": labelled, "dropped": dropped}
+
+
+def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | None) -> Kept:
+    """Features with labels. Reports dropped rows."""
     if encoder.template is None and encoder.tokenizer.eos_token_id is None:
         warn_once("the tokenizer has no end-of-text token: the model will not learn to stop.")
     if encoder.template is not None and not encoder.template.closes_answers:
@@ -99,7 +116,7 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
             "the chat template puts nothing after an answer: the model will not learn to stop."
         )
     if not has_columns(rows, split, encoder.columns.get_names()):
-        return None
+        return Kept(None)
     end = encoder.get_end_id()
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -109,10 +126,11 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
     if split == "test" and set(get_column(features, "left_out")) == {_NO_ANSWER}:
-        return None
-    features = drop_left_out(features, split)
-    _report_trained(features, split, encoder)
-    return drop_columns(features, ["left_out", "trained", "is_cut", "ends"])
+        return Kept(None)
+    kept = drop_left_out(features, split)
+    _report_trained(kept.features, split, encoder)
+    notes = ["left_out", "trained", "is_cut", "ends"]
+    return kept._replace(features=drop_columns(kept.features, notes))
 
 
 def encode_conversations(
@@ -203,14 +221,15 @@ def _to_features(encoded: list[EncodedRow], end: int | None) -> dict[str, list[A
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = None) -> Any:
+def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = None) -> Kept:
     """Drop the examples with a reason in ``left_out`` and report them; an error if none are left.
 
     ``numbers`` are those of the examples' rows, if they are not one for each.
     """
     reasons: list[str] = get_column(features, "left_out")
     by_reason: dict[str, list[int]] = defaultdict(list)
-    for number, reason in zip(numbers or range(len(reasons)), reasons, strict=True):
+    numbers = numbers or range(len(reasons))
+    for number, reason in zip(numbers, reasons, strict=True):
         if reason:
             by_reason[reason].append(number + 1)
     shown = {reason: f"{reason} ({name_rows(rows)})" for reason, rows in by_reason.items()}
@@ -218,8 +237,11 @@ def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = Non
         raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown.values())}.")
     for reason, rows in by_reason.items():
         warn("%s: dropped %d of %d examples: %s", split, len(rows), len(reasons), shown[reason])
-    kept = [number for number, reason in enumerate(reasons) if not reason]
-    return select_rows(features, kept) if by_reason else features
+    if not by_reason:
+        return Kept(features)
+    kept = [place for place, reason in enumerate(reasons) if not reason]
+    dropped = len({*numbers}) - len({numbers[place] for place in kept})
+    return Kept(select_rows(features, kept), dropped)
 
 
 def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:

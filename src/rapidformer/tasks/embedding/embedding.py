@@ -93,7 +93,7 @@ class Embedding(PairTask):
         )  # fmt: skip
 
         def encode(items: list[Item]) -> Features:
-            return encode_items([_check_item(item, loss.name) for item in items], parts, recipe)
+            return encode_items([check_item(item, loss.name) for item in items], parts, recipe)
 
         features = encode_splits(tables, columns, parts, encode, "embedding", recipe, loss.name)
         extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
@@ -275,7 +275,7 @@ def _add_recipe(
     return replace(prepared, objective=objective, saved=files)
 
 
-def _check_item(item: Item, loss: str) -> Item:
+def check_item(item: Item, loss: str) -> Item:
     """The item, if the loss can be computed; with margins, if it learns those."""
     documents, scores = len(item.documents), len(item.scores)
     if loss in _NEEDS_NEGATIVES and documents < 2:

@@ -95,12 +95,35 @@ class RerankingObjective(Objective):
 
     reads_no_padding = True
 
-    def __init__(self, loss: str) -> None:
-        self._loss = loss
+    def __init__(self, loss: str, positive_weight: float = 1.0) -> None:
+        self._loss, self._positive_weight = loss, positive_weight
 
     def compute(self, model: Any, batch: Batch, context: Context) -> Term:
-        losses, counts = compute_ranking_losses(score_documents(model, batch), batch, self._loss)
+        losses, counts = self.compare(score_documents(model, batch), batch)
         return Term.from_sum(losses.sum(), counts.sum())
+
+    def compare(self, logits: Tensor, batch: Batch) -> Losses:
+        """The losses of items: of each document, or of all documents of an item together."""
+        is_present, labels = batch["slots"] >= 0, batch["scores"].nan_to_num(0).to(logits.dtype)
+        if self._loss == "margin_mse":
+            is_present, logits = is_present[:, 1:], logits[:, :1] - logits[:, 1:]
+        if self._loss in ("mse", "margin_mse"):
+            losses = (logits - labels).square()
+            return losses.masked_fill(~is_present, 0).sum(1), is_present.sum(1)
+        if self._loss == "bce":
+            losses = functional.binary_cross_entropy_with_logits(
+                logits, labels, reduction="none",
+                pos_weight=logits.new_tensor(self._positive_weight),
+            )  # fmt: skip
+            return losses.masked_fill(~is_present, 0).sum(1), is_present.sum(1)
+        if self._loss == "listnet":
+            shares = labels.masked_fill(~is_present, -torch.inf).softmax(1)
+        else:
+            shares = labels.masked_fill(~is_present, 0)
+            shares = shares / shares.sum(1, keepdim=True)
+        logprobs = logits.masked_fill(~is_present, -torch.inf).log_softmax(1)
+        losses = -(shares * logprobs.masked_fill(~is_present, 0)).sum(1)
+        return losses, torch.ones_like(losses)
 
 
 def score_documents(model: Any, batch: Batch) -> Tensor:
@@ -108,18 +131,3 @@ def score_documents(model: Any, batch: Batch) -> Tensor:
     with reading_no_padding():
         logits = _widen(model(**get_inputs(batch)).logits).squeeze(-1)
     return logits[batch["slots"].clamp(min=0)]
-
-
-def compute_ranking_losses(logits: Tensor, batch: Batch, name: str) -> Losses:
-    """The losses of items: of each document, or of all documents of an item together."""
-    is_present, labels = batch["slots"] >= 0, batch["scores"]
-    if name == "bce":
-        losses = functional.binary_cross_entropy_with_logits(
-            logits, labels.nan_to_num(0).to(logits.dtype), reduction="none"
-        )
-        return losses.masked_fill(~is_present, 0).sum(1), is_present.sum(1)
-    shares = labels.masked_fill(~is_present, 0)
-    shares = shares / shares.sum(1, keepdim=True)
-    logprobs = logits.masked_fill(~is_present, -torch.inf).log_softmax(1)
-    losses = -(shares * logprobs.masked_fill(~is_present, 0)).sum(1)
-    return losses, torch.ones_like(losses)

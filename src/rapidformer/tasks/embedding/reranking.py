@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.embedding.columns import Item, find_pair_columns, group_rows, hash_text
+from rapidformer.tasks.embedding.columns import (
+    SCORE,
+    Item,
+    PairColumns,
+    find_pair_columns,
+    group_rows,
+    hash_text,
+)
 from rapidformer.tasks.embedding.embedding import (
     Features,
     PairTask,
     build_collator,
+    check_item,
     encode_splits,
     load_pair_parts,
 )
@@ -25,17 +33,20 @@ from rapidformer.tasks.text.text import TextParts
 if TYPE_CHECKING:
     from torch import nn
 
-_LOSSES = ("bce", "listwise")
-# What CrossEncoder(folder) reads; ``predict`` writes the same scores.
-_SIGMOID = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}
+_LOSSES = ("bce", "mse", "margin_mse", "listwise", "listnet")
+_OF_LISTS = ("listwise", "listnet")
+_OF_SCORES = ("mse", "margin_mse")
+"""They learn scores as they are, not from 0 to 1."""
+_SIGMOID, _IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
 
 
 class Reranking(PairTask):
     name = "reranking"
     description = "learn to score documents for a query, to sort what a search has found"
     notes = (
-        "`--loss bce` learns each document's label (from 0 to 1); `--loss listwise` which of a "
-        "query's documents fits. RUN/best loads as `CrossEncoder(folder)`. See "
+        "`--loss bce` learns each document's label (from 0 to 1), `mse` its score and `margin_mse` "
+        "how much better than a negative the positive is; `listwise` and `listnet` learn which of "
+        "a query's documents fits. RUN/best loads as `CrossEncoder(folder)`. See "
         "[Embeddings and rerankers](embeddings.md)."
     )
     auto_class = "AutoModelForSequenceClassification"
@@ -43,27 +54,30 @@ class Reranking(PairTask):
     answer_keys = frozenset({"score", "scores"})
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.embedding.objective import RerankingObjective
-
         parts = load_pair_parts(args)
         tables = get_splits(args, splits)
         columns = find_pair_columns(next(iter(tables.values())), args)
-        loss = (args.loss or "bce").lower()
-        if loss not in _LOSSES:
-            raise ConfigurationError(
-                f"--loss {args.loss}: --task reranking has {', '.join(_LOSSES)}."
-            )
+        return self.prepare_tables(parts, tables, columns)
+
+    def prepare_tables(
+        self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns
+    ) -> PreparedData:
+        """Rows with these columns."""
+        from rapidformer.tasks.embedding.objective import RerankingObjective
+
+        args = parts.args
+        loss = _choose_loss(args, columns)
 
         def encode(items: list[Item]) -> Features:
             return encode_pairs([_label(item, loss) for item in items], parts)
 
         features = encode_splits(tables, columns, parts, encode, "reranking", loss, joins=True)
-        has_lists = any(len(s) > 1 for f in features.values() for s in get_column(f, "scores"))
+        has_lists = any(len(n) > 1 for f in features.values() for n in get_column(f, "text_ids"))
         extras = {"rows": tables, "loss": loss, "text_names": ("document {}",), "lists": has_lists}
-        prepared = parts.prepare(
-            features, extras, {"num_labels": 1, **_SIGMOID}, collate=build_collator(features, parts)
-        )
-        return replace(prepared, objective=RerankingObjective(loss))
+        head = _describe_head(_IDENTITY if loss in _OF_SCORES else _SIGMOID)
+        collate = build_collator(features, parts)
+        prepared = parts.prepare(features, extras, head, collate=collate)
+        return replace(prepared, objective=RerankingObjective(loss, args.positive_weight))
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_pair_parts(args)
@@ -72,12 +86,14 @@ class Reranking(PairTask):
         values = {name: get_column(table, name) for name in columns.get_names()}
         items = columns.read(values, range(len(table)), "input", joins=True)
         features = encode_pairs(items, parts)
-        prepared = parts.prepare_input(features, {"rows": {"test": table}})
+        activation = read_activation(parts.config)
+        extras = {"rows": {"test": table}, "is_raw": activation == _IDENTITY}
+        prepared = parts.prepare_input(features, extras)
         collate = build_collator({"test": features}, parts)
-        return replace(prepared, collate=collate, model_settings={"num_labels": 1, **_SIGMOID})
+        return replace(prepared, collate=collate, model_settings=_describe_head(activation))
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        from rapidformer.tasks.embedding.objective import compute_ranking_losses, score_documents
+        from rapidformer.tasks.embedding.objective import score_documents
 
         logits = score_documents(model, batch)
         counts = (batch["slots"] >= 0).sum(1).tolist()
@@ -89,45 +105,74 @@ class Reranking(PairTask):
         ]
         if "loss" not in prepared.extras:
             return records
-        losses, weights = compute_ranking_losses(logits, batch, prepared.extras["loss"])
-        columns = {
-            "loss": losses.tolist(), "count": weights.tolist(),
-            "scores": [row[:n] for row, n in zip(batch["scores"].tolist(), counts, strict=True)],
-        }  # fmt: skip
+        objective: Any = prepared.objective
+        losses, weights = objective.compare(logits, batch)
+        scores = [row[:n] for row, n in zip(batch["scores"].tolist(), counts, strict=True)]
+        if prepared.extras["loss"] == "margin_mse":  # the first document fits
+            scores = [[float(place == 0) for place in range(n)] for n in counts]
+        columns = {"loss": losses.tolist(), "count": weights.tolist(), "scores": scores}
         return [a | b for a, b in zip(records, to_rows(columns), strict=True)]
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return RerankingTally()
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
-        return ("ndcg@10", True) if prepared.extras["lists"] else ("loss", False)
+        is_ranked = prepared.extras["lists"] and prepared.extras["loss"] != "mse"
+        return ("ndcg@10", True) if is_ranked else ("loss", False)
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         rows = prepared.extras["rows"][split]
-        return [dict(row) | _describe(r["logits"]) for row, r in zip(rows, records, strict=True)]
+        is_raw = prepared.extras.get("is_raw", False)
+        pairs = zip(rows, records, strict=True)
+        return [dict(row) | _describe(r["logits"], is_raw=is_raw) for row, r in pairs]
 
 
-def _describe(logits: Any) -> dict[str, Any]:
-    """A score from 0 to 1 for each document."""
+def _describe_head(activation: str) -> dict[str, Any]:
+    """The model's settings, as CrossEncoder(folder) reads them: ``predict`` writes its scores."""
+    return {"num_labels": 1, "sentence_transformers": {"activation_fn": activation}}
+
+
+def read_activation(config: Any) -> str:
+    """What turns a model's output into a score, by its Python name."""
+    saved = getattr(config, "sentence_transformers", None) or {}
+    return str(saved.get("activation_fn", _SIGMOID))
+
+
+def _describe(logits: Any, *, is_raw: bool) -> dict[str, Any]:
+    """A score for each document: from 0 to 1, unless the model has learnt others."""
     import numpy as np
 
-    scores = [round(float(score), 7) for score in 1 / (1 + np.exp(-logits.astype(np.float64)))]
+    values = logits.astype(np.float64)
+    scores = [round(float(score), 7) for score in (values if is_raw else 1 / (1 + np.exp(-values)))]
     return {"score": scores[0]} if len(scores) == 1 else {"scores": scores}
+
+
+def _choose_loss(args: Settings, columns: PairColumns) -> str:
+    loss = (args.loss or "bce").lower().replace("-", "_")
+    if loss not in _LOSSES:
+        raise ConfigurationError(f"--loss {args.loss}: --task reranking has {', '.join(_LOSSES)}.")
+    if args.positive_weight <= 0:
+        raise ConfigurationError(f"--positive-weight must be above 0, got {args.positive_weight}.")
+    if loss == "margin_mse" and columns.score is None:
+        raise DataError(f"--loss {loss} needs scores: name their column with {SCORE.flag}.")
+    return loss
 
 
 def _label(item: Item, loss: str) -> Item:
     """The item with a label for each document: 1 for those that fit, unless it has scores."""
+    if loss == "margin_mse":
+        return check_item(item, loss)
     count = len(item.documents)
     labels = item.scores or tuple(float(place < item.positives) for place in range(count))
     if len(labels) != count:
         raise DataError(f"{item.where} has {len(labels)} scores for {count} documents.")
-    if min(labels) < 0 or max(labels) > 1:
+    if loss not in (*_OF_SCORES, "listnet") and (min(labels) < 0 or max(labels) > 1):
         wrong = next(label for label in labels if not 0 <= label <= 1)
         raise DataError(f"{item.where} has the score {wrong:g}: it must be from 0 to 1.")
-    if loss == "listwise" and (count < 2 or max(labels) == 0):
+    if loss in _OF_LISTS and (count < 2 or (loss == "listwise" and max(labels) == 0)):
         what = "one document alone" if count < 2 else "no document that fits"
         raise DataError(
-            f"{item.where} has {what}: --loss listwise compares the documents of a row. Use --loss "
+            f"{item.where} has {what}: --loss {loss} compares the documents of a row. Use --loss "
             "bce for single pairs."
         )
     return replace(item, scores=labels)

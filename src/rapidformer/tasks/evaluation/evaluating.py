@@ -95,13 +95,16 @@ def evaluate_task(
             tally = measure(engine, task, model, loader, prepared, name, advance)
         more = dict(measure_more(model, loader)) if measure_more is not None else {}
     seconds = time.perf_counter() - started
+    dropped = prepared.extras.get("dropped", {}).get(name, 0)
+    examples = len(rows) - dropped
     get_logger().info(
-        "evaluated %s examples of %s in %.1f s (%.0f/s)",
-        f"{len(rows):,}", split, seconds, len(rows) / seconds,
+        "evaluated %s examples of %s in %.1f s (%.0f/s)%s",
+        f"{examples:,}", split, seconds, examples / seconds,
+        f"; {dropped:,} were dropped" if dropped else "",
     )  # fmt: skip
     return EvaluationReport(
         task=task.name, split=split, metrics=tally.compute() | more, tables=tally.tables(),
-        examples=len(rows), seconds=round(seconds, 3),
+        examples=examples, dropped=dropped, seconds=round(seconds, 3),
     )  # fmt: skip
 
 
@@ -137,6 +140,9 @@ class EvaluationReport:
     split: str
     metrics: dict[str, float]
     examples: int
+    """Rows that were evaluated."""
+    dropped: int = 0
+    """Rows that could not be."""
     seconds: float
     tables: Sequence[ReportTable] = field(default=())
     """Scores by class, entity or language pair, and the confusion matrix, if there are any."""
@@ -150,7 +156,8 @@ class EvaluationReport:
 
     def get_numbers(self) -> dict[str, float]:
         """The metrics, the number of examples and the seconds."""
-        return {**self.metrics, "examples": self.examples, "seconds": self.seconds}
+        counts = {"examples": self.examples, **({"dropped": self.dropped} if self.dropped else {})}
+        return {**self.metrics, **counts, "seconds": self.seconds}
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""
@@ -162,7 +169,8 @@ class EvaluationReport:
         metrics = start_table([""], first="metric")
         for name, value in self.metrics.items():
             metrics.add_row(name, f"{value:.4f}" if math.isfinite(value) else str(value))
-        title = f"{self.task} on {self.split}: {self.examples:,} examples"
+        without = f", {self.dropped:,} dropped" if self.dropped else ""
+        title = f"{self.task} on {self.split}: {self.examples:,} examples{without}"
         parts = [(title, metrics), *((table.title, table.draw()) for table in self.tables)]
         for name, drawn in parts:
             console.print(f"\n{name}", style="bold", markup=False, highlight=False)

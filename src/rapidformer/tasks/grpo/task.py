@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.chat.columns import (
@@ -136,7 +136,10 @@ class Grpo(CausalLM):
         drawn = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])
         pairs = zip(drawn, batch["rows"], strict=True)
         answers = [a for ids, row in pairs for a in read_answers([ids], row, tokenizer)]
-        rewards = [add_up(values, functions) for values in score(functions, answers)]
+        try:
+            rewards = [add_up(values, functions) for values in score(functions, answers)]
+        except DataError as error:  # the tally raises it, on every rank
+            return [{"loss": 0.0, "count": 0, "problem": str(error)}] * len(drawn)
         return [
             {"loss": 0.0, "count": 0, "reward": reward, "length": len(ids)}
             for reward, ids in zip(rewards, drawn, strict=True)
@@ -151,7 +154,10 @@ class RewardTally(Tally):
 
     _reward, _length = 0.0, 0
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, records: Sequence[Record]) -> None:
+        problem = next((r["problem"] for r in records if "problem" in r), None)
+        if problem is not None:
+            raise DataError(problem)
         self._reward += sum(record["reward"] for record in records)
         self._length += sum(record["length"] for record in records)
         self.examples += len(records)

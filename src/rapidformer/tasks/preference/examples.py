@@ -33,7 +33,7 @@ class Example(NamedTuple):
     variables: Mapping[str, Any] | None = None
     margin: float = 0.0
     is_good: bool | None = None
-    """The label of a single answer."""
+    """The label of a single answer; of a pair, the first is good."""
 
     def get_turns(self, answer: int) -> list[Message]:
         """The conversation up to and including an answer; only of examples with turns."""
@@ -60,16 +60,6 @@ def read_examples(
             yield _read_row(row, number, names)
         except BadRowError as reason:
             raise DataError(f"{split}, row {number + 1}: {reason}.") from None
-
-
-def unpair(example: Example) -> list[Example]:
-    """The answers of a pair as examples with a label each."""
-    if len(example.answers) == 1:
-        return [example]
-    return [
-        example._replace(answers=(answer,), is_good=place == 0)
-        for place, answer in enumerate(example.answers)
-    ]
 
 
 def _read_row(row: Mapping[str, Any], number: int, names: PreferenceColumns) -> Example:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
@@ -19,14 +19,16 @@ from rapidformer.tasks.chat.features import (
     CUT_OFF,
     ChatEncoder,
     EncodedRow,
+    Kept,
     build_encoder,
     drop_left_out,
     encode_conversations,
     encode_pairs,
+    join_splits,
 )
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
 from rapidformer.tasks.preference.columns import PreferenceColumns, find_preference_columns
-from rapidformer.tasks.preference.examples import Example, read_examples, unpair
+from rapidformer.tasks.preference.examples import Example, read_examples
 from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
@@ -67,10 +69,19 @@ class PreferenceEncoder:
                 *self.chat.get_key())  # fmt: skip
 
 
+class Samples(NamedTuple):
+    """What the splits have become; a test split without answers is None."""
+
+    features: dict[str, Any]
+    encoder: PreferenceEncoder
+    facts: dict[str, Any]
+    """About the splits: which have answers, and how many rows were dropped."""
+
+
 def encode_tables(
     parts: TextParts, tables: Mapping[str, Any], *, is_paired: bool, **options: Any
-) -> tuple[dict[str, Any], PreferenceEncoder]:
-    """The samples of all splits; a test split without answers has none."""
+) -> Samples:
+    """The samples of all splits."""
     args = parts.args
     first = next(iter(tables.values()))
     columns = find_preference_columns(first, args, may_be_single=not is_paired)
@@ -80,8 +91,10 @@ def encode_tables(
         chat = build_encoder(parts.tokenizer, kind, args, parts.length)
     encoder = PreferenceEncoder(chat, columns, is_paired, **options)
     workers = args.preprocessing_workers
-    samples = {s: _encode_split(rows, s, encoder, workers) for s, rows in tables.items()}
-    return samples, encoder
+    kept = {split: _encode_split(rows, split, encoder, workers) for split, rows in tables.items()}
+    features, facts = join_splits(kept)
+    facts["row_names"] = ("chosen", "rejected") if is_paired else ("answer",)
+    return Samples(features, encoder, facts)
 
 
 def _build_plain_encoder(parts: TextParts) -> ChatEncoder:
@@ -89,24 +102,20 @@ def _build_plain_encoder(parts: TextParts) -> ChatEncoder:
     return ChatEncoder(parts.tokenizer, _TEXTS, None, parts.length, False)
 
 
-def _encode_split(
-    rows: Any, split: str, encoder: PreferenceEncoder, workers: int | None
-) -> Any | None:
+def _encode_split(rows: Any, split: str, encoder: PreferenceEncoder, workers: int | None) -> Kept:
     """Samples of pairs or answers. Reports what is left out."""
     names = encoder.columns
     if not has_columns(rows, split, names.get_needed()):
-        return None
+        return Kept(None)
 
     def encode(cells: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         examples = list(read_examples(cells, indices, split, names))
-        if not encoder.is_paired:
-            examples = [single for example in examples for single in unpair(example)]
         return _to_samples(examples, _encode(examples, split, encoder), encoder)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
-    features = drop_left_out(features, split, get_column(features, "row"))
-    _report(features, split, encoder)
-    return drop_columns(features, _NOTES)
+    kept = drop_left_out(features, split, get_column(features, "row"))
+    _report(kept.features, split, encoder)
+    return kept._replace(features=drop_columns(kept.features, _NOTES))
 
 
 def _encode(
@@ -167,32 +176,44 @@ def encode_answers(
 def _to_samples(
     examples: Sequence[Example], encoded: Sequence[list[EncodedRow]], encoder: PreferenceEncoder
 ) -> dict[str, list[Any]]:
-    samples = []
+    samples: list[dict[str, Any]] = []
     for example, rows in zip(examples, encoded, strict=True):
         ids = [_strip(row.ids, encoder.stripped) for row in rows]
-        labels = [row.get_labels()[: len(kept)] for row, kept in zip(rows, ids, strict=True)]
-        is_cut = any(row.is_cut for row in rows)
-        reasons = {
-            **{row.left_out: True for row in rows},
-            _TOO_LONG: is_cut and not encoder.cuts,
-            CUT_OFF: encoder.cuts and not all(map(_is_labelled, labels)),
-            _TIE: len(ids) == 2 and ids[0] == ids[1],
-        }
-        left_out = next((reason for reason, holds in reasons.items() if reason and holds), "")
-        if left_out:  # in a batch of only empty lists, the column would have no type
-            ids, labels = [[0]] * len(ids), [[IGNORED_LABEL]] * len(ids)
-        sample: dict[str, Any] = {
-            "input_ids": ids if encoder.is_paired else ids[0],
-            "labels": labels if encoder.is_paired else labels[0],
-            "length": max(map(len, ids)) * len(ids), "left_out": left_out, "is_cut": is_cut,
-            "row": example.number,
-        }  # fmt: skip
-        if encoder.columns.margin is not None:
-            sample["margin"] = example.margin
-        if not encoder.is_paired:
-            sample["desirable"] = int(bool(example.is_good))
-        samples.append(sample)
+        is_tie = len(ids) == 2 and ids[0] == ids[1]
+        groups = [rows] if encoder.is_paired else [[row] for row in rows]
+        for place, group in enumerate(groups):
+            sample = {**_to_sample(group, encoder, is_tie=is_tie), "row": example.number}
+            if encoder.columns.margin is not None:
+                sample["margin"] = example.margin
+            if not encoder.is_paired:
+                sample["desirable"] = int(
+                    place == 0 if example.is_good is None else example.is_good
+                )
+            samples.append(sample)
     return {name: [sample[name] for sample in samples] for name in samples[0]}
+
+
+def _to_sample(
+    rows: Sequence[EncodedRow], encoder: PreferenceEncoder, *, is_tie: bool
+) -> dict[str, Any]:
+    """A pair, or a single answer."""
+    ids = [_strip(row.ids, encoder.stripped) for row in rows]
+    labels = [row.get_labels()[: len(kept)] for row, kept in zip(rows, ids, strict=True)]
+    is_cut = any(row.is_cut for row in rows)
+    reasons = {
+        **{row.left_out: True for row in rows},
+        _TOO_LONG: is_cut and not encoder.cuts,
+        CUT_OFF: encoder.cuts and not all(map(_is_labelled, labels)),
+        _TIE: is_tie,
+    }
+    left_out = next((reason for reason, holds in reasons.items() if reason and holds), "")
+    if left_out:  # in a batch of only empty lists, the column would have no type
+        ids, labels = [[0]] * len(ids), [[IGNORED_LABEL]] * len(ids)
+    return {
+        "input_ids": ids if encoder.is_paired else ids[0],
+        "labels": labels if encoder.is_paired else labels[0],
+        "length": max(map(len, ids)) * len(ids), "left_out": left_out, "is_cut": is_cut,
+    }  # fmt: skip
 
 
 def _strip(ids: list[int], token: int | None) -> list[int]:

@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rapidformer.tasks.metrics.tally import Record, Tally
 
+Combine = Callable[[float, Mapping[str, float]], float]
+
 
 class PairTally(Tally):
-    """Means over pairs; the likelihood of better answers is a mean over their tokens."""
+    """Means over pairs, and means over tokens."""
 
-    def __init__(
-        self,
-        combine: Callable[[float, float], float] | None = None,
-        likelihood_name: str | None = None,
-    ) -> None:
-        """``combine`` joins the mean losses of pairs and of likelihoods, if there are both."""
+    def __init__(self, combine: Combine | None = None) -> None:
+        """``combine`` makes the loss of the mean over pairs and the means over tokens."""
         super().__init__()
-        self._combine, self._likelihood_name = combine, likelihood_name
+        self._combine = combine
         self._sums: Counter[str] = Counter()
-        self._likelihood, self._tokens = 0.0, 0
+        self._token_sums: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
 
     def add(self, records: Sequence[Record]) -> None:
         for record in records:
             for name, value in record["shown"].items():
                 self._sums[name] += value
-            self._likelihood += record.get("likelihood", 0.0)
-            self._tokens += record.get("tokens", 0)
+            for name, (value, tokens) in record["by_token"].items():
+                self._token_sums[name] += value
+                self._tokens[name] += tokens
         self.examples += len(records)
 
     def get_mean_loss(self) -> float:
         loss = super().get_mean_loss()
-        return self._combine(loss, self._get_likelihood()) if self._combine else loss
+        return loss if self._combine is None else self._combine(loss, self._get_token_means())
 
     def score(self) -> dict[str, float]:
         means = {name: total / max(self.examples, 1) for name, total in self._sums.items()}
-        if self._likelihood_name:
-            means[self._likelihood_name] = self._get_likelihood()
-        return means
+        return {**means, **self._get_token_means()}
 
-    def _get_likelihood(self) -> float:
-        return self._likelihood / self._tokens if self._tokens else 0.0
+    def _get_token_means(self) -> dict[str, float]:
+        return {name: total / self._tokens[name] for name, total in self._token_sums.items()}
 
 
 class RewardTally(PairTally):
@@ -69,14 +67,19 @@ class AnswerTally(Tally):
         self._beta, self._sum_losses = beta, sum_losses
         self._ratios: dict[bool, list[float]] = {True: [], False: []}
         """How much more likely than in the reference good and bad answers are."""
-        self._logps = {True: 0.0, False: 0.0}
-        self._others = 0.0
+        self._logps, self._logits = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self._tokens = {True: 0, False: 0}
+        self._others = self._entropies = 0.0
 
     def add(self, records: Sequence[Record]) -> None:
         for record in records:
-            self._ratios[record["is_good"]].append(record["ratio"])
-            self._logps[record["is_good"]] += record["logp"]
+            is_good = record["is_good"]
+            self._ratios[is_good].append(record["ratio"])
+            self._logps[is_good] += record["logp"]
+            self._logits[is_good] += record["logits"]
+            self._tokens[is_good] += record["tokens"]
             self._others += record["other"]
+            self._entropies += record["entropies"]
         self.examples += len(records)
 
     def _get_baseline(self) -> float:
@@ -88,11 +91,13 @@ class AnswerTally(Tally):
         return total / self.examples if self.examples else float("nan")
 
     def score(self) -> dict[str, float]:
-        scores = {"kl": self._get_baseline()}
+        tokens = sum(self._tokens.values())
+        scores = {"kl": self._get_baseline(), "entropy": self._entropies / max(tokens, 1)}
         for name, kind in (("chosen", True), ("rejected", False)):
             if count := len(self._ratios[kind]):
                 scores[f"rewards/{name}"] = self._beta * sum(self._ratios[kind]) / count
                 scores[f"logps/{name}"] = self._logps[kind] / count
+                scores[f"logits/{name}"] = self._logits[kind] / self._tokens[kind]
         if all(self._ratios.values()):
             scores["rewards/margins"] = scores["rewards/chosen"] - scores["rewards/rejected"]
         return scores

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from rapidformer.data.batch import get_host_copy
 from rapidformer.data.update import MicroBatch
 from rapidformer.models.configuration import get_position_limit
 from rapidformer.objectives import Context, Objective, Term, Terms
-from rapidformer.objectives.logprobs import get_token_logprobs
+from rapidformer.objectives.logprobs import TokenScores, get_token_logprobs, get_token_scores
 from rapidformer.objectives.objective import MODEL_INPUTS, Count
 from rapidformer.objectives.reference import LOGPS, REFERENCE, get_reference_logprobs
 from rapidformer.tasks.base import IGNORED_LABEL
@@ -40,18 +40,15 @@ class PairScores:
     losses: Tensor
     shown: dict[str, Tensor] = field(default_factory=dict)
     """What the losses are made of, by TRL's names."""
-    likelihood: tuple[Tensor, Tensor] | None = None
-    """The negative log-likelihood of the better answers, and how many tokens it has."""
+    by_token: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Sums over tokens, and how many tokens these are: what is a mean over tokens."""
 
     def to_records(self) -> list[dict[str, Any]]:
         """One for each pair, for an evaluation."""
         shown = to_rows({name: values.tolist() for name, values in self.shown.items()})
         columns = {"loss": self.losses.tolist(), "shown": shown, "count": [1] * len(shown)}
-        if self.likelihood is not None:
-            columns |= zip(
-                ("likelihood", "tokens"), (v.tolist() for v in self.likelihood), strict=True
-            )
-        return to_rows(columns)
+        sums = {name: torch.stack(pair, 1).tolist() for name, pair in self.by_token.items()}
+        return to_rows({**columns, "by_token": to_rows(sums) or [{}] * len(shown)})
 
 
 class PairObjective(Objective):
@@ -70,10 +67,6 @@ class PairObjective(Objective):
     def has_likelihood(self) -> bool:
         return self._weights[1] > 0
 
-    @property
-    def likelihood_name(self) -> str | None:
-        return self._names[1] if self.has_likelihood else None
-
     def score(self, model: Any, batch: Any, context: Context) -> PairScores:
         """The loss of each pair, and what TRL reports of it."""
         settings, labels = self.settings, batch["labels"]
@@ -81,9 +74,9 @@ class PairObjective(Objective):
         reference: Tensor | None = None
         if settings.needs_reference:  # first: what the model keeps for its backward pass is large
             reference = get_reference_logprobs(context, get_inputs(batch, LOGPS), labels)
-        tokens = get_token_logprobs(model, get_inputs(batch), read)
+        scores = get_token_scores(model, get_inputs(batch), read)
         is_answer = labels != IGNORED_LABEL
-        logps = tokens.where(is_answer, 0.0).sum(1)
+        logps = scores.logprobs.where(is_answer, 0.0).sum(1)
         lengths = is_answer.sum(1).clamp(min=1)
         ratios = logps if reference is None else logps - reference
         means = ratios / lengths if settings.is_normalized else ratios
@@ -102,24 +95,28 @@ class PairObjective(Objective):
                 "log_odds_ratio": -losses,
                 "log_odds_chosen": compute_log_odds(*split_pairs(means)),
             }
-        scores = PairScores(losses, shown)
+        sums = sum_tokens(scores, is_answer)
+        by_token = {
+            "logits/chosen": (sums.logits[::2], sums.tokens[::2]),
+            "logits/rejected": (sums.logits[1::2], sums.tokens[1::2]),
+            "entropy": (sums.entropies.view(-1, 2).sum(1), sums.tokens.view(-1, 2).sum(1)),
+            "mean_token_accuracy": (sums.hits[::2], sums.tokens[::2]),
+        }
         if self.has_likelihood:
             counts = (read[:, 1:] != IGNORED_LABEL).sum(1)
-            scores.likelihood = -tokens.sum(1)[::2], counts[::2]
-        return scores
+            by_token[self._names[1]] = -scores.logprobs.sum(1)[::2], counts[::2]
+        return PairScores(losses, shown, by_token)
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         scores = self.score(model, batch, context)
-        terms, pairs = _show(scores.shown), len(scores.losses)
-        if scores.likelihood is None:
-            return {**terms, "loss": Term.from_sum(scores.losses.sum(), pairs)}
         (name, other), (weight, other_weight) = self._names, self._weights
-        total, count = scores.likelihood
-        return {
-            **terms,
-            name: Term.from_sum(scores.losses.sum(), pairs, weight),
-            other: Term.from_sum(total.sum(), count.sum(), other_weight),
-        }
+        terms = _show(scores.shown)
+        for token_name, (sums, counts) in scores.by_token.items():
+            share = other_weight if token_name == other else 0.0
+            terms[token_name] = Term.from_sum(sums.sum(), counts.sum(), share)
+        if not self.has_likelihood:
+            name, weight = "loss", 1.0
+        return {**terms, name: Term.from_sum(scores.losses.sum(), len(scores.losses), weight)}
 
     def count(self, micro_batch: MicroBatch) -> Mapping[str, Count]:
         if not self.has_likelihood:
@@ -128,9 +125,11 @@ class PairObjective(Objective):
         name, other = self._names
         return {name: len(read), other: (read != IGNORED_LABEL).sum()}
 
-    def combine(self, loss: float, likelihood: float) -> float:
-        """The whole loss of means over all the data."""
-        return self._weights[0] * loss + self._weights[1] * likelihood
+    def combine(self, loss: float, means: Mapping[str, float]) -> float:
+        """The whole loss, from the means over all pairs and over all tokens."""
+        if not self.has_likelihood:
+            return loss
+        return self._weights[0] * loss + self._weights[1] * means[self._names[1]]
 
     def _get_read_labels(self, batch: Any) -> Tensor:
         """The tokens whose log-probabilities are needed: ORPO learns better rows as a whole."""
@@ -190,7 +189,7 @@ class KTOObjective(Objective):
     def first_pass(self, model: Any, batch: Any, context: Context) -> Mapping[str, Tensor]:
         """How much more likely than in the reference an answer to another prompt is."""
         inputs, labels = self._mismatch(model, batch, context)
-        ratios, _ = _compare(model, inputs, labels, context)
+        ratios = _compare(model, inputs, labels, context)
         return {"ratio": ratios, "desirable": batch["desirable"]}
 
     def summarize(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -199,17 +198,23 @@ class KTOObjective(Objective):
         baseline = ratios.mean().clamp(min=0) if len(ratios) > 1 else ratios.new_zeros(())
         return {"kl": baseline, "desirable": good, "undesirable": len(ratios) - good}
 
-    def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor]:
-        """Of each answer: how much more likely than in the reference it is, and how likely."""
-        return _compare(model, get_inputs(batch), batch["labels"], context)
+    def score(self, model: Any, batch: Any, context: Context) -> tuple[Tensor, Tensor, TokenSums]:
+        """Of each answer: how much more likely than in the reference it is, how likely, and what
+        is shown of its tokens."""
+        inputs, labels = get_inputs(batch), batch["labels"]
+        # The reference first: nothing of the backward pass is held while it answers.
+        reference = get_reference_logprobs(context, inputs, labels)
+        scores = get_token_scores(model, inputs, labels)
+        logps = scores.logprobs.sum(1)
+        return logps - reference, logps, sum_tokens(scores, labels != IGNORED_LABEL)
 
     def score_others(self, model: Any, batch: Any, context: Context) -> Tensor:
         """The ratios of answers to other prompts that the batch brings, in an evaluation."""
         inputs = {name: batch[f"other_{name}"] for name in ("input_ids", "attention_mask")}
-        return _compare(model, inputs, batch["other_labels"], context)[0]
+        return _compare(model, inputs, batch["other_labels"], context)
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
-        ratios, logps = self.score(model, batch, context)
+        ratios, logps, sums = self.score(model, batch, context)
         is_good = batch["desirable"].bool()
         update, rows = context.rows, len(ratios)
         losses = compute_kto_losses(ratios, is_good, update["kl"], self.settings)
@@ -219,6 +224,9 @@ class KTOObjective(Objective):
             for kind, values in (("rewards", rewards), ("logps", logps)):
                 total = values.where(of, 0.0).sum()
                 terms[f"{kind}/{name}"] = Term.from_sum(total, of.sum(), 0.0)
+            total, tokens = (v.where(of, 0).sum() for v in (sums.logits, sums.tokens))
+            terms[f"logits/{name}"] = Term.from_sum(total, tokens, 0.0)
+        terms["entropy"] = Term.from_sum(sums.entropies.sum(), sums.tokens.sum(), 0.0)
         terms["rewards/margins"] = _get_margin(rewards, is_good, update)
         return {**terms, "loss": Term.from_sum(losses.sum(), rows)}
 
@@ -256,6 +264,24 @@ class KTOObjective(Objective):
         return inputs, kept
 
 
+class TokenSums(NamedTuple):
+    """What a model says of the tokens of each answer, summed."""
+
+    entropies: Tensor
+    logits: Tensor
+    """Means over the vocabulary."""
+    hits: Tensor
+    """Tokens that are likelier than all others."""
+    tokens: Tensor
+    """How many there are."""
+
+
+def sum_tokens(scores: TokenScores, is_answer: Tensor) -> TokenSums:
+    """The sums over the answers' tokens."""
+    values = (scores.entropies, scores.mean_logits, scores.is_best)
+    return TokenSums(*(v.where(is_answer, 0.0).sum(1) for v in values), is_answer.sum(1))
+
+
 def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) -> Term:
     """The mean reward of good answers less that of bad ones, as a mean over all answers."""
     good, bad = update["desirable"], update["undesirable"]
@@ -279,14 +305,10 @@ def get_inputs(batch: Mapping[str, Tensor], *others: str) -> dict[str, Tensor]:
     return {name: batch[name] for name in (*MODEL_INPUTS, *others) if name in batch}
 
 
-def _compare(
-    model: Any, inputs: Mapping[str, Tensor], labels: Tensor, context: Context
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of answers relative to the reference, and their own."""
-    # The reference first: nothing of the backward pass is held while it answers.
+def _compare(model: Any, inputs: Mapping[str, Tensor], labels: Tensor, context: Context) -> Tensor:
+    """Log-probabilities of answers relative to the reference."""
     reference = get_reference_logprobs(context, inputs, labels)
-    logps = get_token_logprobs(model, inputs, labels).sum(1)
-    return logps - reference, logps
+    return get_token_logprobs(model, inputs, labels).sum(1) - reference
 
 
 def _read_rows(batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

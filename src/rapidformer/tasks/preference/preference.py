@@ -43,7 +43,8 @@ class Preference(CausalLM):
     best_metric = "loss"
     metrics = (
         "loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
-        "logps/chosen", "logps/rejected", "sft_loss", "nll_loss", "log_odds_ratio",
+        "logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "entropy",
+        "mean_token_accuracy", "sft_loss", "nll_loss", "log_odds_ratio",
         "log_odds_chosen", "kl",
     )  # fmt: skip
     smooths_labels = False
@@ -73,11 +74,10 @@ class Preference(CausalLM):
         args = parts.args
         check_is_causal(parts.config, args)
         is_paired = args.loss != "kto"
-        features, encoder = encode_tables(parts, tables, is_paired=is_paired)
+        features, encoder, facts = encode_tables(parts, tables, is_paired=is_paired)
         extras = {
-            "mode": "evaluate", "labelled": {s: rows is not None for s, rows in features.items()},
-            "stop_id": encoder.chat.get_stop_id(), "objective": self.build_objective(args),
-            "row_names": ("chosen", "rejected") if is_paired else ("answer",),
+            "mode": "evaluate", "stop_id": encoder.chat.get_stop_id(),
+            "objective": self.build_objective(args), **facts,
         }  # fmt: skip
         pad = build_text_collator(parts.tokenizer, side="right")
         if is_paired:
@@ -109,11 +109,14 @@ class Preference(CausalLM):
         objective = prepared.extras["objective"]
         context = prepared.extras.get("context", Context())
         if isinstance(objective, KTOObjective):
-            ratios, logps = objective.score(model, batch, context)
+            ratios, logps, sums = objective.score(model, batch, context)
             others = objective.score_others(model, batch, context)
-            columns = {"ratio": ratios.tolist(), "logp": logps.tolist(), "other": others.tolist()}
-            columns["is_good"] = batch["desirable"].bool().tolist()
-            return [{**row, "loss": 0.0, "count": 1} for row in to_rows(columns)]
+            columns = {
+                "ratio": ratios, "logp": logps, "other": others,
+                "is_good": batch["desirable"].bool(), **sums._asdict(),
+            }  # fmt: skip
+            rows = to_rows({name: values.tolist() for name, values in columns.items()})
+            return [{**row, "loss": 0.0, "count": 1} for row in rows]
         records: list[Record] = objective.score(model, batch, context).to_records()
         return records
 
@@ -124,7 +127,7 @@ class Preference(CausalLM):
         objective = prepared.extras["objective"]
         if isinstance(objective, KTOObjective):
             return AnswerTally(objective.settings.beta, objective.sum_losses)
-        return PairTally(objective.combine, objective.likelihood_name)
+        return PairTally(objective.combine)
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         if prepared.extras["mode"] == "predict":

@@ -40,7 +40,10 @@ class Reward(Task):
     name = "reward"
     description = "learn to score answers from pairs of a better and a worse one (reward models)"
     notes = "The score is read at the last real token; the exported model scores the same."
-    columns = (*PAIR_ROLES, MARGIN, as_optional(TEXT), as_optional(RESPONSE))
+    columns = (
+        *(REJECTED if role.name == REJECTED.name else role for role in PAIR_ROLES),
+        MARGIN, as_optional(TEXT), as_optional(RESPONSE),
+    )  # fmt: skip
     auto_class = "AutoModelForSequenceClassification"
     best_metric = "accuracy"
     greater_is_better = True
@@ -62,11 +65,10 @@ class Reward(Task):
         from rapidformer.tasks.preference.features import PairCollator, encode_tables
 
         stripped = parts.tokenizer.pad_token_id
-        features, _ = encode_tables(parts, tables, is_paired=True, cuts=False, stripped=stripped)
-        extras = {
-            "labelled": {split: rows is not None for split, rows in features.items()},
-            "row_names": ("chosen", "rejected"), "objective": self.build_objective(parts.args),
-        }  # fmt: skip
+        features, _, facts = encode_tables(
+            parts, tables, is_paired=True, cuts=False, stripped=stripped
+        )
+        extras = {"objective": self.build_objective(parts.args), **facts}
         head = {"num_labels": 1, "pad_token_id": stripped}
         pad = build_text_collator(parts.tokenizer, side="right")
         return parts.prepare(features, extras, head, collate=PairCollator(pad, ("input_ids",)))

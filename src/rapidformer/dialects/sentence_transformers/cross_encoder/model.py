@@ -1,0 +1,144 @@
+"""``CrossEncoder``: a transformer that reads two texts together and scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from rapidformer.dialects.sentence_transformers.model import ModelCard, refuse_options
+from rapidformer.errors import ConfigurationError
+from rapidformer.tasks.embedding.reranking import read_activation
+from rapidformer.tasks.text.text import get_context_length
+
+Activation = Callable[[Tensor], Tensor]
+_ACTIVATIONS = {"Sigmoid": nn.Sigmoid, "Identity": nn.Identity}
+
+
+class Parts(NamedTuple):
+    """What a reranker consists of."""
+
+    transformer: nn.Module
+    tokenizer: Any
+    length: int
+
+
+class CrossEncoder:
+    """Scores pairs of texts."""
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        num_labels: int | None = None,
+        max_length: int | None = None,
+        activation_fn: Activation | None = None,
+        *,
+        device: str | None = None,
+        trust_remote_code: bool = False,
+        model_kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        refuse_options(self, others)
+        if num_labels not in (None, 1):
+            raise ConfigurationError(
+                f"CrossEncoder(num_labels={num_labels}) is not supported: it has one score. "
+                "Classes are learnt by `rapidformer --task sequence_classification`."
+            )
+        code = {"trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(model_name_or_path, num_labels=1, **code)
+        self.model: Any = AutoModelForSequenceClassification.from_pretrained(
+            model_name_or_path, config=config, **code, **(model_kwargs or {})
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **code)
+        self.max_seq_length = max_length or get_context_length(self.tokenizer, config)
+        saved = read_activation(config).rpartition(".")[2]
+        self.activation_fn = activation_fn or _ACTIVATIONS.get(saved, nn.Sigmoid)()
+        self.model_card_data = ModelCard()
+        self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+    num_labels = 1
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.model.parameters())).device
+
+    @torch.no_grad()
+    def predict(
+        self,
+        inputs: Sequence[Any],
+        batch_size: int = 32,
+        activation_fn: Activation | None = None,
+        convert_to_tensor: bool = False,
+        **others: Any,
+    ) -> Any:
+        """The scores of pairs, as an array or a tensor; of a single pair, its score."""
+        is_single = isinstance(inputs[0], str)
+        pairs = [inputs] if is_single else list(inputs)
+        activation = activation_fn or self.activation_fn
+        was_training = self.model.training
+        self.model.eval()
+        batches = [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
+        scores = torch.cat([activation(self._score(batch)) for batch in batches])
+        self.model.train(was_training)
+        result = scores[0] if is_single else scores
+        return result if convert_to_tensor else result.cpu().numpy()
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """The documents from the best to the worst, by number and score."""
+        scores = self.predict([(query, text) for text in documents], **options).tolist()
+        order = sorted(range(len(scores)), key=lambda number: -scores[number])
+        found: list[dict[str, Any]] = [{"corpus_id": n, "score": scores[n]} for n in order[:top_k]]
+        if return_documents:
+            found = [{**each, "text": documents[each["corpus_id"]]} for each in found]
+        return found
+
+    def save_pretrained(self, path: str | Path, **options: Any) -> None:
+        """Write a folder that this class and sentence-transformers' own load."""
+        name_activation(self)
+        self.model.save_pretrained(path)
+        self.tokenizer.model_max_length = self.max_seq_length
+        self.tokenizer.save_pretrained(path)
+
+    save = save_pretrained
+
+    def _score(self, pairs: Sequence[Any]) -> Tensor:
+        inputs = self.tokenizer(
+            [first for first, _ in pairs], [second for _, second in pairs], padding=True,
+            truncation=True, max_length=self.max_seq_length, return_tensors="pt",
+        ).to(self.device)  # fmt: skip
+        scores: Tensor = self.model(**inputs).logits.float().squeeze(-1)
+        return scores
+
+
+def name_activation(model: Any) -> None:
+    """Let the configuration say what turns outputs into scores, for folders that are saved."""
+    kind = type(model.activation_fn)
+    model.config.sentence_transformers = {"activation_fn": f"{kind.__module__}.{kind.__name__}"}
+
+
+def take_parts(model: Any) -> Parts:
+    """The parts of a model: of this class, or of sentence-transformers' own."""
+    is_known = isinstance(model, (CrossEncoder, nn.Sequential)) and hasattr(model, "activation_fn")
+    if not is_known or getattr(model.config, "num_labels", 0) != 1:
+        raise ConfigurationError(
+            "CrossEncoderTrainer(model=...) takes a CrossEncoder of a transformer with "
+            f"num_labels=1, not {type(model).__name__}."
+        )
+    name_activation(model)
+    context = get_context_length(model.tokenizer, model.config)
+    return Parts(model.model, model.tokenizer, min(model.max_seq_length or context, context))
