@@ -57,7 +57,7 @@ class Preference(CausalLM):
             super().check_columns(rows, args, has_answers=False)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+        return self.prepare_tables(load_text_parts(args, allows_towers=True), get_splits(args, splits))
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""
