@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.transformers_models import is_model
 from rapidformer.config import Settings
+from rapidformer.log import get_logger
+from rapidformer.models.weight_names import list_some
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,17 +135,27 @@ def _list_others(model: nn.Module, language: set[int]) -> Iterator[tuple[str, An
 def freeze_towers(model: nn.Module, args: Settings) -> None:
     """Freeze what reads pictures or sound; ``--train-vision`` and ``--train-projector`` keep it."""
     parts = find_towers(model)
+    count = 0
     for name, parameter in model.named_parameters():
         is_idle = not args.train_vision and parts.is_in_tower(name)
         if is_idle or (not args.train_projector and parts.is_in_projector(name)):
             parameter.requires_grad_(False)
+            count += parameter.numel()
+    if count:
+        names = list_some(list_left_out(model, args))
+        get_logger().info("frozen    %s: %s parameters keep their values", names, f"{count:,}")
 
 
 def list_left_out(model: nn.Module, args: Settings) -> list[str]:
     """The towers and projectors that the settings do not train."""
     parts = find_towers(model)
-    kinds = ((parts.towers, args.train_vision), (parts.projectors, args.train_projector))
-    return [name for names, is_trained in kinds if not is_trained for name in names]
+    names: list[str] = []
+    for tower in () if args.train_vision else parts.towers:
+        inner = [name for name in parts.projectors if name.startswith(f"{tower}.")]
+        children = (f"{tower}.{name}" for name, _ in model.get_submodule(tower).named_children())
+        names += [n for n in children if n not in inner] if args.train_projector and inner else [tower]
+    outer = [name for name in parts.projectors if not is_inside(name, names)]
+    return names if args.train_projector else [*names, *outer]
 
 
 def list_frozen_parts(model: nn.Module) -> list[str]:

@@ -57,9 +57,14 @@ class TextParts(NamedTuple):
         collate: Any = None,
     ) -> PreparedData:
         """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
+        from rapidformer.models.processor_files import keep_processor_files
+        from rapidformer.models.towers import reads_more_than_text
+
+        has_towers = reads_more_than_text(self.config)
         return PreparedData(
             **features, collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
+            saved=keep_processor_files(self.tokenizer, self.args) if has_towers else None,
             model_settings={**(settings or {}), **self._get_model_settings()}, extras=extras,
         )  # fmt: skip
 
