@@ -130,9 +130,7 @@ def _freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _adapt(
-    model: nn.Module, *targets: str, left_out: Sequence[str] = (), **more: Any
-) -> nn.Module:
+def _adapt(model: nn.Module, *targets: str, left_out: Sequence[str] = (), **more: Any) -> nn.Module:
     """With LoRA whose B is not zero: otherwise A would have no gradient, and mistakes no effect."""
     config = LoraConfig(
         r=4, lora_alpha=2, target_modules=list(targets), init_lora_weights=False, **more

@@ -21,7 +21,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models import adapter_config
 from rapidformer.models.adapter_config import build_config
-from rapidformer.models.towers import list_left_out
+from rapidformer.models.towers import get_text_config, list_left_out
 from rapidformer.overlay import extend
 
 if TYPE_CHECKING:
@@ -226,8 +226,9 @@ def forget_resized_base(model: Any) -> str | None:
         return None
     from transformers import PreTrainedConfig
 
-    before = PreTrainedConfig.get_config_dict(adapter.base)[0].get("vocab_size")
-    now = getattr(model.config, "vocab_size", None)
+    saved = PreTrainedConfig.get_config_dict(adapter.base)[0]
+    before = (saved.get("text_config") or saved).get("vocab_size")
+    now = getattr(get_text_config(model.config), "vocab_size", None)
     if before is None or now is None or before == now:
         return None
     forget_base(model)

@@ -88,6 +88,14 @@ def _find_class(config: Any) -> Any:
     return MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
 
 
+def list_placeholders(config: Any) -> set[int]:
+    """Tokens that stand for images or sound, which no text may contain."""
+    if get_text_config(config) is config:
+        return set()
+    endings = ("_token_id", "_token_index")
+    return {v for k, v in vars(config).items() if k.endswith(endings) and isinstance(v, int)}
+
+
 def find_towers(model: Any) -> Towers:
     """The parts of a model, by name."""
     config = getattr(model, "config", None)
@@ -149,13 +157,17 @@ def freeze_towers(model: nn.Module, args: Settings) -> None:
 def list_left_out(model: nn.Module, args: Settings) -> list[str]:
     """The towers and projectors that the settings do not train."""
     parts = find_towers(model)
-    names: list[str] = []
-    for tower in () if args.train_vision else parts.towers:
-        inner = [name for name in parts.projectors if name.startswith(f"{tower}.")]
-        children = (f"{tower}.{name}" for name, _ in model.get_submodule(tower).named_children())
-        names += [n for n in children if n not in inner] if args.train_projector and inner else [tower]
-    outer = [name for name in parts.projectors if not is_inside(name, names)]
-    return names if args.train_projector else [*names, *outer]
+    names = [] if args.train_vision else list(parts.towers)
+    if names and args.train_projector:  # a projector may be a part of its tower
+        children = [
+            f"{tower}.{name}"
+            for tower in names
+            for name, _ in model.get_submodule(tower).named_children()
+        ]
+        names = [name for name in children if not parts.is_in_projector(name)]
+    elif not args.train_projector:
+        names += [name for name in parts.projectors if not is_inside(name, names)]
+    return names
 
 
 def list_frozen_parts(model: nn.Module) -> list[str]:

@@ -102,9 +102,7 @@ class TextParts(NamedTuple):
         return settings
 
 
-def load_text_parts(
-    args: Settings, *, allows_towers: bool = False, **options: Any
-) -> TextParts:
+def load_text_parts(args: Settings, *, allows_towers: bool = False, **options: Any) -> TextParts:
     """The model's configuration, its tokenizer (loaded with the options) and the row length.
 
     With ``allows_towers``, the task may train the language part of a model that sees or hears.
@@ -113,12 +111,12 @@ def load_text_parts(
     from rapidformer.models.configuration import load_config
 
     config = load_config(args)
-    _check_towers(config, args, allows_towers=allows_towers)
+    check_towers(config, args, allows_towers=allows_towers)
     tokenizer = load_tokenizer(args, **options)
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
-def _check_towers(config: Any, args: Settings, *, allows_towers: bool) -> None:
+def check_towers(config: Any, args: Settings, *, allows_towers: bool) -> None:
     """Refuse a model that also sees or hears if it cannot be trained whole on text."""
     from rapidformer.models.location import get_model_location
     from rapidformer.models.towers import find_text_problem, reads_more_than_text
