@@ -7,7 +7,7 @@ fused weights, norms on a share of the heads, a bias that all blocks share, froz
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,11 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from rapidformer.config import Settings
 from rapidformer.data.collate import PadCollator
 from rapidformer.models.adapters import apply_adapters
 from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
+from rapidformer.models.towers import freeze_towers, list_left_out
 from tests.parity.own_models import (
     PLAN,
     VOCABULARY,
@@ -65,6 +67,8 @@ from tests.parity.own_models import (
     SharedBias,
     UnplannedModel,
 )
+from tests.parity.seeing import SETTINGS as SEEING
+from tests.parity.seeing import build_seeing
 
 Rows = list[dict[str, Any]]
 SAMPLES = 44
@@ -126,12 +130,12 @@ def _freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _adapt(model: nn.Module, *targets: str, **more: Any) -> nn.Module:
+def _adapt(model: nn.Module, *targets: str, left_out: Sequence[str] = (), **more: Any) -> nn.Module:
     """With LoRA whose B is not zero: otherwise A would have no gradient, and mistakes no effect."""
     config = LoraConfig(
         r=4, lora_alpha=2, target_modules=list(targets), init_lora_weights=False, **more
     )
-    adapted = apply_adapters(model, config)
+    adapted = apply_adapters(model, config, left_out=left_out)
     config.base_model_name_or_path = "base"  # it can be built again, so no checkpoint holds it
     return adapted
 
@@ -169,6 +173,24 @@ TARGETS = {
 def _build_adapted(name: str, *of: Any) -> nn.Module:
     *targets, dropout, layers = of
     return _adapt(MODELS[name](dropout, layers), *targets)
+
+
+def _build_idle(kind: str, dropout: float, layers: int) -> nn.Module:
+    """A model that also sees, as a user may pass it: its tower learns nothing from text."""
+    return build_seeing(kind, layers)
+
+
+def _build_frozen(kind: str, dropout: float, layers: int) -> nn.Module:
+    """The same, as tasks build it."""
+    model = build_seeing(kind, layers)
+    freeze_towers(model, Settings())
+    return model
+
+
+def _build_seeing_adapted(kind: str, dropout: float, layers: int) -> nn.Module:
+    model = build_seeing(kind, layers)
+    left_out = list_left_out(model, Settings())
+    return _adapt(model, "q_proj", "v_proj", "fc1", left_out=left_out)
 
 
 MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a number of blocks
@@ -269,6 +291,9 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
         LlamaConfig(**_llama(n, num_key_value_heads=1, **SMALL))
     ),
     "small-plain": lambda p, n: PlainModel(p, n),
+    **{f"idle-{kind}": functools.partial(_build_idle, kind) for kind in SEEING},
+    **{kind: functools.partial(_build_frozen, kind) for kind in SEEING},
+    **{f"{kind}-lora": functools.partial(_build_seeing_adapted, kind) for kind in SEEING},
 }  # fmt: skip
 
 

@@ -69,4 +69,8 @@ def _passes_on(model: Any, names: list[str]) -> bool:
     body = getattr(model, "base_model", model)
     takes_any = "kwargs" in names and body is not model and shifts_labels(model)
     # A user's model may pass the argument itself, next to its `**kwargs`.
-    return takes_any and is_own_model(get_own_class(model)) and _NAME in _list_parameters(body)
+    if not takes_any or not is_own_model(get_own_class(model)):
+        return False
+    inside = _list_parameters(body)
+    # A model that also sees passes it on to its language model.
+    return _NAME in inside or ("kwargs" in inside and _NAME in _list_parameters(body.get_decoder()))

@@ -115,6 +115,10 @@ class ModelArguments:
     """GPTModel: weight of the load-balancing loss"""
     moe_z_loss_coeff: float = 0.0
     """GPTModel: weight of the z-loss, which keeps the router's logits small"""
+    train_vision: bool = read_by("image_text", default=False)
+    """train the towers that read images or sound too; by default they stay as they are"""
+    train_projector: bool = read_by("image_text", default=False)
+    """train what leads from these towers into the language model too"""
     trust_remote_code: bool = False
     """run Python code shipped with a model or data set on the Hub"""
     cache_dir: str | None = None

@@ -16,6 +16,7 @@ from rapidformer.engine.model import RunModel
 from rapidformer.engine.runtime import Runtime
 from rapidformer.engine.updates import Updates
 from rapidformer.log import get_logger
+from rapidformer.models.towers import get_text_config
 
 _DATA = ("data_path", "data_name", "data_dir", "train_data", "train_data_path")
 _REPEATS = "some samples of this epoch are repeated, and others are left out"
@@ -53,7 +54,7 @@ def _describe_facts(
     args: Settings, loader: DistributedLoader | None, model: nn.Module
 ) -> dict[str, Any]:
     """The facts of the current run; small, and written into every checkpoint."""
-    config = getattr(model, "config", None)
+    config = get_text_config(getattr(model, "config", None))
     # The data as the user named it, without folders: it may lie elsewhere by now.
     values = [getattr(args, name) for name in _DATA]
     words = [w for value in values for w in (value if isinstance(value, list) else [value]) if w]

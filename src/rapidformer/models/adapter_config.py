@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -156,6 +157,17 @@ def _exclude(config: Any, names: Sequence[str]) -> None:
     """Do not adapt these modules, unless a pattern already says which not to."""
     if names and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
         config.exclude_modules = [*(config.exclude_modules or ()), *names]
+
+
+def exclude_parts(config: Any, parts: Sequence[str]) -> None:
+    """Do not adapt anything inside these modules, unless a pattern says what to adapt."""
+    targets = getattr(config, "target_modules", None)
+    if not parts or (isinstance(targets, str) and targets != _ALL_LINEAR):
+        return
+    known = config.exclude_modules or ()
+    # peft's lists are of endings; only a pattern can say where names begin.
+    kept = [known] if isinstance(known, str) else [rf"(.*\.)?{re.escape(name)}" for name in known]
+    config.exclude_modules = "|".join([*kept, *(rf"{re.escape(name)}(\..*)?" for name in parts)])
 
 
 def list_layers(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models import adapter_config
 from rapidformer.models.adapter_config import build_config
+from rapidformer.models.towers import get_text_config, list_left_out
 from rapidformer.overlay import extend
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ PREFIX = "base_model.model."
 _MOST_TARGETS = 8
 _TASK_TYPES = {
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-    "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM",
+    "ForQuestionAnswering": "QUESTION_ANS", "ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM",
 }  # fmt: skip
 
 
@@ -104,21 +104,24 @@ def add_adapters(model: nn.Module, args: Settings, *, fresh: Sequence[str] = ())
     saved with the adapters, which would otherwise depend on this run's random numbers.
     """
     config = None if find_adapter(model) is not None else build_config(args)
-    return model if config is None else apply_adapters(model, config, fresh)
+    if config is None:
+        return model
+    return apply_adapters(model, config, fresh, left_out=list_left_out(model, args))
 
 
-def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Module:
-    """Freeze the model and add the adapters, in place."""
+def apply_adapters(
+    model: Any, config: Any, fresh: Sequence[str] = (), *, left_out: Sequence[str] = ()
+) -> nn.Module:
+    """Freeze the model and add the adapters, in place; none inside the modules ``left_out``."""
     from peft import get_peft_model
 
     config.inference_mode = False
     config.base_model_name_or_path = None
     if config.task_type is None:
-        class_name = type(model).__name__
-        kinds = (kind for ending, kind in _TASK_TYPES.items() if class_name.endswith(ending))
-        config.task_type = next(kinds, None)
+        config.task_type = _find_task_type(model)
     if not config.is_prompt_learning:
         adapter_config.choose_targets(model, config, fresh)
+        adapter_config.exclude_parts(config, left_out)
     elif config.task_type is None:
         raise ConfigurationError(
             f"{config.peft_type.value} needs a language model or a classifier of transformers; "
@@ -128,10 +131,19 @@ def apply_adapters(model: Any, config: Any, fresh: Sequence[str] = ()) -> nn.Mod
     with _explain(model, config):
         adapted = get_peft_model(model, config)
     inner = get_inner(adapted)
-    if uncalled:
-        adapter_config.check_called(inner, uncalled)
+    adapter_config.check_called(inner, uncalled)
+    if uncalled or left_out:
         adapter_config.forget_excluded(config, adapted)
     return inner
+
+
+def _find_task_type(model: Any) -> str | None:
+    class_name = type(model).__name__
+    if class_name.endswith("ForConditionalGeneration"):
+        # Without an encoder, it is the class of a decoder that also sees or hears.
+        return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    kinds = (kind for ending, kind in _TASK_TYPES.items() if class_name.endswith(ending))
+    return next(kinds, None)
 
 
 def call_adapted_layers(model: nn.Module) -> bool:
@@ -214,8 +226,9 @@ def forget_resized_base(model: Any) -> str | None:
         return None
     from transformers import PreTrainedConfig
 
-    before = PreTrainedConfig.get_config_dict(adapter.base)[0].get("vocab_size")
-    now = getattr(model.config, "vocab_size", None)
+    saved = PreTrainedConfig.get_config_dict(adapter.base)[0]
+    before = (saved.get("text_config") or saved).get("vocab_size")
+    now = getattr(get_text_config(model.config), "vocab_size", None)
     if before is None or now is None or before == now:
         return None
     forget_base(model)

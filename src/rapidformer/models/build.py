@@ -38,6 +38,7 @@ from rapidformer.models.location import (
     loads_checkpoint,
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
+from rapidformer.models.towers import choose_auto_class, freeze_towers
 from rapidformer.models.weight_names import check_names, find_trunk, list_some
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def build_pretrained(
     from rapidformer.models.deferred import build_for_split, splits_weights
 
     config = load_config(args, **config_overrides)
+    auto_class_name = choose_auto_class(auto_class_name, config)
     if not splits_weights(args) or any(getattr(args, name) for name in _TRIED_OUT):
         if args.quantize_base is None:
             check_fits(config, lambda: _build_fresh(auto_class_name, args, config))
@@ -100,6 +102,7 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
         # Weights of a checkpoint are loaded later, into a model that is already split.
         fresh = _build_fresh(auto_class_name, args, config)
+        freeze_towers(fresh, args)
         adapted = hide_learned_tokens(add_adapters(fresh, args))
         forget_base(adapted)
         return adapted
@@ -133,6 +136,7 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
                 "it first (rapidformer export)."
             )
     check_names(report, trunk, base, allows_partial=args.allow_partial_load)
+    freeze_towers(model, args)
     if must_be_trained and (untrained := _list_fresh(report)):
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for "

@@ -21,6 +21,7 @@ from rapidformer.models.location import (
     is_from_scratch,
     lacks_file,
 )
+from rapidformer.models.towers import get_text_config
 from rapidformer.nearest import suggest
 
 # The families' own names for the sizes our flags set. A configuration gets every one of them that
@@ -82,12 +83,14 @@ def load_config(args: Settings, **overrides: Any) -> Any:
     # num_labels is a view of id2label: set it first, so that explicit names win.
     for name in sorted(overrides, key=lambda key: key != "num_labels"):
         if overrides[name] is not None:
-            setattr(config, name, overrides[name])
+            part = config if hasattr(config, name) else get_text_config(config)
+            setattr(part, name, overrides[name])
     return config
 
 
 def get_position_limit(config: Any) -> int | None:
     """The longest sequence that absolute position embeddings allow; None if there are none."""
+    config = get_text_config(config)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or getattr(config, "rope_parameters", None) is not None or limit <= 0:
         return None
@@ -99,8 +102,10 @@ def get_position_limit(config: Any) -> int | None:
 
 def get_size(config: Any, flag: str) -> Any:
     """A model's size by our flag's name (``num_layers``); None if it has no such size."""
-    names = _list_stored(config, _SIZES[flag])
-    return getattr(config, names[0]) if names else None
+    for part in (config, get_text_config(config)):
+        for name in _list_stored(part, _SIZES[flag]):
+            return getattr(part, name)
+    return None
 
 
 def read_config(location: str, **options: Any) -> Any:

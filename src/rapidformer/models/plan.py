@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.models.towers import is_inside, list_frozen_parts
 from rapidformer.overlay import find_fact
 
 
@@ -120,12 +121,14 @@ def _find_blocks(model: nn.Module) -> ModelPlan:
     is_shared = getattr(getattr(model, "config", None), "num_hidden_groups", 0) == 1
     modules = [name for name, _ in model.named_modules()] if is_shared else []
     shared = [name for name in modules if name.endswith("albert_layer_groups.0")]
-    for source, names in (
+    # A tower that does not learn is no business of recompute, stages or unpadding.
+    idle = list_frozen_parts(model)
+    for source, found in (
         (MARKED, _find_marked_blocks(model)),
         ("the block that all layers share", shared),
         ("found by their structure", _find_block_lists(model)),
     ):
-        if names:
+        if names := [name for name in found if not is_inside(name, idle)]:
             return ModelPlan(blocks=tuple(names), tied=tied, source=source)
     return ModelPlan(tied=tied, source="no repeated blocks found")
 

@@ -126,8 +126,21 @@ _GPT_OSS = _Family(
         "layers.*.self_attn.sinks": "colwise",
     }
 )  # fmt: skip
+_QWEN3 = "language_model.layers.*"
+# Its language model is split as transformers splits Qwen3.
+_QWEN3_VL = _Family(
+    tensor={
+        f"{_QWEN3}.self_attn.q_proj": "colwise", f"{_QWEN3}.self_attn.k_proj": "key_value",
+        f"{_QWEN3}.self_attn.v_proj": "key_value", f"{_QWEN3}.self_attn.o_proj": "rowwise",
+        f"{_QWEN3}.self_attn.q_norm": "replicated_with_grad_allreduce",
+        f"{_QWEN3}.self_attn.k_norm": "replicated_with_grad_allreduce",
+        f"{_QWEN3}.mlp.gate_proj": "colwise", f"{_QWEN3}.mlp.up_proj": "colwise",
+        f"{_QWEN3}.mlp.down_proj": "rowwise",
+    }
+)  # fmt: skip
 _FAMILIES = {
     "bert": _BERT, "roberta": _BERT, "gpt2": _GPT2, "t5": _T5, "vit": _VIT, "gpt_oss": _GPT_OSS,
+    "qwen3_vl": _QWEN3_VL,
 }  # fmt: skip
 
 

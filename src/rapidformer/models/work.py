@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer.models.configuration import get_size
+from rapidformer.models.towers import get_text_config, is_inside, list_frozen_parts
 
 _PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
 _FORWARD_AND_BACKWARD = 6
@@ -80,7 +81,7 @@ def count_work(model: Any) -> ModelWork:
             per_target += work
         else:
             per_token += work
-    window = getattr(config, "sliding_window", None)
+    window = getattr(get_text_config(config), "sliding_window", None)
     return ModelWork(
         per_token=per_token, per_target=per_target, per_pair=_count_attention(config),
         is_causal=any(getattr(m, "is_causal", False) is True for m in model.modules()),
@@ -92,13 +93,16 @@ def count_work(model: Any) -> ModelWork:
 def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each weight that is multiplied, once, with the fraction of it that a token uses."""
     seen: set[int] = set()
-    config = getattr(model, "config", None)
+    config = get_text_config(getattr(model, "config", None))
+    idle = list_frozen_parts(model)  # text does not reach them
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counts = (getattr(config, name, None) for name in names)
     total = next((count for count in counts if isinstance(count, int)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     used = chosen / total if total and isinstance(chosen, int) else 1.0
     for name, module in model.named_modules():
+        if is_inside(name, idle):
+            continue
         is_expert = "experts" in name.split(".")
         for parameter in module.parameters(recurse=False):
             is_product = isinstance(module, _PRODUCTS) or parameter.dim() == 3
@@ -109,7 +113,7 @@ def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
 
 
 def _count_attention(config: Any) -> float:
-    config = getattr(config, "text_config", None) or config
+    config = get_text_config(config)
     layers, heads, hidden = (
         get_size(config, name) for name in ("num_layers", "num_attention_heads", "hidden_size")
     )

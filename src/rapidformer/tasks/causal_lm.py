@@ -80,7 +80,7 @@ class CausalLM(LanguageModel):
             find_column(TEXT, get_column_names(rows), args)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args)
+        parts = load_text_parts(args, allows_towers=True)
         check_is_causal(parts.config, args)
         tables = get_splits(args, splits)
         columns = find_chat_columns(next(iter(tables.values())), args, TEXT, has_answers=True)
@@ -104,7 +104,7 @@ class CausalLM(LanguageModel):
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
 
-        parts = load_text_parts(args)
+        parts = load_text_parts(args, allows_towers=True)
         check_is_causal(parts.config, args)
         tokenizer, limit = parts.tokenizer, parts.length
         if args.seq_length is None:

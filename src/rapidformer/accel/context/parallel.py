@@ -8,8 +8,6 @@ length of a later forward pass. Tokens that cannot be split (generation, short r
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.cache import takes_use_cache
 from rapidformer.accel.context.arguments import find_argument_names, is_cache
 from rapidformer.accel.context.exchanged_attention import (
     ATTENTION,
@@ -126,7 +125,8 @@ def apply(assembly: Assembly) -> str:
                 module.context_region = region  # type: ignore[assignment]
     head = apply_split_loss(model, plan, region, mesh)
     inner = list_inner_modules(model, plan.blocks)
-    extend_module(model, SplitModel, _WholeModel(region=region, head=head, inner=inner))
+    place = _WholeModel(region=region, head=head, inner=inner, takes_cache=takes_use_cache(model))
+    extend_module(model, SplitModel, place)
     prove_context(model, region)
     refuse_double_gradients(model, _FLAG)
     return f"{mesh.size()} ranks"
@@ -189,6 +189,8 @@ class _WholeModel:
     """The output layer's state, if the model's own loss takes a slice of the tokens."""
     inner: dict[str, nn.Module]
     """The blocks and their modules."""
+    takes_cache: bool
+    """Whether it can be told to fill no cache."""
 
 
 class SplitModel:
@@ -208,8 +210,7 @@ class SplitModel:
                     "whole sequences: the result is right, but no memory is saved. (If a hook "
                     "only looks, set hook.only_looks = True.)"
                 )
-        cls: Any = type(self)
-        if _takes_cache(cls) and not any(map(is_cache, (*args, *kwargs.values()))):
+        if place.takes_cache and not any(map(is_cache, (*args, *kwargs.values()))):
             # A cache holds whole sequences, and would be built only to be discarded.
             kwargs.setdefault("use_cache", False)
         if head is not None:
@@ -229,15 +230,6 @@ class SplitModel:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
             region.is_off = False
-
-
-@functools.cache
-def _takes_cache(cls: Any) -> bool:
-    return any(
-        "use_cache" in inspect.signature(inspect.unwrap(base.forward)).parameters
-        for base in cls.__mro__
-        if "forward" in vars(base) and base is not SplitModel
-    )
 
 
 class SplitBlock:

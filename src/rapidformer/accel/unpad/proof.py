@@ -13,6 +13,7 @@ from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
+from rapidformer.models.towers import get_text_config
 
 _LENGTHS = (9, 4, 6)
 _LIMIT = 1e-4
@@ -85,7 +86,8 @@ def _compare(
 
 
 def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:
-    words = min(int(getattr(model.config, "vocab_size", 0)), 1000)
+    config = get_text_config(model.config)
+    words = min(int(getattr(config, "vocab_size", 0)), 1000)
     if words < 20:
         raise ModelError("its configuration has no vocab_size, or one below 20")
     device = next(model.parameters()).device
@@ -94,7 +96,7 @@ def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:
     if is_packed:  # the same tokens as three examples in one row, whose positions restart
         positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None].to(device)
         return {"input_ids": ids[mask][None], "position_ids": positions, "use_cache": False}
-    pad = getattr(model.config, "pad_token_id", None)
+    pad = getattr(config, "pad_token_id", None)
     ids = ids.masked_fill(~mask, 0 if pad is None or pad < 0 else pad)
     batch = {"input_ids": ids, "attention_mask": mask.long()}
     if not is_encoder_decoder(model):

@@ -30,6 +30,7 @@ from rapidformer.hub import looks_like_path
 from rapidformer.log import get_logger
 from rapidformer.models.configuration import get_position_limit
 from rapidformer.models.location import has_weights
+from rapidformer.models.towers import get_text_config, list_placeholders
 
 # How far the logits may move, relative to their size.
 _ROUND_OFF = 1e-4
@@ -84,7 +85,7 @@ def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proo
 
 def _build_rows(model: Any) -> plain_process.Rows:
     """A few fixed inputs, each a batch of its own: not every model has a padding token."""
-    config, kind = model.config, model.main_input_name
+    config, kind = get_text_config(model.config), model.main_input_name
     generator = torch.Generator().manual_seed(0)
     if kind == "pixel_values":
         size = config.image_size
@@ -97,9 +98,11 @@ def _build_rows(model: Any) -> plain_process.Rows:
         )
     limit, end = get_position_limit(config) or max(_LENGTHS), config.eos_token_id
     end = end[0] if isinstance(end, list) else end
+    placeholders = list_placeholders(model.config)
+    words = torch.tensor([n for n in range(config.vocab_size) if n not in placeholders])
     rows = []
     for length in dict.fromkeys(min(length, limit) for length in _LENGTHS):
-        ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+        ids = words[torch.randint(len(words), (1, length), generator=generator)]
         if end is not None and 0 <= end < config.vocab_size > 1:
             # Just one: BART's classifiers read the state of the ending token.
             ids[ids == end] = (end + 1) % config.vocab_size
@@ -108,7 +111,7 @@ def _build_rows(model: Any) -> plain_process.Rows:
             ids = torch.stack([ids, ids.flip(-1)], dim=1)
         rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         # Heads that label whole inputs shift them for the decoder by themselves.
-        if config.is_encoder_decoder and not type(model).__name__.endswith(_SHIFTING_HEADS):
+        if model.config.is_encoder_decoder and not type(model).__name__.endswith(_SHIFTING_HEADS):
             rows[-1]["decoder_input_ids"] = ids.clone()
     return rows
 

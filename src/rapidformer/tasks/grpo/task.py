@@ -80,7 +80,8 @@ class Grpo(CausalLM):
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         self._get_functions(args)  # before anything slow
-        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+        parts = load_text_parts(args, allows_towers=True)
+        return self.prepare_tables(parts, get_splits(args, splits))
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""
@@ -101,7 +102,7 @@ class Grpo(CausalLM):
         return parts.prepare(features, extras, collate=collate)
 
     def build_objective(self, args: Settings) -> Objective:
-        parts = load_text_parts(args)
+        parts = load_text_parts(args, allows_towers=True)
         return self.build(args, parts.tokenizer, parts.config)
 
     def build(self, args: Settings, tokenizer: Any, config: Any) -> Objective:

@@ -58,7 +58,8 @@ class Preference(CausalLM):
             super().check_columns(rows, args, has_answers=False)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        return self.prepare_tables(load_text_parts(args), get_splits(args, splits))
+        parts = load_text_parts(args, allows_towers=True)
+        return self.prepare_tables(parts, get_splits(args, splits))
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""

@@ -13,9 +13,11 @@ import torch
 
 from rapidformer.errors import ModelError
 from rapidformer.models.build import build_pretrained, check_fits, load_tokenizer
-from rapidformer.models.configuration import load_config
+from rapidformer.models.configuration import get_size, load_config
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.location import get_model_location, is_from_scratch
+from rapidformer.models.processor_files import keep_processor_files
+from rapidformer.models.towers import reads_more_than_text
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
     HiddenTokens,
@@ -24,6 +26,7 @@ from rapidformer.tasks.pretraining.objectives import (
     NextTokenInMegatronsForm,
     PretrainingObjective,
 )
+from rapidformer.tasks.text.text import check_towers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +67,9 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjecti
         takes = inspect.signature(model_class.forward).parameters if model_class else {}
         objective = HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
         return objective(args, tokenizer)
+    if reads_more_than_text(config):
+        check_towers(config, args, allows_towers=True)
+        return NextToken(args, tokenizer)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return NextToken(args, tokenizer)
     raise ModelError(
@@ -79,7 +85,7 @@ def build_model(objective: PretrainingObjective) -> nn.Module:
         return _build_gpt(args, tokenizer)
     settings: dict[str, Any] = {}
     if is_from_scratch(args):
-        size = load_config(args).vocab_size
+        size = get_size(load_config(args), "vocab_size")
         is_from_sizes = get_model_location(args) is None
         if size < tokenizer.vocab_size or (is_from_sizes and args.vocab_size is None):
             multiple = args.make_vocab_size_divisible_by
@@ -97,7 +103,7 @@ def count_usable_tokens(objective: PretrainingObjective) -> int:
     args, tokenizer = objective.args, objective.tokenizer
     if is_from_scratch(args):
         return tokenizer.vocab_size
-    room = getattr(load_config(args), "vocab_size", None) or tokenizer.vocab_size
+    room = get_size(load_config(args), "vocab_size") or tokenizer.vocab_size
     needed = objective.count_added_tokens()
     if room < needed:
         raise ModelError(
@@ -127,6 +133,7 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
     """transformers' version of the tokenizer, if any, with the tokens that Megatron's adds."""
     if args.tokenizer_type in _WITHOUT_PROCESSOR:
         return None
+    of_model = args
     if args.tokenizer_name_or_path is not None:
         args = args.replace(
             "--tokenizer-name-or-path",
@@ -141,6 +148,9 @@ def load_processor(args: Settings, tokenizer: Tokenizer) -> Any:
         # Megatron's version adds an end token to BERT's vocabulary, which T5 needs.
         if getattr(processor, f"{role}_token") is None and tokenizer.has_special(role):
             setattr(processor, f"{role}_token", tokens[getattr(tokenizer, role)])
+    has_files = get_model_location(of_model) is not None
+    if has_files and reads_more_than_text(load_config(of_model)):
+        return keep_processor_files(processor, of_model)
     return processor
 
 

@@ -57,9 +57,14 @@ class TextParts(NamedTuple):
         collate: Any = None,
     ) -> PreparedData:
         """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
+        from rapidformer.models.processor_files import keep_processor_files
+        from rapidformer.models.towers import reads_more_than_text
+
+        has_towers = reads_more_than_text(self.config)
         return PreparedData(
             **features, collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
+            saved=keep_processor_files(self.tokenizer, self.args) if has_towers else None,
             model_settings={**(settings or {}), **self._get_model_settings()}, extras=extras,
         )  # fmt: skip
 
@@ -75,8 +80,9 @@ class TextParts(NamedTuple):
     def _get_model_settings(self) -> dict[str, Any]:
         """Settings of the model that follow from the tokenizer."""
         from rapidformer.models.location import is_from_scratch
+        from rapidformer.models.towers import get_text_config
 
-        tokenizer, config = self.tokenizer, self.config
+        tokenizer, config = self.tokenizer, get_text_config(self.config)
         # Ids may have gaps, so the largest id counts, not the number of tokens.
         needed = max(tokenizer.get_vocab().values(), default=0) + 1
         settings: dict[str, Any] = {}
@@ -84,7 +90,7 @@ class TextParts(NamedTuple):
             if self.args.vocab_size is None:
                 settings["vocab_size"] = needed
             settings |= _get_special_ids(tokenizer, config)
-        elif config.pad_token_id is None:
+        elif config.pad_token_id is None and config is self.config:
             # Classifiers on GPT-like models look for the last token that is not padding.
             settings["pad_token_id"] = tokenizer.pad_token_id
         size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
@@ -96,27 +102,49 @@ class TextParts(NamedTuple):
         return settings
 
 
-def load_text_parts(args: Settings, **options: Any) -> TextParts:
-    """The model's configuration, its tokenizer (loaded with the options) and the row length."""
+def load_text_parts(args: Settings, *, allows_towers: bool = False, **options: Any) -> TextParts:
+    """The model's configuration, its tokenizer (loaded with the options) and the row length.
+
+    With ``allows_towers``, the task may train the language part of a model that sees or hears.
+    """
     from rapidformer.models.build import load_tokenizer
     from rapidformer.models.configuration import load_config
-    from rapidformer.models.location import get_model_location
 
     config = load_config(args)
-    for part, what in (("vision_config", "images"), ("audio_config", "audio")):
-        if getattr(config, part, None) is not None:
-            raise ModelError(
-                f"{get_model_location(args)} ({config.model_type}) also reads {what}, and --task "
-                f"{args.task} trains models of text alone: give one of those, or train this one in "
-                "a script of your own."
-            )
+    check_towers(config, args, allows_towers=allows_towers)
     tokenizer = load_tokenizer(args, **options)
     return TextParts(config, tokenizer, get_max_length(args, tokenizer, config), args)
 
 
+def check_towers(config: Any, args: Settings, *, allows_towers: bool) -> None:
+    """Refuse a model that also sees or hears if it cannot be trained whole on text."""
+    from rapidformer.models.location import get_model_location
+    from rapidformer.models.towers import find_text_problem, reads_more_than_text
+
+    if args.train_vision or args.train_projector:
+        raise ConfigurationError(
+            f"--train-vision and --train-projector need images, and --task {args.task} reads text "
+            "alone: leave them out, or use --task image_text."
+        )
+    if not reads_more_than_text(config):
+        return
+    name = f"{get_model_location(args)} ({config.model_type})"
+    if not allows_towers:
+        raise ModelError(
+            f"{name} also reads images or sound, and --task {args.task} trains models of text "
+            "alone: give one of those, or train this one in a script of your own."
+        )
+    problem = find_text_problem(config)
+    if problem is not None:
+        raise ModelError(
+            f"{name} also reads images or sound, and cannot be trained on text alone: {problem}. "
+            "Give another model, or train this one in a script of your own."
+        )
+
+
 def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
     """Tokens per row: --seq-length, or the model's limit, at most 512."""
-    from rapidformer.models.configuration import get_position_limit
+    from rapidformer.models.configuration import get_position_limit, get_size
 
     limit = get_position_limit(config)
     if args.seq_length is None:
@@ -127,7 +155,7 @@ def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
             f"--seq-length {args.seq_length} is longer than the {limit} positions of the model: "
             f"use at most {limit}."
         )
-    known = getattr(config, "max_position_embeddings", None) or args.seq_length
+    known = get_size(config, "max_position_embeddings") or args.seq_length
     if args.seq_length > known:  # rotary positions have no end
         warn_once(
             f"--seq-length {args.seq_length} is beyond the {known} positions that the model was "
