@@ -112,7 +112,7 @@ class PairObjective(Objective):
         scores = self.score(model, batch, context)
         terms, pairs = _show(scores.shown), len(scores.losses)
         if scores.likelihood is None:
-            return {**terms, "loss": Term.from_sum(scores.losses.sum(), pairs)}
+            return {**terms, "loss": Term.from_rows(scores.losses)}
         (name, other), (weight, other_weight) = self._names, self._weights
         total, count = scores.likelihood
         return {
@@ -161,8 +161,7 @@ class RewardObjective(Objective):
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         scores, _ = self.score(model, batch)
-        loss = Term.from_sum(scores.losses.sum(), len(scores.losses))
-        return {**_show(scores.shown), "loss": loss}
+        return {**_show(scores.shown), "loss": Term.from_rows(scores.losses)}
 
 
 class KTOObjective(Objective):
@@ -220,7 +219,7 @@ class KTOObjective(Objective):
                 total = values.where(of, 0.0).sum()
                 terms[f"{kind}/{name}"] = Term.from_sum(total, of.sum(), 0.0)
         terms["rewards/margins"] = _get_margin(rewards, is_good, update)
-        return {**terms, "loss": Term.from_sum(losses.sum(), rows)}
+        return {**terms, "loss": Term.from_rows(losses)}
 
     def sum_losses(self, ratios: Sequence[float], is_good: bool, baseline: float) -> float:
         """The losses of good or of bad answers."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.models.location import (
     check_folder,
@@ -215,7 +215,17 @@ def _looks_like_missing_file(text: str) -> bool:
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
     from rapidformer.data.heads import read_heads
+    from rapidformer.data.named_sets import read_sets
 
+    try:
+        sets = read_sets(args)
+    except ConfigurationError as error:
+        return error.problems
+    except RapidformerError as error:
+        return [str(error)]
+    if sets:
+        found = {s.label: _check_data(s.apply(args), task, has_answers=has_answers) for s in sets}
+        return [f"{name}: {problem}" for name, texts in found.items() for problem in texts]
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
         if args.data_name is not None:  # on its own, it is the dataset's name
             return []

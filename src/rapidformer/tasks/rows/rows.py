@@ -121,7 +121,7 @@ def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequ
     shows_bar = not is_small and sys.stderr.isatty()
     if not is_small and not shows_bar:
         get_logger().info(f"preparing {len(rows):,} rows")
-    with contextlib.nullcontext() if shows_bar else _quiet_datasets():
+    with contextlib.nullcontext() if shows_bar else quiet_datasets():
         return rows.map(
             function, with_indices=True, batched=True, batch_size=_BATCH,
             remove_columns=rows.column_names, num_proc=None if is_small else workers,
@@ -177,7 +177,8 @@ def _is_dataset(rows: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet_datasets() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
+    """Without progress bars of ``datasets``."""
     import datasets
 
     was_off = datasets.are_progress_bars_disabled()
