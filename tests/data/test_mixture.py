@@ -143,6 +143,15 @@ def test_an_epoch_that_would_never_end_is_refused() -> None:
         len(MixedOrder(Sets(("a", "b"), (10, 10**6), (0.999, 0.001), "all"), is_shuffled=True))
 
 
+def test_an_interleaved_data_set_is_an_ordinary_one() -> None:
+    import datasets
+
+    parts = [datasets.Dataset.from_dict({"x": list(range(n, n + 5))}) for n in (0, 10)]
+    for made in (datasets.interleave_datasets(parts), datasets.concatenate_datasets(parts)):
+        loader = DistributedLoader(made, collate=list, micro_batch_size=4)
+        assert [row["x"] for batch in loader for row in batch] == list(made["x"])
+
+
 # ---- what the user names -------------------------------------------------------------------------
 
 

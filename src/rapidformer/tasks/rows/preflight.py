@@ -43,7 +43,7 @@ def find_task_problems(
         task = get_task(args.task)
     except RapidformerError as error:
         return [*problems, str(error)]
-    problems += _check_metric(args, task.metrics)
+    problems += _check_metric(args, (*task.metrics, *_list_set_metrics(args, task)))
     problems += _check_model(args, None if command == "train" else task)
     problems += _check_input(args, task) if command == "predict" else ()
     has_answers = command != "predict"
@@ -135,8 +135,18 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
         return
     yield (
         f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
-        f"{', '.join(metrics)}.{suggest(metric, metrics)}"
+        f"{', '.join(metrics[:20])}.{suggest(metric, metrics)}"
     )
+
+
+def _list_set_metrics(args: Settings, task: Task) -> list[str]:
+    """The names of the metrics of a mixture's sets."""
+    from rapidformer.data.named_sets import read_sets
+
+    try:
+        return [f"{item.label}_{name}" for item in read_sets(args) for name in task.metrics]
+    except RapidformerError:
+        return []  # reported with the other problems of the data
 
 
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
