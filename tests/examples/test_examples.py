@@ -78,6 +78,35 @@ def test_black_box(
     _check_loads_in_transformers(folder / "last")
 
 
+def test_mixture(python: Path, small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """Two sets, of which one has the folder's validation data and one has columns of its own."""
+    rows = [json.loads(line) for line in (small_data / "train.jsonl").read_text().splitlines()]
+    other = [
+        {"a": row["sentence1"], "b": row["sentence2"], "is_more": row["label"]} for row in rows
+    ]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    columns = {"text": "a", "text_pair": "b", "label": "is_more"}
+    sets = [{"path": str(small_data), "weight": 2},
+            {"path": "other.jsonl", "columns": columns, "weight": 1, "cap": 30}]  # fmt: skip
+    (tmp_path / "mixture.yaml").write_text(json.dumps(sets))
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "mixture.sh"), "--save", "run", "--log-interval", "1",
+         "--metric-for-best-model", f"eval_{small_data.name}_loss"],
+        env={**os.environ, "MODEL": str(small_model), "MIXTURE": "mixture.yaml",
+             "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("33.3 % = 30 samples, 1.00 epochs of 30 rows") == 2, done.stderr
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    name = small_data.name
+    assert {"loss", f"{name}_loss", "other_loss"} <= lines[0].keys()
+    assert any({"eval_loss", f"eval_{name}_accuracy"} <= line.keys() for line in lines)
+    assert (
+        lines[-1][f"test_{name}_loss"] == lines[-1]["test_loss"]
+    )  # the other set has no test data
+
+
 def _check_loads_in_transformers(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

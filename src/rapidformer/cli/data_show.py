@@ -61,7 +61,9 @@ def run(argv: list[str]) -> None:
         rows = max(_PREPARED_ROWS, options.rows)
         limits = ("max_train_samples", "max_eval_samples", "max_predict_samples")
         args = args.replace("data show", **{n: getattr(args, n) or rows for n in limits})
-    prepared = task.prepare(args)
+    from rapidformer.tasks.mixture import prepare_data
+
+    prepared = prepare_data(task, args)
     features = prepared.get_split(options.split)
     if features is None:
         raise DataError(f"the data has no split {options.split!r} with labels: choose another.")
@@ -106,11 +108,17 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
 
     # A file gets no line breaks but those of the text.
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    total, has_trained = len(features), False
-    for number in range(min(options.rows, total)):
-        rows = view_batch(prepared.collate([features[number]]), prepared)
+    sets, has_trained = getattr(features, "sets", None), False
+    total = len(features) if sets is None else sets.num_samples
+    # Of a mixture as it is trained on, but not shuffled: the sets by turns.
+    is_weighted = sets is not None and sets.weights is not None
+    places = sets.list_numbers(0, 0, shuffles=False) if is_weighted else range(total)
+    for number, place in enumerate(places[: options.rows]):
+        rows = view_batch(prepared.collate([features[int(place)]]), prepared)
         tokens, trained = count_tokens(rows)
         title = f"--- {options.split}, row {number + 1} of {total:,}"
+        if sets is not None:
+            title += f" ({sets.find_row(place)})"
         if tokens:
             title += f": {tokens:,} tokens"
         if trained:

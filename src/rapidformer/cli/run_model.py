@@ -62,7 +62,7 @@ _OBJECTIVES = {
     ),
 }  # fmt: skip
 _ANSWERING = ("causal_lm", "distillation", "preference", "grpo")
-_DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
+_DATA = ("data_path", "data_dir", "train_data", "valid_data", "test_data", "data_weights")
 # Which rows were held out, which samples pre-training took: only with the run's own data.
 _SPLITTING = ("validation_split", "seed")
 _PRETRAINING = (

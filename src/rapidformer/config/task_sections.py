@@ -130,7 +130,13 @@ class DataArguments:
     """Data"""
 
     data_path: str | list[str] | None = None
-    """Hub name, file or folder; for pre-training one or more prefixes, with weights if several"""
+    """Hub name, file or folder, several of them (FILE#1000: its first 1000 rows, NAME:SPLIT) or a
+    YAML list; for pre-training one or more prefixes, with weights if several"""
+    data_weights: list[float] | None = None
+    """share of each data set in --data-path (default: all rows of all sets)"""
+    data_stopping: Literal["first", "all"] = "first"
+    """weighted data sets: an epoch ends when the first of them has run out of rows, or when all
+    have been used"""
     data_name: str | None = None
     """name of the data set inside --data-path, such as mrpc in glue"""
     data_dir: str | None = None

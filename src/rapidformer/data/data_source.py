@@ -62,6 +62,9 @@ class Rows:
         raise TypeError(f"{self.name} is not a stream")
 
     def find_set(self, number: int) -> str:
+        if (sets := getattr(self._dataset, "sets", None)) is not None:
+            name: str = sets.names[sets.find(number)]
+            return name
         find: Callable[[int], str] | None = getattr(self._dataset, "find_set", None)
         return self.name if find is None else find(number)
 

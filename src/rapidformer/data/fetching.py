@@ -16,14 +16,15 @@ from torch.utils.data import get_worker_info
 
 from rapidformer.data.batch import describe_batch, fits_numpy
 from rapidformer.data.data_source import DataSource
+from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from, sample_seeds
 from rapidformer.errors import RapidformerError
 
 Collate = Callable[[list[Any]], Any]
 Dealt = tuple[int, list[Any], bool, bool]
 """A micro-batch's number and samples, whether it is a filler, and whether it is the last one."""
-Fetched = tuple[Any, tuple[int, ...], int, bool, bool]
-"""The batch (or an error), its counts, and the rest of what was dealt."""
+Fetched = tuple[Any, tuple[int, ...], int, bool, bool, tuple[int, ...]]
+"""The batch (or an error), its counts, the rest of what was dealt, and the sets of the rows."""
 _LARGE = 2**20
 """Bytes of a batch from which shared memory is faster."""
 
@@ -40,6 +41,8 @@ class Fetcher:
     source: DataSource
     collate: Collate
     seed: tuple[int, int, int]
+    sets: Sets | None = None
+    """Given if a batch is to know the sets of its rows."""
 
     def __getitem__(self, key: Dealt) -> Fetched:
         number, indices, is_filler, is_last = key
@@ -54,10 +57,11 @@ class Fetcher:
                     sample_seeds.reset(token)
         except RapidformerError as error:
             # Handed over as it is: raised in a worker, it would come with the worker's traceback.
-            return error, (), number, is_filler, is_last
+            return error, (), number, is_filler, is_last, ()
         info = describe_batch(batch)
         counts = tuple(info.as_filler() if is_filler else info)
-        return pack(batch), counts, number, is_filler, is_last
+        sets = () if self.sets is None else tuple(map(self.sets.find, indices))
+        return pack(batch), counts, number, is_filler, is_last, sets
 
 
 class Parcel:

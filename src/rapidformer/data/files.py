@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.compat.datasets import set_fingerprint
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.strict_json import describe_fault, parse_json
 
@@ -55,7 +57,14 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             reason = get_first_line(error)
             raise DataError(f"{path} cannot be read as UTF-8 text: {reason}") from error
-    return check_not_empty(rows, str(path))
+    set_fingerprint(check_not_empty(rows, str(path)), f"{kind}-{hash_file(path)[:32]}")
+    return rows
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_not_empty(rows: Any, source: str) -> Any:
@@ -216,7 +225,8 @@ def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
     datasets = import_datasets()
     try:
         if kind == "parquet":
-            return datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir)
+            folder = _get_cache_folder(path, cache_dir)
+            return datasets.Dataset.from_parquet(str(path), cache_dir=folder)
         try:
             return datasets.Dataset.from_file(str(path))
         except Exception:
@@ -235,8 +245,9 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
     builder, options = ("csv", _get_table_options(kind)) if is_table else (kind, {})
     try:
         return datasets.load_dataset(
-            builder, data_files=str(path), split="train", cache_dir=cache_dir, **options
-        )
+            builder, data_files=str(path), split="train",
+            cache_dir=_get_cache_folder(path, cache_dir), **options,
+        )  # fmt: skip
     except Exception as error:
         if kind == "json":
             with open_text(path) as file:
@@ -245,3 +256,9 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
         raise DataError(
             f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
         ) from error
+
+
+def _get_cache_folder(path: Path, cache_dir: str | None) -> str:
+    """One for each content: `datasets` knows a file by its name, size and date alone."""
+    base = cache_dir or str(import_datasets().config.HF_DATASETS_CACHE)
+    return str(Path(base) / "files" / hash_file(path)[:32])

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
 from rapidformer.data.data_source import open_source
 from rapidformer.data.fetching import Collate, Fetched, Fetcher, Parcel
+from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from
-from rapidformer.data.rounds import EpochOrder, Rounds
+from rapidformer.data.rounds import EpochOrder, MixedOrder, Rounds
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
@@ -47,8 +48,9 @@ class DistributedLoader:
         drop_last: bool = False,
         num_workers: int = 0,
         device: torch.device | None = None,
-        order: Callable[[], Sequence[int]] | None = None,
+        order: Callable[[], Sequence[int]] | MixedOrder | None = None,
         num_samples: int | None = None,
+        tells_sets: bool = False,
         get_batch_size: Callable[[int], int] | None = None,
         token_budget: int | None = None,
         lengths: Sequence[int] | None = None,
@@ -63,6 +65,9 @@ class DistributedLoader:
         size = self.source.size
         self._order = EpochOrder(size or 0, self.seed, shuffle=shuffle, draw=order)
         self.is_shuffled = shuffle
+        self.sets: Sets | None = getattr(dataset, "sets", None)
+        """The data sets that it is a mixture of."""
+        self._tells_sets = tells_sets and self.sets is not None
         self.sampler: Any = None
         """The sampler of the user's DataLoader, if it was made from one."""
         self._num_workers = num_workers
@@ -161,6 +166,14 @@ class DistributedLoader:
         """The data sets that these samples are from."""
         return sorted({self.source.find_set(number) for number in numbers})
 
+    def count_from_sets(self, samples: float) -> list[float]:
+        """How many of the first so many samples of a run are from each set of a mixture."""
+        assert self.sets is not None
+        epochs = int(samples // self.num_samples)
+        rest = range(round(samples - epochs * self.num_samples))
+        begun = self.sets.count_samples(self.list_samples(epochs, rest))
+        return [epochs * a + b for a, b in zip(self.sets.counts, begun, strict=True)]
+
     def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""
         was_resumed = self._is_resuming and self.consumed_samples > 0
@@ -248,7 +261,8 @@ class DistributedLoader:
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)
         dealt = self._cut.deal(order, self._lengths, self.epoch, self.consumed_samples)
-        fetcher = Fetcher(self.source, self.collate_fn, (self.seed, self.epoch, 0))
+        sets = self.sets if self._tells_sets else None
+        fetcher = Fetcher(self.source, self.collate_fn, (self.seed, self.epoch, 0), sets)
         loader: DataLoader[Fetched] = DataLoader(
             fetcher,  # type: ignore[arg-type]
             batch_size=None,
@@ -261,12 +275,13 @@ class DistributedLoader:
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self.seed),
         )
-        for batch, info, number, is_filler, is_last in loader:
+        for batch, info, number, is_filler, is_last, row_sets in loader:
             if isinstance(batch, RapidformerError):
                 raise batch
             if isinstance(batch, Parcel):
                 batch = batch.unpack()
-            yield MicroBatch(batch, BatchInfo(*info), is_filler, is_last, self.epoch, number)
+            facts = BatchInfo(*info), is_filler, is_last, self.epoch, number
+            yield MicroBatch(batch, *facts, sets=row_sets)
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""

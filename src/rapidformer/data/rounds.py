@@ -11,6 +11,7 @@ import numpy as np
 from rapidformer.data.data_source import Take
 from rapidformer.data.fetching import Dealt
 from rapidformer.data.lengths import GroupedOrder, measure_sample, split_by_tokens
+from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.errors import DataError
 
@@ -21,8 +22,9 @@ class EpochOrder:
     """Which sample comes at which place; depends only on the seed and the epoch."""
 
     def __init__(
-        self, size: int, seed: int, *, shuffle: bool, draw: Callable[[], Sequence[int]] | None
-    ) -> None:
+        self, size: int, seed: int, *, shuffle: bool,
+        draw: Callable[[], Sequence[int]] | MixedOrder | None,
+    ) -> None:  # fmt: skip
         """``draw`` draws a custom order from torch's random numbers."""
         self._size = size
         self._seed = seed
@@ -38,6 +40,10 @@ class EpochOrder:
         if isinstance(self._draw, RepeatedOrder):
             how = "shuffled" if self._draw.is_shuffled else "as stored"
             return f"{how}, each batch {self._draw.repeats} times"
+        if isinstance(self._draw, MixedOrder):
+            shares = " : ".join(f"{weight:g}" for weight in self._draw.sets.weights or ())
+            how = "shuffled" if self._draw.is_shuffled else "as stored"
+            return f"{how}, sets mixed {shares} until {self._draw.sets.stopping}"
         if self._draw is not None:
             return "by its own sampler"
         return "shuffled" if self.is_shuffled else "as stored"
@@ -64,12 +70,29 @@ class EpochOrder:
             self._draw.batch_size = batch_size
 
     def _compute(self, epoch: int) -> Numbers:
+        if isinstance(self._draw, MixedOrder):
+            return self._draw.draw(self._seed, epoch)
         if self._draw is not None:
             with random_numbers_from((self._seed, epoch)):
                 return self._draw()
         if not self.is_shuffled:
             return range(self._size)
         return np.random.default_rng((self._seed, epoch)).permutation(self._size)
+
+
+@dataclass(frozen=True)
+class MixedOrder:
+    """An order in which data sets take turns by their weights."""
+
+    sets: Sets
+    is_shuffled: bool
+
+    def draw(self, seed: int, epoch: int) -> Numbers:
+        """The rows of an epoch."""
+        return self.sets.list_numbers(seed, epoch, shuffles=self.is_shuffled)
+
+    def __len__(self) -> int:
+        return self.sets.num_samples
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +75,9 @@ def as_list(paths: str | Path | Sequence[str | Path] | None) -> list[str]:
 
 
 def _load_location(location: list[str], args: Settings) -> dict[str, Dataset]:
-    if len(location) == 1 and is_hub_name(location[0]):
-        return _load_from_hub(location[0], args)
+    if len(location) == 1:
+        return load_location(location[0], args)
     paths = [check_exists(item, "data_path") for item in location]
-    if len(paths) == 1 and paths[0].is_dir():
-        return load_folder(find_sub_folder(paths[0], args.data_name), args.cache_dir)
     folders = [path for path in paths if path.is_dir()]
     if folders:
         raise DataError(
@@ -87,6 +85,27 @@ def _load_location(location: list[str], args: Settings) -> dict[str, Dataset]:
             "several files."
         )
     return load_named_files(paths, args.cache_dir)
+
+
+def load_location(text: str, args: Settings, split: str | None = None) -> dict[str, Dataset]:
+    """The splits of a file, a folder or a Hub name; ``split`` is the one to train on."""
+    if is_hub_name(text):
+        return _load_from_hub(text, args, split)
+    path = check_exists(text, "data_path")
+    if path.is_dir():
+        splits = load_folder(find_sub_folder(path, args.data_name), args.cache_dir)
+        return splits if split is None else _choose_split(splits, split, text)
+    return load_named_files([path], args.cache_dir)
+
+
+def _choose_split(data: Mapping[str, Dataset], split: str, source: str) -> dict[str, Dataset]:
+    """Train on this split; others keep their meaning."""
+    if split not in data:
+        hint = suggest(split, list(data))
+        raise DataError(f"{source} has no split {split}, only {', '.join(data)}.{hint}")
+    others = {name: rows for name, rows in data.items() if name != split and get_split_name(name)}
+    named = name_splits(others, source) if others else {}
+    return {**named, "train": data[split]}
 
 
 def is_hub_name(text: str) -> bool:
@@ -123,7 +142,7 @@ def find_sub_folder(folder: Path, name: str | None) -> Path:
     )
 
 
-def _load_from_hub(name: str, args: Settings) -> dict[str, Dataset]:
+def _load_from_hub(name: str, args: Settings, split: str | None = None) -> dict[str, Dataset]:
     datasets = import_datasets()
     full_name = f"{name} ({args.data_name})" if args.data_name else name
     online = is_hub_reachable("HF_DATASETS_OFFLINE")
@@ -133,7 +152,9 @@ def _load_from_hub(name: str, args: Settings) -> dict[str, Dataset]:
     except Exception as error:
         text = _describe_hub_failure(full_name, name, args.data_name, error, online)
         raise DataError(text) from error
-    return {"train": data} if isinstance(data, datasets.Dataset) else name_splits(data, full_name)
+    if isinstance(data, datasets.Dataset):
+        data = {"train": data}
+    return name_splits(data, full_name) if split is None else _choose_split(data, split, full_name)
 
 
 def _describe_hub_failure(

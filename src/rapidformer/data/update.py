@@ -31,6 +31,8 @@ class MicroBatch(NamedTuple):
     """Its place among all micro-batches of the epoch, the same for any number of processes."""
     is_on_host: bool = False
     """Whether the batch still has to be moved to the device."""
+    sets: tuple[int, ...] = ()
+    """The data set of each sample, if the data is a mixture."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.rounds import RepeatedOrder
+from rapidformer.data.rounds import MixedOrder, RepeatedOrder
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch
@@ -82,14 +82,14 @@ class RunData:
         if is_training:
             get_observer().see_training_data(dataset, collate)
         chosen = self._choose_order(dataset, order, shuffles=shuffle, is_training=is_training)
-        counted = chosen if isinstance(chosen, RepeatedOrder) else order
+        counted = chosen if isinstance(chosen, (RepeatedOrder, MixedOrder)) else order
         loader = DistributedLoader(
             dataset, collate=collate, shuffle=shuffle, **self._describe_share(is_training),
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
             drop_last=is_training and not self.args.keep_last,
             num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
             get_batch_size=self.batches.get_size if is_growing else None,
-            token_budget=budget, lengths=lengths, order=chosen,
+            token_budget=budget, lengths=lengths, order=chosen, tells_sets=is_training,
             num_samples=None if counted is None else len(counted),
         )  # fmt: skip
         return self._watch(loader, is_training=is_training)
@@ -105,9 +105,12 @@ class RunData:
 
     def _choose_order(
         self, dataset: Any, listed: Sequence[int] | None, *, shuffles: bool, is_training: bool
-    ) -> Callable[[], Sequence[int]] | None:
+    ) -> Callable[[], Sequence[int]] | MixedOrder | None:
         if listed is not None:
             return lambda: listed
+        sets = getattr(dataset, "sets", None)
+        if is_training and sets is not None and sets.weights is not None:
+            return MixedOrder(sets, shuffles)
         repeats = self.args.updates_per_generation
         if is_training and repeats > 1:
             total = self.args.global_batch_size or 1

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from rapidformer.accel.fused_loss.noted import noting
 from rapidformer.data.batch import IGNORED_LABEL, count_rows
-from rapidformer.data.update import Update, move_micro_batch
+from rapidformer.data.update import MicroBatch, Update, move_micro_batch
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives.objective import AskedModel, Context, Count, Objective, Term, Terms
 from rapidformer.objectives.reference import LOGPS, REFERENCE, get_reference_logprobs
+from rapidformer.objectives.set_losses import compute_set_losses
 
 _UPDATE = "rapidformer_update"
 """Key of a batch: what is known of its whole update."""
@@ -69,6 +71,8 @@ class BoundObjective:
                 module.requires_grad_(False).eval()
         self.context = Context(frozen=asked)
         """What the objective is given besides the model and the batch."""
+        self.set_losses: tuple[str, ...] = ()
+        """The names under which the losses of a mixture's sets are shown."""
         self._weights: dict[str, float] = {}
         """The weights of the terms, if there are several."""
 
@@ -87,9 +91,15 @@ class BoundObjective:
         if isinstance(batch, Mapping) and _UPDATE in batch:
             known = batch[_UPDATE]
             batch = {name: value for name, value in batch.items() if name != _UPDATE}
-        terms = self._objective.compute(self._model, batch, self._get_context(known, batch))
-        terms = {"loss": terms} if isinstance(terms, Term) else terms
-        return self._combine(terms, known.get("factors"), batch)
+        context = self._get_context(known, batch)
+        if "sets" not in known:
+            terms = _name(self._objective.compute(self._model, batch, context))
+            return self._combine(terms, known.get("factors"), batch)
+        with noting() as notes:
+            terms = _name(self._objective.compute(self._model, batch, context))
+        result = self._combine(terms, known.get("factors"), batch)
+        of_sets = compute_set_losses(terms, notes, known["sets"], self.set_losses)
+        return result._replace(parts={**result.parts, **of_sets})
 
     def _get_context(self, known: Mapping[str, Any], batch: Any) -> Context:
         is_alone = "rows" not in known and self._objective.is_whole_alone
@@ -164,7 +174,8 @@ class BoundObjective:
         counts = [self._objective.count(micro_batch) for micro_batch in update]
         is_alone = len(update) == 1 and topology.get_group("data") is None
         looks = self._objective.has_first_pass and not (self._objective.is_whole_alone and is_alone)
-        if not (looks or counts[0]):
+        tells_sets = bool(self.set_losses) and not self._objective.expands
+        if not (looks or counts[0] or tells_sets):
             return update
         if not all(isinstance(micro_batch.batch, Mapping) for micro_batch in update):
             raise RapidformerError(
@@ -178,6 +189,9 @@ class BoundObjective:
         if looks:
             surveyed = _survey(self._objective, self._model, update, self.context, topology, device)
             known = [a | b for a, b in zip(known, surveyed, strict=True)]
+        if tells_sets:
+            of_rows = [_name_sets(each, len(self.set_losses), device) for each in update]
+            known = [{**a, "sets": b} for a, b in zip(known, of_rows, strict=True)]
         micro_batches = tuple(
             micro_batch._replace(batch={**micro_batch.batch, _UPDATE: facts})
             for micro_batch, facts in zip(update, known, strict=True)
@@ -219,6 +233,17 @@ class BoundObjective:
         totals = sum_over_rows(totals, topology)
         factors = totals[0] / totals[1:].clamp(min=1)
         return dict(zip(names, factors.unbind(), strict=True))
+
+
+def _name(terms: Term | Terms) -> Terms:
+    return {"loss": terms} if isinstance(terms, Term) else terms
+
+
+def _name_sets(micro_batch: MicroBatch, num_sets: int, device: torch.device) -> Tensor:
+    """The set of each sample; those of a filler belong to none."""
+    sets = [num_sets] * len(micro_batch.sets) if micro_batch.is_filler else micro_batch.sets
+    of_rows = torch.tensor(sets, device="cpu")
+    return of_rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else of_rows
 
 
 def _weigh(term: Term) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -34,12 +34,21 @@ class Term:
     """What the mean was taken over. None: the labels of the batch, which the engine counts."""
     weight: float = 1.0
     """Its factor in the loss. A term of weight 0 is only shown."""
+    rows: tuple[Tensor, Tensor] | None = None
+    """The summed loss of each sample and its count, if they are known."""
 
     @classmethod
     def from_sum(cls, total: Tensor, count: Count, weight: float = 1.0) -> Term:
         """The term of a sum over ``count`` things, which may be none."""
         least = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         return cls(total / least, count, weight)
+
+    @classmethod
+    def from_rows(cls, losses: Tensor, counts: Tensor | None = None) -> Term:
+        """The term of the losses of samples, each a sum over so many things, or over one."""
+        over = torch.ones_like(losses) if counts is None else counts
+        term = cls.from_sum(losses.sum(), len(losses) if counts is None else counts.sum())
+        return replace(term, rows=(losses.detach(), over))
 
 
 Terms = Mapping[str, Term]

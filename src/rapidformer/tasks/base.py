@@ -50,6 +50,8 @@ class PreparedData:
     """What is learnt, if it depends on the data."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What the task itself needs later, such as the user's rows and the label names."""
+    parts: Mapping[str, PreparedData] = field(default_factory=dict)
+    """The data sets of a mixture by name; the splits then have the rows of all of them."""
 
     def get_split(self, name: str) -> Any | None:
         return {"train": self.train, "validation": self.validation, "test": self.test}.get(name)
@@ -87,6 +89,10 @@ class Task(ABC):
     """Keys in ``predictions`` that are the model's answers, not the user's columns."""
     answer_role: str | None = None
     """The role whose column only training and evaluation need."""
+    learns_classes = False
+    """Whether the labels are classes, whose ids must mean the same in all sets of a mixture."""
+    tally_reads_rows = False
+    """Whether a tally reads the user's rows, and so takes the records of one data set only."""
     has_shifted_labels: bool = False
     """True if position i predicts label i+1, so that the first label of a row does not count."""
     smooths_labels: bool = True

@@ -96,7 +96,7 @@ class CausalLM(LanguageModel):
                 features[split] = _pack(rows, split, parts.length)
             elif rows is not None and columns is not None:
                 features[split] = drop_columns(rows, ["length"])
-        if columns is None and not is_packed:
+        if not is_packed:
             collate = LabelCollator(collate)
         packed = {"mode": "evaluate", "packed_length": parts.length if is_packed else None}
         return parts.prepare(features, {**packed, **extras}, collate=collate)
@@ -263,13 +263,19 @@ def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
 
 
 class LabelCollator:
-    """Adds labels equal to the inputs, except for padding."""
+    """Gives rows without labels, those of plain text, their inputs as labels."""
 
     def __init__(self, pad: Any) -> None:
         self.pad = pad
 
     def __call__(self, rows: list[Any]) -> Batch:
-        batch: Batch = self.pad(rows)
+        labelled = ["labels" in row for row in rows]
+        if all(labelled):
+            batch: Batch = self.pad(rows)
+            return batch
+        if any(labelled):  # conversations and plain text, of a mixture
+            return self([{"labels": row["input_ids"], **row} for row in rows])
+        batch = self.pad(rows)
         # By the mask, not by the id: GPT-2 pads with its end-of-text token, which it must learn.
         is_padding = batch["attention_mask"] == 0
         return {**batch, "labels": batch["input_ids"].masked_fill(is_padding, IGNORED_LABEL)}

@@ -69,6 +69,7 @@ class QuestionAnswering(Task):
     )  # fmt: skip
     answer_role = ANSWERS.name
     best_metric = "f1"
+    tally_reads_rows = True
     greater_is_better = True
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:

@@ -16,6 +16,7 @@ from rapidformer.objectives.objective import AskedModel
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
 from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
+from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
 from rapidformer.training.finetuner import Finetuner
@@ -53,7 +54,7 @@ class TaskFinetuner(Finetuner):
 
     def prepare_data(self) -> PreparedData:
         """The splits that were given or that the settings name, ready for the model."""
-        return self.task.prepare(self.args, self.splits)
+        return prepare_data(self.task, self.args, self.splits)
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
         assert self.prepared is not None

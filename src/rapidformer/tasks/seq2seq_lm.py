@@ -60,6 +60,7 @@ class Seq2SeqLM(Task):
     name = "seq2seq_lm"
     description = "generate a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
+    tally_reads_rows = True
     auto_class = "AutoModelForSeq2SeqLM"
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")

@@ -71,6 +71,7 @@ class Classifier(Task):
     answer_keys = frozenset({"label", "labels", "score", "scores"})
     best_metric = "accuracy"
     greater_is_better = True
+    learns_classes = True
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import score_classes

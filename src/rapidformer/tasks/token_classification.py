@@ -57,6 +57,7 @@ class TokenClassification(Task):
     description = "tag every word: named entities, parts of speech"
     columns = (WORDS, TAGS)
     auto_class = "AutoModelForTokenClassification"
+    learns_classes = True
     answer_keys = frozenset({"tags", "scores", "entities"})
     metrics = ("precision", "recall", "f1", "accuracy", "loss")
     answer_role = TAGS.name

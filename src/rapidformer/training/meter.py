@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +23,7 @@ from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
+from rapidformer.log import warn_once
 
 _DECAY = 0.9
 """Weight of the past in a live loss: the mean covers about ten updates."""
@@ -77,8 +78,13 @@ class WeightedSums:
 class Meter:
     """Collects micro-batches and updates until they are read."""
 
-    def __init__(self, device: torch.device, topology: Topology, *, live: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, topology: Topology, *, live: bool = False,
+        set_losses: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """``set_losses`` are the parts that are the losses of a mixture's sets."""
         self._device = device
+        self._set_losses = set_losses
         self._topology = topology
         self.live_loss = LiveLoss(device) if live else None
         self._update = WeightedSums()
@@ -150,22 +156,48 @@ class Meter:
         values: list[float] = packed.tolist()
         labels, samples, tokens, slots = map(round, values[-4:])
         measurement = Measurement(
-            losses=values[:updates], parts=self._read_parts(), norms=norms.tolist(),
+            losses=values[:updates], parts=self._read_parts(values[:updates]), norms=norms.tolist(),
             seconds=time.perf_counter() - self._since,
             labels=labels, samples=samples, tokens=tokens, slots=slots,
         )  # fmt: skip
         self._start()
         return measurement
 
-    def _read_parts(self) -> dict[str, float]:
+    def _read_parts(self, losses: Sequence[float]) -> dict[str, float]:
         """Means over the updates that have something to count; every rank must call this."""
         flat = [pair for pairs in self._parts.values() for pair in pairs]
         totals = iter(_sum_pairs(flat, self._topology))
-        parts = {}
+        parts, of_sets = {}, {}
         for name, pairs in self._parts.items():
-            means = [total / weight for total, weight in islice(totals, len(pairs)) if weight]
+            sums = list(islice(totals, len(pairs)))
+            if name in self._set_losses:
+                of_sets[name] = sums
+                continue
+            means = [total / weight for total, weight in sums if weight]
             parts[name] = sum(means) / len(means) if means else 0.0
-        return parts
+        return {**parts, **self._join_sets(of_sets, losses)}
+
+    def _join_sets(
+        self, of_sets: Mapping[str, list[tuple[float, float]]], losses: Sequence[float]
+    ) -> dict[str, float]:
+        """The losses of sets over the whole interval, if they add up to the loss."""
+        updates = [
+            list(map(sum, zip(*pairs, strict=True)))
+            for pairs in zip(*of_sets.values(), strict=True)
+        ]
+        is_whole = len(updates) == len(losses) and all(
+            math.isclose(total / max(weight, 1), loss, rel_tol=1e-3, abs_tol=1e-5)
+            for (total, weight), loss in zip(updates, losses, strict=True)
+            if math.isfinite(loss)
+        )
+        if not is_whole and self._set_losses:
+            warn_once(
+                "the loss of each data set is not shown: this task's loss is not a mean over rows, "
+                "or has other parts."
+            )
+            return {}
+        pooled = {name: list(map(sum, zip(*sums, strict=True))) for name, sums in of_sets.items()}
+        return {name: total / weight for name, (total, weight) in pooled.items() if weight}
 
 
 def _sum_pairs(pairs: list[Mean], topology: Topology) -> list[tuple[float, float]]:

@@ -52,6 +52,7 @@ class AnsweredRows:
         self.answers: Tensor | None = None
         """[rows of the data set, rows of a batch that each becomes]"""
         self.fingerprint = getattr(dataset, "fingerprint", None)
+        self.sets = getattr(dataset, "sets", None)
 
     def __len__(self) -> int:
         return len(self.dataset)

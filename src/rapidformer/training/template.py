@@ -298,8 +298,11 @@ class Template(ABC):
         if self.engine.is_main:
             for line in describe_run(self.engine, train_iters, loader, eval_data):
                 get_logger().info(line)
+        forward = self.make_forward(model)
+        if loader.sets is not None and len(loader.sets.names) > 1:
+            forward.set_losses = tuple(f"{name}_loss" for name in loader.sets.names)
         loop = TrainingLoop(
-            self.engine, loader, self.make_forward(model),
+            self.engine, loader, forward,
             train_iters=train_iters, reporter=reporter, evaluation=evaluation, test=test,
             processor=self.processor, saves_each_epoch=self.saves_each_epoch,
             callbacks=[_FirstCheckpoint(), *self.callbacks],

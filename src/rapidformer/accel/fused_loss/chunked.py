@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rapidformer.accel.fused_loss.divergence import Divergence, Teacher
+from rapidformer.accel.fused_loss.noted import note
 from rapidformer.accel.fused_loss.scoring import score
 from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.compat.torch_tensors import multiply_all
@@ -60,6 +61,8 @@ class Recipe:
     """Whether each row's entropy, mean logit and whether its label is the best one are wanted."""
     labelled: Tensor | None = None
     """Which rows have a label, if that is known."""
+    noted: list[Tensor] | None = None
+    """Gets the losses of each chunk's rows if somebody notes them."""
     divergence: Divergence | None = None
     """Set if the loss is a divergence from a teacher. Its statistics are divergences and losses."""
 
@@ -92,6 +95,7 @@ def compute_losses(
 ) -> Losses:  # fmt: skip
     """The cross entropies of ``hidden @ weight.T + bias``, a row per label, in fp32."""
     selection = select_labelled(hidden, labels, recipe.ignore_index, recipe.labelled)
+    all_labels = labels
     hidden, labels = selection.rows, selection.labels
     teacher = None if teacher is None else teacher.map_rows(selection.take)
     if recipe.words is not None:  # as torch's own loss does
@@ -101,6 +105,8 @@ def compute_losses(
     else:
         needs = (False, False, False)
         losses, statistics, _ = _compute(hidden, weight, bias, labels, recipe, teacher, needs)
+    if recipe.noted:
+        note(selection.put_back(torch.cat(recipe.noted)), all_labels, recipe.ignore_index)
     if recipe.is_by_row:
         losses = selection.put_back(losses)
         statistics = None if statistics is None else selection.put_back(statistics.T).T
@@ -231,7 +237,7 @@ class _Sums:
         needs: Needs,
     ) -> None:  # fmt: skip
         count, device = len(hidden), hidden.device
-        self._is_by_row = recipe.is_by_row
+        self._is_by_row, self._noted = recipe.is_by_row, recipe.noted
         shape = (count,) if recipe.is_by_row else ()
         self._losses = torch.zeros(shape, dtype=torch.float32, device=device)
         self._statistics = self._losses.new_empty(recipe.num_statistics, count)
@@ -250,6 +256,8 @@ class _Sums:
         factors: Tensor | None,
     ) -> None:  # fmt: skip
         """Add a chunk."""
+        if self._noted is not None:
+            self._noted.append(scored.losses.detach())
         if self._is_by_row:
             self._losses[part] = scored.losses
         else:

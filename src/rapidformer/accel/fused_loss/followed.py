@@ -13,6 +13,7 @@ from rapidformer.accel.fused_loss.chunked import Losses, Recipe, Step, compute_l
 from rapidformer.accel.fused_loss.deferred import DTYPES, FOLLOWED, DeferredLogits, build
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.fused_loss.noted import is_noting
 from rapidformer.compat.torch_dispatch import has_saved_tensor_hooks
 from rapidformer.compat.torch_tensors import get_storage_key
 
@@ -37,7 +38,9 @@ def _compute_loss(
     is_known = is_plain and is_labelled and reduction in ("none", "mean", "sum")
     if not is_known or logits.dim() != 2 or not _can_follow(logits):
         return NotImplemented
-    recipe = Recipe(ignore_index, label_smoothing, is_by_row=reduction == "none")
+    is_by_row = reduction == "none"
+    noted: list[Tensor] | None = [] if is_noting() and not is_by_row else None
+    recipe = Recipe(ignore_index, label_smoothing, is_by_row=is_by_row, noted=noted)
     losses = compute_logit_losses(logits, target, recipe).values
     return losses / (target != ignore_index).sum() if reduction == "mean" else losses
 

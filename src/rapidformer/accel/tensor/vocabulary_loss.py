@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.fused_loss.noted import note
 from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
 from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split, Style, extend_class
@@ -54,7 +55,9 @@ class LossKeeper(Style):
 
 
 def _sum_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    return compute_split_losses(logits, labels, ignore_index).sum()
+    losses = compute_split_losses(logits, labels, ignore_index)
+    note(losses.flatten(), labels.flatten(), ignore_index)
+    return losses.sum()
 
 
 class WholeOutputs(Style):

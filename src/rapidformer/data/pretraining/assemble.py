@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rapidformer.data.files import hash_file
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining.blend import (
     SPLIT_NAMES,
@@ -28,7 +29,7 @@ from rapidformer.data.pretraining.blend import (
     parse_split,
     split_ranges,
 )
-from rapidformer.data.pretraining.cache import IndexCache, hash_file
+from rapidformer.data.pretraining.cache import IndexCache
 from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
 from rapidformer.data.pretraining.sentence_map import build_sentence_map
 from rapidformer.data.pretraining.sentence_samples import (

@@ -1,9 +1,10 @@
-"""Index maps on disk: built by one process, read by all, named by what they were built from.
+"""Files on disk that one process builds and all read, named by what they were built from.
 
-A map's name is a hash of everything that decides its content, so a map is never stale: other data
-or settings have another name. There is no collective here. Processes meet at a file lock, which the
-kernel releases when its holder dies. The arrays are published by renaming; the ``.json`` next to
-them comes last and holds their hashes, and only that makes them valid.
+Index maps are such files, and so are the tokenised rows of fine-tuning tasks. A file's name is a
+hash of everything that decides its content, so it is never stale: other data or settings have
+another name. There is no collective here. Processes meet at a file lock, which the kernel releases
+when its holder dies. The files are published by renaming; the ``.json`` next to them comes last and
+holds their hashes, and only that makes them valid.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rapidformer.data.files import hash_file
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 
@@ -32,7 +34,9 @@ _SECONDS_BEFORE_SAYING = 5.0
 _SECONDS_BETWEEN_SAYING = 60.0
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
-Build = Callable[[], Mapping[str, np.ndarray]]
+Write = Callable[[Path], Any]
+Build = Callable[[], Mapping[str, np.ndarray | Write]]
+"""Returns arrays by name, or functions that write a file."""
 
 
 class IndexMaps(Mapping[str, np.ndarray]):
@@ -48,6 +52,10 @@ class IndexMaps(Mapping[str, np.ndarray]):
             mapped = np.load(self._files[name], mmap_mode="r", allow_pickle=False)
             self._arrays[name] = mapped.view(np.ndarray)
         return self._arrays[name]
+
+    def get_file(self, name: str) -> Path:
+        """Where something that is not an array lies."""
+        return self._files[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -65,12 +73,13 @@ class IndexMaps(Mapping[str, np.ndarray]):
 class IndexCache:
     """Where maps are stored: ``index-cache`` in the given folder, or next to the data."""
 
+    noun = "index map"
+
     def __init__(self, data_folder: Path, data_cache_path: str | Path | None = None) -> None:
         if data_cache_path is not None:
             self._folders = [Path(data_cache_path).expanduser() / "index-cache"]
         else:
-            home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-            self._folders = [data_folder / "index-cache", home / "rapidformer" / "index-cache"]
+            self._folders = [data_folder / "index-cache", get_user_folder() / "index-cache"]
 
     def load_or_build(self, what: str, description: Mapping[str, Any], build: Build) -> IndexMaps:
         """The maps for a description; ``what`` names what is being waited for."""
@@ -78,10 +87,11 @@ class IndexCache:
         text = json.dumps(described, sort_keys=True)
         stem = f"{what.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         for folder in self._folders:
-            maps = _load(folder, stem)
+            maps = _load(folder, stem, self.noun)
             if maps is not None:
                 return maps
-        return _build_or_wait(self._choose_folder(), stem, what, described, build)
+        folder = self._choose_folder()
+        return _build_or_wait(folder, stem, what, described, build, self.noun)
 
     def _choose_folder(self) -> Path:
         reasons = []
@@ -107,28 +117,45 @@ class IndexCache:
         )
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class RowCache(IndexCache):
+    """Where tokenised rows are stored: in the user's cache folder."""
+
+    noun = "cache"
+
+    def __init__(self) -> None:
+        self._folders = [get_user_folder() / "tokenized"]
+
+    def is_usable(self) -> bool:
+        """Whether something can be kept there."""
+        try:
+            self._choose_folder()
+        except DataError:
+            return False
+        return True
+
+
+def get_user_folder() -> Path:
+    """The user's folder for what can be computed again."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return home / "rapidformer"
 
 
 def _name_of_process() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _load(folder: Path, stem: str) -> IndexMaps | None:
+def _load(folder: Path, stem: str, noun: str) -> IndexMaps | None:
     """The maps of that name, if they are there and complete."""
     try:
         record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        get_logger().warning("the index map %s/%s.json is built again: %s", folder, stem, error)
+        get_logger().warning("the %s %s/%s.json is built again: %s", noun, folder, stem, error)
         return None
     problem = _find_damage(folder, record)
     if problem is not None:
-        get_logger().warning("the index map %s/%s is built again: %s", folder, stem, problem)
+        get_logger().warning("the %s %s/%s is built again: %s", noun, folder, stem, problem)
         return None
     return IndexMaps({name: folder / kept["file"] for name, kept in record["arrays"].items()})
 
@@ -151,21 +178,21 @@ def _find_damage(folder: Path, record: Any) -> str | None:
 
 
 def _build_or_wait(
-    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build
+    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build, noun: str
 ) -> IndexMaps:
     waited_since = time.monotonic()
     say_at = waited_since + _SECONDS_BEFORE_SAYING
     lock = folder / f"{stem}.lock"
     while True:
         with _try_lock(lock) as state:
-            maps = _load(folder, stem)
+            maps = _load(folder, stem, noun)
             if maps is None and state != "taken":
                 if state == "mine":
                     # What a killed builder left, and the record of damaged maps, so that others
                     # wait. The holder of the lock knows that nobody is writing these files.
                     for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
                         leftover.unlink(missing_ok=True)
-                maps = _build(folder, stem, what, description, build)
+                maps = _build(folder, stem, what, description, build, noun)
         if maps is not None:
             return maps
         if time.monotonic() >= say_at:
@@ -174,8 +201,8 @@ def _build_or_wait(
             with suppress(OSError):
                 holder = f"process {lock.read_text(encoding='utf-8')}"
             get_logger().warning(
-                "waiting for %.0f s for the index map of the %s, which %s is building: %s",
-                time.monotonic() - waited_since, what, holder, lock,
+                "waiting for %.0f s for the %s of the %s, which %s is building: %s",
+                time.monotonic() - waited_since, noun, what, holder, lock,
             )  # fmt: skip
         time.sleep(_POLL_SECONDS)
 
@@ -210,17 +237,25 @@ def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
 
 
 def _build(
-    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build
+    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build, noun: str
 ) -> IndexMaps:
     start = time.monotonic()
-    arrays = build()
+    built = build()
+    files = {
+        name: folder / f"{stem}-{name}.{'npy' if isinstance(content, np.ndarray) else 'arrow'}"
+        for name, content in built.items()
+    }
+    kept = {
+        name: _save_array(files[name], content)
+        if isinstance(content, np.ndarray)
+        else _save_file(files[name], content)
+        for name, content in built.items()
+    }
     seconds = time.monotonic() - start
-    files = {name: folder / f"{stem}-{name}.npy" for name in arrays}
-    kept = {name: _save_array(files[name], array) for name, array in arrays.items()}
     record = {"what": what, "description": description, "arrays": kept}
     text = json.dumps(record, indent=1).encode()
     _publish(folder / f"{stem}.json", lambda path: path.write_bytes(text))
-    get_logger().info("built the index map of the %s in %.1f s: %s", what, seconds, folder / stem)
+    get_logger().info("built the %s of the %s in %.1f s: %s", noun, what, seconds, folder / stem)
     return IndexMaps(files)
 
 
@@ -231,14 +266,16 @@ def _save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
             file.flush()
             os.fsync(file.fileno())
 
+    shape = {"dtype": array.dtype.str, "shape": list(array.shape)}
+    return {**_save_file(path, write), **shape}
+
+
+def _save_file(path: Path, write: Write) -> dict[str, Any]:
     _publish(path, write)
-    return {
-        "file": path.name, "dtype": array.dtype.str, "shape": list(array.shape),
-        "bytes": path.stat().st_size, "sha256": hash_file(path),
-    }  # fmt: skip
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
-def _publish(path: Path, write: Callable[[Path], Any]) -> None:
+def _publish(path: Path, write: Write) -> None:
     """Write under a temporary name, then rename: no incomplete file ever has the final name."""
     partial = path.with_name(f"{path.name}.partial-{_name_of_process()}")
     try:
@@ -247,6 +284,6 @@ def _publish(path: Path, write: Callable[[Path], Any]) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise DataError(
-            f"the index map {path} cannot be written ({error.strerror or error}): free some space, "
-            "or choose another folder with --data-cache-path."
+            f"the file {path} cannot be written ({error.strerror or error}): free some space, or "
+            "choose another folder with --data-cache-path (XDG_CACHE_HOME for tokenised rows)."
         ) from error

@@ -6,6 +6,7 @@ to which item: ``[items, texts]``, -1 where an item has fewer texts than others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ class ItemCollator:
     ) -> None:
         self._pad = PadCollator(pads, side=side)
         self._texts, self._scores = texts, scores
+
+    def join(self, other: ItemCollator) -> ItemCollator:
+        """One with room for the items of both."""
+        joined = copy.copy(self)
+        joined._texts = max(self._texts, other._texts)
+        joined._scores = max(self._scores, other._scores)
+        return joined
 
     def __call__(self, items: list[dict[str, Any]]) -> Batch:
         counts = torch.tensor([len(item["input_ids"]) for item in items])

@@ -10,6 +10,7 @@ on how the update was cut.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,12 +51,14 @@ class EmbeddingObjective(Objective):
         items = self.embed(model, batch)
         if not context.rows:
             losses, counts = compute_losses(items, self._loss)
-            return Term.from_sum(losses.sum(), counts.sum())
+            return Term.from_rows(losses, counts)
         assert context.places is not None
         losses, gradients = context.rows["losses"], context.rows["gradients"]
         places = context.places
         gradient_of = (items.vectors * gradients[places]).sum()
-        return Term.from_sum(take_value(losses[places].sum(), gradient_of), len(places))
+        mine = losses[places]
+        term = Term.from_sum(take_value(mine.sum(), gradient_of), len(places))
+        return replace(term, rows=(mine, torch.ones_like(mine)))
 
     def embed(self, model: Any, batch: Batch) -> Items:
         """The vectors of a batch; those of texts that an item does not have are zero."""
@@ -100,7 +103,7 @@ class RerankingObjective(Objective):
 
     def compute(self, model: Any, batch: Batch, context: Context) -> Term:
         losses, counts = self.compare(score_documents(model, batch), batch)
-        return Term.from_sum(losses.sum(), counts.sum())
+        return Term.from_rows(losses, counts)
 
     def compare(self, logits: Tensor, batch: Batch) -> Losses:
         """The losses of items: of each document, or of all documents of an item together."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.data.folders import name_splits
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.named_sets import NamedSet, load_set, read_sets
 from rapidformer.data.sources import as_list, load_splits
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import gather_rounds, run_batches
@@ -24,6 +25,7 @@ from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.frozen import add_frozen_models
 from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
 from rapidformer.tasks.metrics.tally import ReportTable, Tally, start_table
+from rapidformer.tasks.mixture import SetTallies, prepare_sets
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.rows.rows import take_first
 
@@ -42,9 +44,32 @@ def measure(
     prepared: PreparedData,
     split: str,
     advance: Callable[[int], None] = lambda count: None,
-) -> Tally:
+) -> Tally | SetTallies:
     """The metrics of a labelled split, the same on every rank; ``advance`` counts all rows."""
-    tally = task.build_tally(prepared, split)
+    if not prepared.parts:
+        tally = task.build_tally(prepared, split)
+        _score(engine, task, model, loader, prepared, tally.update, advance)
+        return tally
+    tallies = SetTallies(task, prepared, split)
+    for name, part, places in tallies.iterate(prepared):
+        own = engine.data.build_loader(
+            loader.dataset, loader.collate_fn, shuffle=False, batch_size=loader.batch_size,
+            is_training=False, order=places,
+        )  # fmt: skip
+        _score(engine, task, model, own, part, partial(tallies.update, name), advance)
+    return tallies
+
+
+def _score(
+    engine: RapidformerEngine,
+    task: Task,
+    model: Any,
+    loader: DistributedLoader,
+    prepared: PreparedData,
+    add: Callable[[list[Record]], None],
+    advance: Callable[[int], None],
+) -> None:
+    """Every rank adds the records of all rows, in order."""
     held: list[list[Record]] = []
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
     step = partial(task.evaluate_step, model, prepared=prepared)
@@ -52,12 +77,9 @@ def measure(
         held.append(records[: micro_batch.info.rows])
         advance(loader.samples_per_round)
         if len(held) == limit:
-            everyone = gather_rounds(held, engine.runtime.topology)
-            tally.update(everyone)
+            add(gather_rounds(held, engine.runtime.topology))
             held = []
-    everyone = gather_rounds(held, engine.runtime.topology)
-    tally.update(everyone)
-    return tally
+    add(gather_rounds(held, engine.runtime.topology))
 
 
 def evaluate_task(
@@ -69,17 +91,26 @@ def evaluate_task(
     args = engine.args
     task = get_task(args.task or "")
     file = _find_single_file(args) if data is None else None
-    if file is None:
+    sets = read_sets(args) if data is None else []
+    if sets:
+        split, rows = args.eval_split, None
+    elif file is None:
         split, rows = args.eval_split, _choose_rows(args, args.eval_split, data)
     else:
         split, (rows,) = file.name.split(".")[0], load_splits(args).values()
-    rows = take_first(rows, args.max_eval_samples)
     # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
     # they would be prepared for training and decide which classes exist.
     name = split if split == "test" else "validation"
     # The limit above is the one that applies: --max-predict-samples would cut test rows again.
     uncapped = args.replace("evaluate", max_eval_samples=None, max_predict_samples=None)
-    prepared = task.prepare(uncapped, {name: rows})
+    if sets:
+        tables = _choose_set_rows(args, sets, split, name)
+        count = sum(len(table[name]) for table in tables.values())
+        prepared = prepare_sets(task, uncapped, sets, tables)
+    else:
+        rows = take_first(rows, args.max_eval_samples)
+        count = len(rows)
+        prepared = task.prepare(uncapped, {name: rows})
     if not prepared.is_labelled(name):
         raise DataError(f"the split {split!r} has no labels: use `rapidformer predict`.")
     started = time.perf_counter()
@@ -96,7 +127,7 @@ def evaluate_task(
         more = dict(measure_more(model, loader)) if measure_more is not None else {}
     seconds = time.perf_counter() - started
     dropped = prepared.extras.get("dropped", {}).get(name, 0)
-    examples = len(rows) - dropped
+    examples = count - dropped
     get_logger().info(
         "evaluated %s examples of %s in %.1f s (%.0f/s)%s",
         f"{examples:,}", split, seconds, examples / seconds,
@@ -130,6 +161,20 @@ def _choose_rows(args: Settings, split: str, data: Any) -> Any:
             f"--eval-split{hint}."
         )
     return splits[split]
+
+
+def _choose_set_rows(
+    args: Settings, sets: Sequence[NamedSet], split: str, name: str
+) -> dict[str, dict[str, Any]]:
+    """One split of each set of a mixture, under the name that it is prepared as."""
+    tables = {}
+    for number, item in enumerate(sets):
+        splits = load_set(item, number, args)
+        if split in splits:
+            tables[item.label] = {name: take_first(splits[split], args.max_eval_samples)}
+    if not tables:
+        raise DataError(f"no set of the mixture has a split {split!r}: choose another.")
+    return tables
 
 
 @dataclass(frozen=True, kw_only=True)

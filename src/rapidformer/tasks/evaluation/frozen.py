@@ -31,7 +31,8 @@ def _compose(engine: RapidformerEngine, model: FrozenModel) -> nn.Module:
 
 def add_context(prepared: PreparedData, context: Context) -> PreparedData:
     """The data with what evaluations may ask besides the model."""
-    return replace(prepared, extras={**prepared.extras, "context": context})
+    parts = {name: add_context(part, context) for name, part in prepared.parts.items()}
+    return replace(prepared, parts=parts, extras={**prepared.extras, "context": context})
 
 
 def add_frozen_models(

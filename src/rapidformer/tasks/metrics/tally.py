@@ -140,7 +140,8 @@ class Tally(ABC):
 
     def __init__(self) -> None:
         self._loss = 0.0
-        self._terms = 0
+        self.terms = 0
+        """What the loss is a mean over."""
         self.examples = 0
         """How many of the user's examples were scored so far."""
 
@@ -148,7 +149,7 @@ class Tally(ABC):
         """Add records: each has its summed ``loss`` and the ``count`` of its terms."""
         for record in records:
             self._loss += record["loss"]
-            self._terms += record["count"]
+            self.terms += record["count"]
         self.add(records)
 
     @abstractmethod
@@ -165,7 +166,7 @@ class Tally(ABC):
 
     def get_mean_loss(self) -> float:
         """The exact mean over the split: sums over counts, not a mean of means."""
-        return self._loss / self._terms if self._terms else float("nan")
+        return self._loss / self.terms if self.terms else float("nan")
 
     def compute(self) -> dict[str, float]:
         """All metrics of what was added so far."""
@@ -184,7 +185,7 @@ class TokenTally(Tally):
     def score(self) -> dict[str, float]:
         return {
             "perplexity": compute_perplexity(self.get_mean_loss()),
-            "accuracy": self._hits / self._terms if self._terms else 0.0,
+            "accuracy": self._hits / self.terms if self.terms else 0.0,
         }
 
 
@@ -201,7 +202,7 @@ class DistillationTally(TokenTally):
             self._parts[name] += sum(record[name] for record in records)
 
     def score(self) -> dict[str, float]:
-        means = {name: total / max(self._terms, 1) for name, total in self._parts.items()}
+        means = {name: total / max(self.terms, 1) for name, total in self._parts.items()}
         return {**means, **super().score(), "perplexity": compute_perplexity(means["label_loss"])}
 
 

@@ -115,7 +115,7 @@ class PairObjective(Objective):
             share = other_weight if token_name == other else 0.0
             terms[token_name] = Term.from_sum(sums.sum(), counts.sum(), share)
         if not self.has_likelihood:
-            name, weight = "loss", 1.0
+            return {**terms, "loss": Term.from_rows(scores.losses)}
         return {**terms, name: Term.from_sum(scores.losses.sum(), len(scores.losses), weight)}
 
     def count(self, micro_batch: MicroBatch) -> Mapping[str, Count]:
@@ -160,8 +160,7 @@ class RewardObjective(Objective):
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         scores, _ = self.score(model, batch)
-        loss = Term.from_sum(scores.losses.sum(), len(scores.losses))
-        return {**_show(scores.shown), "loss": loss}
+        return {**_show(scores.shown), "loss": Term.from_rows(scores.losses)}
 
 
 class KTOObjective(Objective):
@@ -228,7 +227,7 @@ class KTOObjective(Objective):
             terms[f"logits/{name}"] = Term.from_sum(total, tokens, 0.0)
         terms["entropy"] = Term.from_sum(sums.entropies.sum(), sums.tokens.sum(), 0.0)
         terms["rewards/margins"] = _get_margin(rewards, is_good, update)
-        return {**terms, "loss": Term.from_sum(losses.sum(), rows)}
+        return {**terms, "loss": Term.from_rows(losses)}
 
     def sum_losses(self, ratios: Sequence[float], is_good: bool, baseline: float) -> float:
         """The losses of good or of bad answers."""

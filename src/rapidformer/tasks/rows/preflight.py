@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.models.location import (
     check_folder,
@@ -43,7 +43,7 @@ def find_task_problems(
         task = get_task(args.task)
     except RapidformerError as error:
         return [*problems, str(error)]
-    problems += _check_metric(args, task.metrics)
+    problems += _check_metric(args, (*task.metrics, *_list_set_metrics(args, task)))
     problems += _check_model(args, None if command == "train" else task)
     problems += _check_input(args, task) if command == "predict" else ()
     has_answers = command != "predict"
@@ -135,8 +135,18 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
         return
     yield (
         f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
-        f"{', '.join(metrics)}.{suggest(metric, metrics)}"
+        f"{', '.join(metrics[:20])}.{suggest(metric, metrics)}"
     )
+
+
+def _list_set_metrics(args: Settings, task: Task) -> list[str]:
+    """The names of the metrics of a mixture's sets."""
+    from rapidformer.data.named_sets import read_sets
+
+    try:
+        return [f"{item.label}_{name}" for item in read_sets(args) for name in task.metrics]
+    except RapidformerError:
+        return []  # reported with the other problems of the data
 
 
 def _check_model(args: Settings, asked_task: Task | None) -> Iterator[str]:
@@ -215,7 +225,17 @@ def _looks_like_missing_file(text: str) -> bool:
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
     from rapidformer.data.heads import read_heads
+    from rapidformer.data.named_sets import read_sets
 
+    try:
+        sets = read_sets(args)
+    except ConfigurationError as error:
+        return error.problems
+    except RapidformerError as error:
+        return [str(error)]
+    if sets:
+        found = {s.label: _check_data(s.apply(args), task, has_answers=has_answers) for s in sets}
+        return [f"{name}: {problem}" for name, texts in found.items() for problem in texts]
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
         if args.data_name is not None:  # on its own, it is the dataset's name
             return []

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rapidformer.compat.datasets import get_fingerprint
@@ -26,6 +27,8 @@ RowFunction = Callable[[Columns, list[int]], Columns]
 # Below this, starting processes or drawing a progress bar takes longer than the work.
 _SMALL_TABLE = 20_000
 _BATCH = 1000
+# Below this, they are prepared in less than a second.
+_CACHED_ROWS = 2000
 
 
 class RowList(list[Any]):
@@ -117,18 +120,63 @@ def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequ
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
     text = repr((get_fingerprint(rows), _hash_own_code(), *key))
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if len(rows) < _CACHED_ROWS or not _is_caching():
+        return _map_table(rows, function, workers, fingerprint)
+    return _map_once(rows, function, workers, fingerprint)
+
+
+def _map_table(
+    rows: Any, function: RowFunction, workers: int | None, fingerprint: str, file: str | None = None
+) -> Any:
     is_small = len(rows) < _SMALL_TABLE
     shows_bar = not is_small and sys.stderr.isatty()
     if not is_small and not shows_bar:
         get_logger().info(f"preparing {len(rows):,} rows")
-    with contextlib.nullcontext() if shows_bar else _quiet_datasets():
+    with contextlib.nullcontext() if shows_bar else quiet_datasets():
         return rows.map(
             function, with_indices=True, batched=True, batch_size=_BATCH,
             remove_columns=rows.column_names, num_proc=None if is_small else workers,
-            keep_in_memory=not rows.cache_files,
-            new_fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
-            desc="Preparing the data",
+            keep_in_memory=not rows.cache_files, cache_file_name=file if rows.cache_files else None,
+            new_fingerprint=fingerprint, desc="Preparing the data",
         )  # fmt: skip
+
+
+def _map_once(rows: Any, function: RowFunction, workers: int | None, fingerprint: str) -> Any:
+    """The same by one process of this machine for all, and for later runs."""
+    import datasets
+    import pyarrow
+
+    from rapidformer.data.pretraining.cache import RowCache
+
+    is_reused = True
+
+    def write(path: Path) -> None:
+        nonlocal is_reused
+        is_reused = False
+        with TemporaryDirectory(dir=path.parent) as folder:
+            file = str(Path(folder) / "rows.arrow")
+            features = _map_table(rows, function, workers, fingerprint, file)
+            schema = features.features.arrow_schema
+            with pyarrow.ipc.new_stream(str(path), schema) as out:
+                for part in features.data.table.to_batches(_BATCH):
+                    out.write_table(pyarrow.Table.from_batches([part]).cast(schema))
+
+    cache = RowCache()
+    if not cache.is_usable():
+        return _map_table(rows, function, workers, fingerprint)
+    stored = cache.load_or_build("rows", {"rows": fingerprint}, lambda: {"rows": write})
+    file = stored.get_file("rows")
+    features = datasets.Dataset.from_file(str(file))
+    if is_reused:
+        get_logger().info("cache     %s prepared rows from %s", f"{len(features):,}", file)
+    return features
+
+
+def _is_caching() -> bool:
+    import datasets
+
+    return bool(datasets.is_caching_enabled())
 
 
 def drop_columns(features: Any, names: Sequence[str]) -> Any:
@@ -177,7 +225,8 @@ def _is_dataset(rows: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet_datasets() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
+    """Without progress bars of ``datasets``."""
     import datasets
 
     was_off = datasets.are_progress_bars_disabled()

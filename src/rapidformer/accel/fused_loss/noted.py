@@ -1,0 +1,121 @@
+"""The losses of single tokens or rows, noted on the way to the mean that a model returns.
+
+Nothing is computed twice: where torch would add the losses up at once, they are taken one by one
+and added up here, and the fused loss has them anyway. Their gradients are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.accel.unpad.on_demand import Unpadded, settle
+from rapidformer.accel.unpad.tokenwise import Selection, pick_labelled
+from rapidformer.compat.patches import Entry, Patch
+
+
+class Note(NamedTuple):
+    """One call of a loss function."""
+
+    losses: Tensor
+    """Of each token or row, without gradient; 0 where there is no label."""
+    counts: Tensor
+    """1 where there is a label."""
+
+
+_notes: ContextVar[list[Note] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Note]]:
+    """Note the losses that are computed inside, for this thread."""
+    notes: list[Note] = []
+    token = _notes.set(notes)
+    try:
+        with _LOSSES:
+            yield notes
+    finally:
+        _notes.reset(token)
+
+
+def is_noting() -> bool:
+    return _notes.get() is not None
+
+
+def note(losses: Tensor, labels: Tensor, ignored: int) -> None:
+    """Note the losses of labels, if anybody wants them."""
+    if (notes := _notes.get()) is not None:
+        notes.append(Note(losses.detach(), labels != ignored))
+
+
+def _build_cross_entropy(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def cross_entropy(
+        input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        rest: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        is_plain = weight is None and size_average is None and reduce is None
+        is_labelled = not target.is_floating_point() and target.dim() == 1
+        picked = None
+        if is_noting() and is_plain and is_labelled and reduction in ("mean", "sum"):
+            picked = _pick(input, target, ignore_index)
+        if picked is None:
+            return original(
+                input, target, weight, size_average, reduce=reduce, reduction=reduction, **rest
+            )
+        rows, labels, put_back = picked
+        losses = original(rows, labels, reduction="none", **rest)
+        note(put_back(losses.detach()), target, ignore_index)
+        total = losses.sum()
+        return total / (labels != ignore_index).sum() if reduction == "mean" else total
+
+    return cross_entropy
+
+
+def _pick(
+    logits: Tensor, labels: Tensor, ignored: int
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
+    """The rows to compute losses of, their labels, and how to get those of all rows again."""
+    if logits.dtype not in (torch.float32, torch.float64):
+        return None  # adding up rounded losses would be less exact
+    if isinstance(logits, Unpadded):
+        picked = pick_labelled(logits, labels, ignored)
+        if picked is not None:
+            chosen = Selection(*picked, len(labels), logits.token_layout, None)
+            return *picked, chosen.put_back
+        logits = settle(logits)
+    return (logits, labels, lambda losses: losses) if type(logits) is Tensor else None
+
+
+def _build_elementwise(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of numbers, whose mean over a row is the loss of the row."""
+
+    def compute(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+        others = [*args, *(value for name, value in options.items() if name != "reduction")]
+        is_plain = options.get("reduction", "mean") == "mean" and not any(
+            value is not None for value in others
+        )
+        if not is_noting() or not is_plain or type(input) is not Tensor or not input.dim():
+            return original(input, target, *args, **options)
+        losses = original(input, target, reduction="none")
+        rows = losses.detach().reshape(len(losses), -1).mean(1)
+        note(rows, torch.zeros_like(rows), -1)
+        return losses.mean()
+
+    return compute
+
+
+_LOSSES = Patch(
+    lambda: [
+        Entry(functional, "cross_entropy", _build_cross_entropy),
+        Entry(functional, "mse_loss", _build_elementwise),
+        Entry(functional, "binary_cross_entropy_with_logits", _build_elementwise),
+    ]
+)

@@ -1,0 +1,190 @@
+"""Several data sets as one: which set a sample is from, and which row of it, by its number alone.
+
+The rows of all sets have numbers, one set after the other. An epoch is a list of such numbers. With
+weights, the set of each sample follows the rule of pre-training's blends (``blend.py``): the set
+furthest behind its share gives the next one. Each set goes through its own rows again and again,
+whatever the epoch of the mixture: in new order each time, if the run is shuffled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from rapidformer.data.data_source import Rows
+from rapidformer.data.pretraining.blend import choose_datasets
+from rapidformer.errors import DataError
+
+_PERIOD = 2**20
+"""``choose_sets`` repeats itself after so many samples, so that no number is too large for it."""
+_BLOCK = 1024
+_LONGEST_EPOCH = 2**28
+
+
+def choose_sets(weights: Sequence[float], seed: int | None, start: int, count: int) -> np.ndarray:
+    """The sets of the samples ``start`` to ``start + count``.
+
+    Each thousand or so samples have the sets in the proportion of their weights, in an order drawn
+    from the seed; without a seed, as evenly spread as they can be.
+    """
+    first, last = start // _BLOCK, -(-(start + count) // _BLOCK)
+    pattern = _spread(_normalize(weights), last * _BLOCK)
+    chosen = pattern[np.arange(first * _BLOCK, last * _BLOCK) % len(pattern)].reshape(-1, _BLOCK)
+    if seed is not None:
+        for number, block in enumerate(chosen, start=first):
+            block[:] = np.random.default_rng((seed % 2**63, number)).permutation(block)
+    return chosen.reshape(-1)[start - first * _BLOCK :][:count]
+
+
+def _normalize(weights: Sequence[float]) -> tuple[float, ...]:
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def _spread(weights: tuple[float, ...], size: int) -> np.ndarray:
+    # A few sizes only: each is computed once.
+    return _compute_spread(weights, min(1 << (size - 1).bit_length(), _PERIOD))
+
+
+@lru_cache(maxsize=8)
+def _compute_spread(weights: tuple[float, ...], size: int) -> np.ndarray:
+    return choose_datasets(np.asarray(weights), size)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The sets of a mixture, and the samples of its epochs."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    """None: an epoch has every row of every set once."""
+    stopping: str = "first"
+
+    def find(self, number: int) -> int:
+        """The set of a row."""
+        return int(np.searchsorted(self._ends, number, side="right"))
+
+    def find_row(self, number: int) -> str:
+        """A row by its set and its number there, from 1 up."""
+        found = self.find(number)
+        return f"{self.names[found]}, row {number - self.get_range(found).start + 1}"
+
+    def get_range(self, number: int) -> range:
+        """The rows of a set."""
+        end = int(self._ends[number])
+        return range(end - self.sizes[number], end)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.sizes)
+
+    @cached_property
+    def _epoch(self) -> np.ndarray:
+        """The sets of an epoch's samples, as evenly spread as they can be."""
+        assert self.weights is not None
+        weights = np.asarray(_normalize(self.weights))
+        # When each set has given all of its rows; rounded, or a third of 6 would be more than 2.
+        ends = np.round(np.asarray(self.sizes) / weights, 6)
+        if self.stopping == "first":
+            chosen = choose_datasets(weights, int(np.floor(ends.min())))
+            return chosen[: min(self._find_places(chosen, 0))]
+        size = int(np.ceil(ends.max()))
+        if size > _LONGEST_EPOCH:
+            raise DataError(
+                f"--data-stopping all: an epoch would have {size:,} samples, since "
+                f"{self.names[int(np.argmax(ends))]} is large for its weight. Use "
+                "--data-stopping first, and --train-iters for the length of the run."
+            )
+        chosen = choose_datasets(weights, size + len(weights) + int(3 / weights.min()))
+        return chosen[: max(size, 1 + max(self._find_places(chosen, -1)))]
+
+    def _find_places(self, chosen: np.ndarray, offset: int) -> list[int]:
+        """Where each set gives its first row for the second time, or so many samples of it on."""
+        places = [np.flatnonzero(chosen == number) for number in range(len(self.sizes))]
+        ranks = [size + offset for size in self.sizes]
+        return [
+            int(found[rank]) if rank < len(found) else len(chosen)
+            for found, rank in zip(places, ranks, strict=True)
+        ]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each set in an epoch."""
+        if self.weights is None:
+            return self.sizes
+        return tuple(np.bincount(self._epoch, minlength=len(self.sizes)).tolist())
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return sum(self.counts)
+
+    def list_numbers(self, seed: int, epoch: int, *, shuffles: bool) -> np.ndarray:
+        """The rows of an epoch of a weighted mixture, in its order."""
+        chosen = self._epoch
+        if shuffles:
+            chosen = np.random.default_rng((seed, epoch)).permutation(chosen)
+        numbers = np.empty(len(chosen), dtype=np.int64)
+        for number, count in enumerate(self.counts):
+            rows = self._take(number, epoch * count, count, seed if shuffles else None)
+            numbers[chosen == number] = self.get_range(number).start + rows
+        return numbers
+
+    def _take(self, number: int, start: int, count: int, seed: int | None) -> np.ndarray:
+        """Rows of a set, after so many of them in all epochs before."""
+        size = self.sizes[number]
+        first, last = start // size, -(-(start + count) // size)
+        passes = [
+            np.arange(size)
+            if seed is None
+            else np.random.default_rng((seed, number, turn, 1)).permutation(size)
+            for turn in range(first, last)
+        ]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *passes])
+        return rows[start - first * size :][:count]
+
+    def count_samples(self, numbers: Sequence[int]) -> list[int]:
+        """How many of these rows are from each set."""
+        sets = np.searchsorted(self._ends, np.asarray(numbers, dtype=np.int64), side="right")
+        return np.bincount(sets, minlength=len(self.sizes)).tolist()
+
+    def describe(self, counts: Sequence[float]) -> list[str]:
+        """A line for each set: its share of so many samples, and its epochs in them."""
+        total = sum(counts) or 1
+        width = max(map(len, self.names))
+        return [
+            f"mixture   {name:<{width}} {100 * count / total:5.1f} % = {round(count):,} samples, "
+            f"{count / size:.2f} epochs of {size:,} rows"
+            for name, count, size in zip(self.names, counts, self.sizes, strict=True)
+        ]
+
+
+class JoinedRows:
+    """The rows of all sets, one set after the other."""
+
+    def __init__(self, parts: Sequence[Any], sets: Sets) -> None:
+        self._parts = [Rows(part) for part in parts]
+        self.sets = sets
+
+    def __len__(self) -> int:
+        return sum(self.sets.sizes)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([range(len(self))[number]])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        by_set: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            by_set.setdefault(self.sets.find(number), []).append(place)
+        rows: list[Any] = [None] * len(numbers)
+        for found, places in by_set.items():
+            start = self.sets.get_range(found).start
+            fetched = self._parts[found].get_rows([numbers[place] - start for place in places])
+            for place, row in zip(places, fetched, strict=True):
+                rows[place] = row
+        return rows
