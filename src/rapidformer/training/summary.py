@@ -19,6 +19,7 @@ from rapidformer.models.adapters import describe_trained
 from rapidformer.models.location import is_model_folder
 from rapidformer.models.plan import MARKED
 from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.timetable import OPEN_END
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
@@ -36,7 +37,6 @@ def describe_run(
     if (splitting := parallelized.pipeline or parallelized.deepspeed) is not None:
         total, trained = splitting.num_parameters, splitting.num_trained
     adapter, plan = engine.model.adapter, parallelized.plan
-    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     count, device = args.world_size, describe_device(engine.device)
     where = f"{count} process{'es' * (count > 1)} on {device}"
     lines = [
@@ -47,8 +47,7 @@ def describe_run(
         + ("" if plan.source == MARKED else f" ({plan.source})"),
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {engine.data.describe_batch(loader)}",
-        f"length    {train_iters} step{'s' * (train_iters != 1)}"
-        + (f" = {epochs}" if args.epochs and not args.train_iters else "")
+        f"length    {_describe_length(args, train_iters)}"
         + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
         + f"; {_describe_optimizer(engine)}, clip {engine.updates.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
@@ -60,6 +59,14 @@ def describe_run(
     if resumed_from := engine.checkpoints.resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.updates.clock.updates}")
     return lines
+
+
+def _describe_length(args: Settings, train_iters: int) -> str:
+    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
+    if train_iters == OPEN_END:
+        return f"{epochs} of a stream"
+    steps = f"{train_iters} step{'s' * (train_iters != 1)}"
+    return f"{steps} = {epochs}" if args.epochs and not args.train_iters else steps
 
 
 def _describe_rate(engine: RapidformerEngine) -> str:
