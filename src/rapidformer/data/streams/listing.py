@@ -51,9 +51,11 @@ def open_stream(
 
     if isinstance(data, StreamRows):
         return data
-    if is_stream(data):
+    if isinstance(data, (str, Path)):
+        data = [data]
+    elif is_stream(data):
         return StreamRows([list_shards_of(data, type(data).__name__)], buffer=shuffle_buffer)
-    texts = [str(data)] if isinstance(data, (str, Path)) else [str(path) for path in data]
+    texts = [str(path) for path in data]
     sets = [build_shards(expand(text, "data")) for text in texts]
     if weights is None:
         sets = [[shard for shards in sets for shard in shards]]

@@ -64,7 +64,7 @@ class FileShard:
 
     @property
     def size(self) -> int | None:
-        return self.path.stat().st_size
+        return self.path.stat().st_size if self.path.exists() else None
 
     @property
     def features(self) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class TarShard(FileShard):
                         stem, files = found, {}
                     content = archive.extractfile(member)
                     files[ending.lower()] = content.read() if content else b""
-                if files:
+                if files and number >= done:
                     yield number + 1, (stem, files), archive.offset
 
     def decode(self, stored: Any) -> Row:
