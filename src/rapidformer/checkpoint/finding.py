@@ -199,8 +199,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         }
         wrong = [name for name, is_sound in checks.items() if not is_sound]
     if not wrong and (place := run["loader"]) is not None:
-        numbers = [place.get("epoch"), place.get("consumed_samples"), *place.values()]
-        wrong = [] if all(map(_is_count, numbers)) else ["loader"]
+        cursor = place.get("cursor", {})  # of a stream
+        counts = [value for name, value in place.items() if name != "cursor"]
+        numbers = [place.get("epoch"), place.get("consumed_samples"), *counts]
+        is_sound = all(map(_is_count, numbers)) and isinstance(cursor, dict)
+        wrong = [] if is_sound else ["loader"]
     if wrong:
         raise _build_error(folder, f"{', '.join(wrong)} is missing or malformed")
     return run

@@ -90,7 +90,8 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
             "`rapidformer data head`."
         )
     # The rows are shown without weights, and where the run computes and saves does not matter.
-    here = args.replace("data show", device="cpu", save=None, from_scratch=True)
+    changed = {"device": "cpu", "save": None, "from_scratch": True, "train_iters": 1}
+    here = args.replace("data show", **changed)
     if args.task is None:
         problems.append("nothing to show: give --task and --data-path, or --load RUN.")
     else:

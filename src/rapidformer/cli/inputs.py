@@ -80,7 +80,7 @@ def _read_data(args: Settings) -> list[Row]:
         )
     from rapidformer.data.sources import load_splits
 
-    splits = load_splits(args)
+    splits = load_splits(args, may_stream=False)
     split = args.eval_split if args.is_given("eval_split") else None
     name = split or next(name for name in ("test", "validation", "train") if name in splits)
     if name not in splits:

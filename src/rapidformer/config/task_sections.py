@@ -149,6 +149,15 @@ class DataArguments:
     """files of the test split"""
     validation_split: float | None = None
     """fraction of the training rows to hold out if the data has no validation split"""
+    streaming: bool = False
+    """read training rows while training, in constant memory: files of any size (.jsonl, .csv, .tsv,
+    .txt, .gz, .zst, .parquet, .arrow, .tar), folders, patterns such as 'data/*.tar', or the Hub"""
+    shuffle_buffer: int = 10_000
+    """--streaming: rows that are shuffled together; shards are shuffled too"""
+    label_names: list[str] | None = read_by(
+        "sequence_classification", "token_classification", "image_classification", default=None
+    )
+    """names of the classes in their order (default: found in the data, or in its first rows)"""
     seq_length: int | None = None
     """longest input in tokens (default: the model's maximum, up to 512)"""
     decoder_seq_length: int | None = None

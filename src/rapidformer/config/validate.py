@@ -12,6 +12,7 @@ from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_proble
 from rapidformer.config.objective_rules import find_objective_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
+from rapidformer.config.stream_rules import find_stream_problems
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.config.tracker_names import find_tracker_problems
 from rapidformer.errors import count
@@ -27,7 +28,7 @@ _AT_LEAST_ONE = (
     "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
     "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
     "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
-    "lora_rank", "updates_per_generation",
+    "lora_rank", "updates_per_generation", "shuffle_buffer",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = (
@@ -65,6 +66,7 @@ def find_problems(args: Settings) -> list[str]:
         *find_layout_problems(args), *_check_sizes(args), *_check_pretraining(args),
         *_check_adapters(args), *_check_chat(args), *find_objective_problems(args),
         *_check_run_folder(args), *_check_files(args), *find_tracker_problems(args),
+        *find_stream_problems(args),
     ]  # fmt: skip
 
 

@@ -50,7 +50,9 @@ class Fetcher:
             with random_numbers_from((*self.seed, number)):
                 rows = self.source.get_rows(indices)
                 run_seed, epoch, _ = self.seed
-                token = sample_seeds.set([(run_seed, epoch, 1, index) for index in indices])
+                # Of a stream, the samples come with their numbers.
+                numbers = [index[0] if isinstance(index, tuple) else index for index in indices]
+                token = sample_seeds.set([(run_seed, epoch, 1, number) for number in numbers])
                 try:
                     batch = self.collate(rows)
                 finally:

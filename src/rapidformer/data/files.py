@@ -68,8 +68,8 @@ def hash_file(path: Path) -> str:
 
 
 def check_not_empty(rows: Any, source: str) -> Any:
-    """The rows; there is at least one."""
-    if len(rows) == 0:
+    """The rows; there is at least one, unless they are a stream's."""
+    if hasattr(rows, "__len__") and len(rows) == 0:
         raise DataError(f"{source} holds no rows.")
     return rows
 
@@ -119,6 +119,12 @@ def _read_table(path: Path) -> Dataset:
     return import_datasets().Dataset.from_pandas(table, preserve_index=False)
 
 
+def get_table_dialect(path: Path) -> dict[str, Any]:
+    """How Python's csv module reads a table of text."""
+    is_tsv = get_format(path) == "tsv"
+    return {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
+
+
 def _get_table_options(kind: str) -> dict[str, Any]:
     """pandas' options, which `datasets` passes on, so that small and large files are read alike."""
     # "NA" and "None" are sentences and names too, so only an empty cell is missing. GLUE's and
@@ -137,14 +143,14 @@ def _read_json(path: Path) -> Dataset:
             raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}).") from None
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error}).") from None
-        return _from_rows(rows, path)
+        return build_table(rows, path)
     try:
         # A whole document ({"data": [...]}) and the first of many lines both start with a brace.
         document = parse_json(text) if text.lstrip().startswith("{") else None
     except ValueError:
         document = None
     if document is None:
-        return _from_rows(list(_parse_json_lines(text.split("\n"), path)), path)
+        return build_table(list(_parse_json_lines(text.split("\n"), path)), path)
     rows = document.get("data")
     if not isinstance(rows, list):
         rows = [document]
@@ -156,7 +162,7 @@ def _read_json(path: Path) -> Dataset:
                 f"{path} is not in SQuAD's format: {type(error).__name__}: {error}. It nests "
                 'questions ("qas") in "paragraphs" with a "context" in the articles of "data".'
             ) from None
-    return _from_rows(rows, path)
+    return build_table(rows, path)
 
 
 def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -188,7 +194,8 @@ def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
             raise DataError(f"{path}, line {number}: not valid JSON {what}") from None
 
 
-def _from_rows(rows: list[Any], path: Path) -> Dataset:
+def build_table(rows: list[Any], path: Path | str) -> Dataset:
+    """A table of rows; ``path`` is where they are from."""
     if rows and all(isinstance(row, str) for row in rows):
         rows = [{"text": row} for row in rows]
     for number, row in enumerate(rows, start=1):
@@ -206,7 +213,9 @@ def _from_rows(rows: list[Any], path: Path) -> Dataset:
         raise DataError(_describe_mixed_column(columns, path, error)) from error
 
 
-def _describe_mixed_column(columns: Mapping[str, list[Any]], path: Path, error: Exception) -> str:
+def _describe_mixed_column(
+    columns: Mapping[str, list[Any]], path: Path | str, error: Exception
+) -> str:
     numbers = (int, float)
     for name, values in columns.items():
         first = next((value for value in values if value is not None), None)

@@ -7,11 +7,12 @@ import csv
 import itertools
 import json
 from collections.abc import Iterator, Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.data.files import get_format, open_text
+from rapidformer.data.files import get_format, get_table_dialect, open_text
 from rapidformer.data.folders import get_split_name, list_data_files
 from rapidformer.data.sources import (
     SPLITS_BY_FLAG,
@@ -58,6 +59,9 @@ def take_head(data: Any, split: str) -> list[Any]:
 
 def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
     location = as_list(args.data_path or args.data_dir)
+    if args.streaming:
+        yield from _find_shards(args, location, problems)
+        return
     if len(location) == 1 and is_hub_name(location[0]):
         location = []
     for text in location:
@@ -73,6 +77,22 @@ def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | Non
                 path = check_exists(text, name)
                 if path.is_file():
                     yield split, path
+
+
+def _find_shards(
+    args: Settings, location: list[str], problems: list[str]
+) -> Iterator[tuple[str | None, Path]]:
+    """The same for the files of a stream."""
+    from rapidformer.data.streams.listing import expand, split_files
+
+    for text in (text for text in location if has_magic(text) or not is_hub_name(text)):
+        with _collect(problems):
+            for split, files in split_files(expand(text, "data_path")).items():
+                yield from ((split, file) for file in files)
+    for name, split in SPLITS_BY_FLAG.items():
+        for text in as_list(getattr(args, name)):
+            with _collect(problems):
+                yield from ((split, file) for file in expand(text, name))
 
 
 @contextlib.contextmanager
@@ -110,9 +130,7 @@ def _read_json(file: Any, path: Path) -> list[Any]:
 
 
 def _read_table(file: Any, path: Path) -> list[Any]:
-    is_tsv = get_format(path) == "tsv"
-    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {}
-    reader = csv.DictReader(file, **options)
+    reader = csv.DictReader(file, **get_table_dialect(path))
     rows = list(itertools.islice(reader, _ROWS))
     return rows or ([dict.fromkeys(reader.fieldnames)] if reader.fieldnames else [])
 

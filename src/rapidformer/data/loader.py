@@ -16,18 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
 from rapidformer.data.data_source import open_source
-from rapidformer.data.fetching import Collate, Fetched, Fetcher, Parcel
+from rapidformer.data.fetching import Collate, Dealt, Fetcher, Parcel
 from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import EpochOrder, MixedOrder, Rounds
+from rapidformer.data.streams.stream import Reading, StreamRows, build_worker_loader
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
 
+IterableDataset.register(StreamRows)  # so that torch's DataLoader and Trainer take one as well
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
@@ -95,6 +97,9 @@ class DistributedLoader:
         self._update_start = 0
         """Samples of the epoch before the current update."""
         self._is_resuming = False
+        self._reading: Reading | None = None
+        self._cursor: dict[str, Any] | None = None
+        """Where in a stream's shards the current position is."""
         self.follow: Follow | None = None
         """Sees micro-batches go by on their way to a loop that asks for them one by one."""
         if not self.is_stream:
@@ -126,7 +131,7 @@ class DistributedLoader:
     def _may_reuse_memory(self) -> bool:
         """Whether collate may refill a batch's memory while it is needed: not of a copy."""
         if self.device.type == "cuda":
-            return self.is_stream
+            return self.is_stream and not isinstance(self.source, StreamRows)
         # A step's micro-batches are collected before it runs.
         may_have_several = self._cut.per_update > 1 or self._cut.get_batch_size is not None
         has_own_memory = self._num_workers > 0 and not self.is_stream
@@ -181,7 +186,7 @@ class DistributedLoader:
             # The last pass was left early: as with any DataLoader, a new one starts an epoch.
             self.epoch, self.consumed_samples = self.epoch + 1, 0
         if not self._is_resuming:
-            self._rounds = 0
+            self._rounds, self._cursor = 0, None
         self._is_resuming, first_round = False, self._rounds
         rounds = self._iterate_stream() if self.is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
@@ -209,17 +214,19 @@ class DistributedLoader:
             self._rounds += 1
             if not self.is_stream:
                 self.consumed_samples = min(self.consumed_samples, self.num_samples)
+            if self._reading is not None:
+                self._cursor = self._reading.locate(self.consumed_samples)
             starts_update = micro_batch.is_last
             yield micro_batch
             beat("data")
         was_over = was_resumed and self._rounds == first_round
-        self.epoch, self.consumed_samples = self.epoch + 1, 0
+        self.epoch, self.consumed_samples, self._cursor = self.epoch + 1, 0, None
         if was_over:  # a stream does not know beforehand that it was saved at its end
             yield from self._hand_out(stays_on_host)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is no longer followed: nothing is trained on what it yields."""
-        return {**self.__dict__, "follow": None}
+        return {**self.__dict__, "follow": None, "_reading": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch's; one that was resumed in the middle stays there."""
@@ -227,27 +234,32 @@ class DistributedLoader:
             self.sampler.set_epoch(epoch)
         if epoch != self.epoch or not self._is_resuming:
             self.epoch, self.consumed_samples, self._is_resuming = epoch, 0, False
+            self._cursor = None
 
     def rewind(self) -> None:
         """Start from the first sample again."""
         self.epoch, self.consumed_samples, self._is_resuming = 0, 0, False
+        self._cursor = None
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The global position, valid for any number of processes."""
-        state = {
+        state: dict[str, Any] = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
             "samples_per_update": self.samples_per_update,
         }
         if self._order.grouped_for is not None:
             state["grouped_for"] = self._order.grouped_for
+        if self._cursor is not None:
+            state["cursor"] = self._cursor
         return state
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the samples that an earlier run has consumed."""
         self.epoch = int(state["epoch"])
         self.consumed_samples = int(state["consumed_samples"])
         self._order.grouped_for = state.get("grouped_for")
+        self._cursor = state.get("cursor")
         # In the middle of an update, if its size is still the same; otherwise a new one begins.
         is_same = state.get("samples_per_update") in (None, self.samples_per_update)
         self._rounds = self.consumed_samples // self.samples_per_round if is_same else 0
@@ -261,20 +273,22 @@ class DistributedLoader:
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)
         dealt = self._cut.deal(order, self._lengths, self.epoch, self.consumed_samples)
+        return self._fetch(dealt, num_workers)
+
+    def _fetch(
+        self, dealt: Iterator[Dealt], num_workers: int, *, forks: bool = False
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches that were dealt to this rank, fetched by workers."""
         sets = self.sets if self._tells_sets else None
         fetcher = Fetcher(self.source, self.collate_fn, (self.seed, self.epoch, 0), sets)
-        loader: DataLoader[Fetched] = DataLoader(
-            fetcher,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=dealt,
-            collate_fn=_pass_on,
-            num_workers=num_workers,
+        loader = build_worker_loader(
+            fetcher, dealt, num_workers, forks=forks,
             # An update is handed out whole: the workers must get that far while another one runs.
             prefetch_factor=max(2, self._cut.per_update // num_workers) if num_workers else None,
             pin_memory=self.device.type == "cuda",
             # A generator of its own: the loader must not draw from the model's random numbers.
             generator=torch.Generator().manual_seed(self.seed),
-        )
+        )  # fmt: skip
         for batch, info, number, is_filler, is_last, row_sets in loader:
             if isinstance(batch, RapidformerError):
                 raise batch
@@ -285,15 +299,27 @@ class DistributedLoader:
 
     def _iterate_stream(self) -> Iterator[MicroBatch]:
         """Every process reads the whole stream and keeps its slice of each round."""
+        if isinstance(self.source, StreamRows):
+            yield from self._iterate_rows()
+            return
         take = self.source.read(self.seed, self.epoch, self.consumed_samples)
         dealt = self._cut.deal_stream(take, self.epoch, self.consumed_samples)
         for number, mine, is_filler, is_last in dealt:
             with random_numbers_from((self.seed, self.epoch, 0, number)):
-                batch = self.collate_fn(mine)
+                batch = self.collate_fn([sample for _, sample in mine])
             info = describe_batch(batch)
             info = info.as_filler() if is_filler else info
             yield MicroBatch(batch, info, is_filler, is_last, self.epoch, number)
 
-
-def _pass_on(batch: Any) -> Any:
-    return batch
+    def _iterate_rows(self) -> Iterator[MicroBatch]:
+        """The same for a stream that knows where its rows are."""
+        assert isinstance(self.source, StreamRows)
+        # Either samples are made before they are dealt, or by the workers that collate them.
+        is_dealt_whole = self.source.is_expanded or self.has_token_budget
+        before, after = (self._num_workers, 0) if is_dealt_whole else (0, self._num_workers)
+        self._reading = self.source.read(
+            self.seed, self.epoch, self.consumed_samples, cursor=self._cursor,
+            num_workers=before, encodes=is_dealt_whole,
+        )  # fmt: skip
+        dealt = self._cut.deal_stream(self._reading, self.epoch, self.consumed_samples)
+        yield from self._fetch(dealt, after, forks=True)

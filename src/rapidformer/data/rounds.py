@@ -191,10 +191,10 @@ class Rounds:
             yield self._deal_round(start, samples, is_last=start + self.samples == end)
 
     def deal_stream(self, take: Take, epoch: int, consumed: int) -> Iterator[Dealt]:
-        """The same for a stream, whose samples are read in order."""
+        """The same for a stream, whose samples are read in order; each is dealt with its number."""
         if self.token_budget is not None:
             for start, samples in self._read(take, epoch, consumed):
-                lengths = [measure_sample(sample) for sample in samples]
+                lengths = [measure_sample(sample) for _, sample in samples]
                 yield from self._deal_by_tokens(start, samples, lengths)
             return
         rounds = self._read(take, epoch, consumed)
@@ -232,7 +232,7 @@ class Rounds:
             samples = take(size)
             if not samples or (self.drops_last and len(samples) < size):
                 return
-            waiting.append((start, samples))
+            waiting.append((start, list(enumerate(samples, start))))
             start += size
             if has_budget or not self.drops_last or len(waiting) == self.per_update:
                 yield from waiting

@@ -11,8 +11,9 @@ import contextlib
 import random
 import re
 from collections.abc import Mapping, Sequence
+from glob import has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.config import Settings
@@ -32,24 +33,75 @@ from rapidformer.nearest import suggest
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from rapidformer.data.streams.shards import Shard
+
 SPLITS_BY_FLAG = {"train_data": "train", "valid_data": "validation", "test_data": "test"}
 
 
-def load_splits(args: Settings) -> dict[str, Dataset]:
-    """The splits that the data flags name, with keys among train, validation and test."""
+def load_splits(args: Settings, *, may_stream: bool = True) -> dict[str, Any]:
+    """The splits that the data flags name, with keys among train, validation and test.
+
+    With ``--streaming``, the training split is a stream, unless it ``may`` not be one.
+    """
+    if args.streaming:
+        return _load_streams(args, may_stream=may_stream)
     location = as_list(args.data_path or args.data_dir)
     splits = _load_location(location, args) if location else {}
     for name, split in SPLITS_BY_FLAG.items():
         paths = [check_exists(path, name) for path in as_list(getattr(args, name))]
         if paths:
             splits[split] = load_split(paths, args.cache_dir)
+    _check_given(splits)
+    fraction = getattr(args, "validation_split", None)
+    return hold_out(splits, fraction, args.seed) if fraction else splits
+
+
+def _check_given(splits: dict[str, Any]) -> None:
     if not splits:
         raise DataError(
             "No data was given: point --data-path at a file, a folder or a data set on the Hub "
             "(with --data-name where it has several), or give --train-data and --valid-data."
         )
-    fraction = getattr(args, "validation_split", None)
-    return hold_out(splits, fraction, args.seed) if fraction else splits
+
+
+def _load_streams(args: Settings, *, may_stream: bool) -> dict[str, Any]:
+    from rapidformer.data.streams.listing import build_shards, choose_buffer, expand, load_table
+    from rapidformer.data.streams.stream import StreamRows
+
+    sets: dict[str, list[list[Shard]]] = {}
+    for text in as_list(args.data_path or args.data_dir):
+        for split, shards in _find_shards(text, args).items():
+            sets.setdefault(split, []).append(shards)
+    for name, split in SPLITS_BY_FLAG.items():
+        if texts := as_list(getattr(args, name)):
+            sets[split] = [build_shards(expand(text, name)) for text in texts]
+    _check_given(sets)
+    weights = getattr(args, "data_weights", None)
+    splits: dict[str, Any] = {}
+    for split, groups in sets.items():
+        shards = [shard for group in groups for shard in group]
+        if split != "train" or not may_stream:
+            limit = args.max_predict_samples if split == "test" else args.max_eval_samples
+            splits[split] = load_table(shards, limit)
+        else:
+            buffer = choose_buffer(args)
+            splits[split] = StreamRows(
+                groups if weights else [shards], buffer=buffer, weights=weights
+            )
+    return splits
+
+
+def _find_shards(text: str, args: Settings) -> dict[str, list[Shard]]:
+    """The shards of each split that a path, a pattern or a name on the Hub has."""
+    from rapidformer.data.streams.listing import build_shards, expand, list_shards_of, split_files
+
+    if not has_magic(text) and is_hub_name(text):
+        found = _load_from_hub(text, args)
+        return {split: list_shards_of(rows, f"{text} ({split})") for split, rows in found.items()}
+    path = Path(text).expanduser()
+    folder = find_sub_folder(path, args.data_name) if path.is_dir() else text
+    files = split_files(expand(str(folder), "data_path"))
+    return {split: build_shards(paths) for split, paths in files.items()}
 
 
 def hold_out(splits: dict[str, Dataset], fraction: float, seed: int) -> dict[str, Dataset]:
@@ -142,18 +194,19 @@ def find_sub_folder(folder: Path, name: str | None) -> Path:
     )
 
 
-def _load_from_hub(name: str, args: Settings, split: str | None = None) -> dict[str, Dataset]:
+def _load_from_hub(name: str, args: Settings, split: str | None = None) -> dict[str, Any]:
     datasets = import_datasets()
     full_name = f"{name} ({args.data_name})" if args.data_name else name
     online = is_hub_reachable("HF_DATASETS_OFFLINE")
     try:
         with contextlib.nullcontext() if online else _OFFLINE:
-            data = datasets.load_dataset(name, args.data_name, cache_dir=args.cache_dir)
+            data = datasets.load_dataset(
+                name, args.data_name, cache_dir=args.cache_dir, streaming=args.streaming
+            )
     except Exception as error:
         text = _describe_hub_failure(full_name, name, args.data_name, error, online)
         raise DataError(text) from error
-    if isinstance(data, datasets.Dataset):
-        data = {"train": data}
+    data = data if isinstance(data, dict) else {"train": data}
     return name_splits(data, full_name) if split is None else _choose_split(data, split, full_name)
 
 

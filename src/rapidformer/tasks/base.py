@@ -99,6 +99,8 @@ class Task(ABC):
     """Whether --label-smoothing is about the model's own loss, not about the objective's."""
     uses_dropout: bool = True
     """False: models are trained without dropout, which would blur what the objective compares."""
+    streams: bool = False
+    """Whether its training rows may be a stream (``--streaming``)."""
     reads_as: tuple[str, ...] = ()
     """Other tasks whose settings this one reads, too."""
     row_extras: tuple[str, ...] = ()

@@ -37,7 +37,9 @@ from rapidformer.tasks.rows.rows import (
     drop_columns,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
+    is_row_stream,
     take_rows,
 )
 from rapidformer.tasks.text.text import (
@@ -83,7 +85,7 @@ class CausalLM(LanguageModel):
         parts = load_text_parts(args, allows_towers=True)
         check_is_causal(parts.config, args)
         tables = get_splits(args, splits)
-        columns = find_chat_columns(next(iter(tables.values())), args, TEXT, has_answers=True)
+        columns = find_chat_columns(get_first_table(tables), args, TEXT, has_answers=True)
         collate: Any = build_text_collator(parts.tokenizer, side="right")
         is_packed = args.packing and not (columns is None and args.group_texts)
         features, extras = (
@@ -201,7 +203,7 @@ def _encode_texts(
             "--packing has no effect on plain text, whose rows are already full; with "
             "--no-group-texts, each text is a separate example."
         )
-    column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
+    column = str(find_column(TEXT, get_column_names(get_first_table(tables)), args))
     features = {
         split: encode_blocks(rows, split, column, parts, add_special=False)
         for split, rows in tables.items()
@@ -226,6 +228,14 @@ def _encode_chats(
 def _pack(rows: Any, split: str, length: int) -> Any:
     from rapidformer.data.packing import PackedRows, pack_lengths
 
+    if is_row_stream(rows):  # chunk by chunk
+
+        def pack(part: list[Any], _: list[int]) -> list[Any]:
+            sizes = [len(row["input_ids"]) for row in part]
+            packed = PackedRows(part, pack_lengths(sizes, length))
+            return [packed[number] for number in range(len(packed))]
+
+        return rows.then(pack, expands=True)
     lengths = _get_lengths(rows)
     packed = pack_lengths(lengths, length)
     tokens, longest = sum(lengths), max(lengths)

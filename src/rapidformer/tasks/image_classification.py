@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError, MissingPackageError
@@ -17,7 +17,13 @@ from rapidformer.tasks.labels.labels import (
     read_labels,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    get_column_names,
+    get_first_table,
+    get_splits,
+    is_row_stream,
+)
 from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
 
 IMAGE = ColumnRole(
@@ -41,16 +47,13 @@ class ImageClassification(Classifier):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         config, parts = _load_parts(args)
         tables = get_splits(args, splits)
-        columns = find_columns((LABEL, IMAGE), get_column_names(next(iter(tables.values()))), args)
+        columns = find_columns((LABEL, IMAGE), get_column_names(get_first_table(tables)), args)
         image, classes = columns["image"], get_model_classes(config)
         space, labelled = read_labels(tables, columns["label"], args, classes)
         images: dict[str, Any] = {
-            split: _ImageRows(
-                _without_decoding(rows, image), image, parts["processor"], split,
-                space if labelled[split] else None,
-            )
+            split: _encode(rows, image, parts["processor"], split, labelled[split] and space)
             for split, rows in tables.items()
-        }  # fmt: skip
+        }
         extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
         settings = space.get_model_settings()
         return PreparedData(**images, **parts, model_settings=settings, extras=extras)
@@ -87,6 +90,19 @@ def _load_parts(args: Settings) -> tuple[Any, dict[str, Any]]:
     return load_config(args), {"collate": PadCollator(), "processor": load_image_processor(args)}
 
 
+def _encode(
+    rows: Any, column: str, processor: Any, split: str, space: LabelSpace | Literal[False]
+) -> Any:
+    """Rows of pixel values, computed on request."""
+    images = _ImageRows(_without_decoding(rows, column), column, processor, split, space or None)
+    if not is_row_stream(rows):
+        return images
+    return rows.then(
+        lambda part, numbers: [images.encode(*pair) for pair in zip(part, numbers, strict=True)],
+        expands=False,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _ImageRows:
     """Rows of pixel values, computed on request."""
@@ -101,9 +117,12 @@ class _ImageRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.encode(self.rows[int(index)], index)
+
+    def encode(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """The pixels and the label of a row."""
         import numpy as np
 
-        row = self.rows[int(index)]
         image = _open_image(row[self.column], f"{self.split}, row {index + 1}")
         pixels = np.asarray(self.processor(images=image)["pixel_values"][0], dtype=np.float32)
         result: dict[str, Any] = {"pixel_values": pixels}
@@ -120,7 +139,8 @@ class _ImageRows:
 
 def _without_decoding(rows: Any, column: str) -> Any:
     """Turn off decoding by `datasets`, so that we can name the row of a broken file."""
-    feature: Any = rows.features.get(column) if hasattr(rows, "features") else None
+    has_features = hasattr(rows, "features") and not is_row_stream(rows)
+    feature: Any = rows.features.get(column) if has_features else None
     if type(feature).__name__ != "Image":
         return rows
     return rows.cast_column(column, type(feature)(decode=False))

@@ -13,7 +13,13 @@ from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    get_column,
+    get_column_names,
+    get_first_table,
+    get_splits,
+)
 from rapidformer.tasks.text.text import (
     TEXT,
     LanguageModel,
@@ -50,7 +56,7 @@ class MaskedLM(LanguageModel):
         parts = load_text_parts(args)
         _check_mask(parts.tokenizer, args)
         tables = get_splits(args, splits)
-        column = str(find_column(TEXT, get_column_names(next(iter(tables.values()))), args))
+        column = str(find_column(TEXT, get_column_names(get_first_table(tables)), args))
         features = {}
         for split, rows in tables.items():
             blocks = encode_blocks(rows, split, column, parts, add_special=True)

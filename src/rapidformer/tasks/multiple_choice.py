@@ -14,7 +14,14 @@ from rapidformer.tasks.labels.checks import is_unlabelled
 from rapidformer.tasks.labels.labels import SINGLE
 from rapidformer.tasks.metrics.tally import ChoiceTally, Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import (
+    as_full_rows,
+    get_column,
+    get_column_names,
+    get_first_table,
+    get_splits,
+    to_rows,
+)
 from rapidformer.tasks.sequence_classification import Classifier, describe_record
 from rapidformer.tasks.text.text import TextParts, load_text_parts
 
@@ -53,6 +60,7 @@ class MultipleChoice(Classifier):
     description = "choose the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
     auto_class = "AutoModelForMultipleChoice"
+    streams = True
     answer_keys = frozenset({"choice", "text", "score", "scores"})
     metrics = ("accuracy", "loss")
 
@@ -62,7 +70,7 @@ class MultipleChoice(Classifier):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
-        columns = _find_columns(next(iter(tables.values())), args, with_label=True)
+        columns = _find_columns(get_first_table(tables), args, with_label=True)
         labels: dict[str, list[int] | None] = {}
         features = {}
         count = None
@@ -73,7 +81,8 @@ class MultipleChoice(Classifier):
             labels[split] = _read_labels(rows, split, columns, choices) if has_label else None
             if labels[split] is None and split != "test":
                 raise DataError(f"{split} has no labels in the column {columns.label}.")
-            features[split] = _encode(rows, split, columns, choices, labels[split], parts)
+            has_labels = labels[split] is not None
+            features[split] = _encode(rows, split, columns, count, parts, has_labels=has_labels)
         labelled = {split: numbers is not None for split, numbers in labels.items()}
         extras = {"rows": tables, "columns": columns, "problem_type": SINGLE}
         return parts.prepare(features, {**extras, "labelled": labelled})
@@ -82,9 +91,8 @@ class MultipleChoice(Classifier):
         parts = load_text_parts(args)
         table = as_full_rows(rows, "multiple_choice needs a context and choices")
         columns = _find_columns(table, args, with_label=False)
-        choices = _read_choices(table, "input", columns)
-        _check_counts(choices, "input", None)
-        features = _encode(table, "input", columns, choices, None, parts)
+        count = _check_counts(_read_choices(table, "input", columns), "input", None)
+        features = _encode(table, "input", columns, count, parts, has_labels=False)
         extras = {"rows": {"test": table}, "columns": columns, "problem_type": SINGLE}
         return parts.prepare_input(features, extras)
 
@@ -198,13 +206,17 @@ def _encode(
     rows: Any,
     split: str,
     columns: _Columns,
-    choices: Sequence[Sequence[str]],
-    labels: Sequence[int] | None,
+    count: int,
     parts: TextParts,
+    *,
+    has_labels: bool,
 ) -> Any:
-    count = len(choices[0])
+    """``count`` is the number of choices of every row."""
 
     def encode(values: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        part = to_rows(values)
+        choices = _read_choices(part, split, columns)
+        _check_counts(choices, split, count)
         contexts = check_row_texts(values[columns.context], columns.context, split, indices[0])
         first = [context for context in contexts for _ in range(count)]
         if columns.question:
@@ -213,16 +225,16 @@ def _encode(
             starts = [""] * len(indices)
         second = [
             (start + choice).strip() if start else choice
-            for start, index in zip(starts, indices, strict=True)
-            for choice in choices[index]
+            for start, texts in zip(starts, choices, strict=True)
+            for choice in texts
         ]
         encoded = parts.tokenizer(first, second, truncation=True, max_length=parts.length)
         result = {
             name: [ids[start : start + count] for start in range(0, len(ids), count)]
             for name, ids in encoded.items()
         }
-        if labels is not None:
-            result["labels"] = [labels[index] for index in indices]
+        if has_labels:
+            result["labels"] = _read_labels(part, split, columns, choices) or []
         return result
 
-    return parts.map_rows(rows, encode, "choices", columns, labels is None)
+    return parts.map_rows(rows, encode, "choices", columns, has_labels, is_one_to_one=True)

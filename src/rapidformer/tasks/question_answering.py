@@ -27,6 +27,7 @@ from rapidformer.tasks.rows.rows import (
     as_full_rows,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
     has_columns,
 )
@@ -62,6 +63,7 @@ class QuestionAnswering(Task):
     )
     columns = (QUESTION, CONTEXT, ANSWERS)
     auto_class = "AutoModelForQuestionAnswering"
+    streams = True
     answer_keys = frozenset({"answer", "start", "end", "score"})
     metrics = (
         "exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_exact_match",
@@ -75,7 +77,7 @@ class QuestionAnswering(Task):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
-        available = get_column_names(next(iter(tables.values())))
+        available = get_column_names(get_first_table(tables))
         names = list(find_columns(self.columns, available, args).values())
         labelled = {split: has_columns(rows, split, [names[2]]) for split, rows in tables.items()}
         features, windows = {}, {}

@@ -21,6 +21,7 @@ from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
     has_columns,
     take_rows,
@@ -62,6 +63,7 @@ class Seq2SeqLM(Task):
     columns = (SOURCE, TARGET)
     tally_reads_rows = True
     auto_class = "AutoModelForSeq2SeqLM"
+    streams = True
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
@@ -72,7 +74,7 @@ class Seq2SeqLM(Task):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
-        source, target = _find_pair(next(iter(tables.values())), args)
+        source, target = _find_pair(get_first_table(tables), args)
         labelled = {split: _has_targets(rows, split, target) for split, rows in tables.items()}
         features = {
             split: _encode(rows, split, source, target if labelled[split] else None, parts)
@@ -82,7 +84,7 @@ class Seq2SeqLM(Task):
         generation = Generation(num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args))
         extras = {
             "rows": tables, "source": source, "target": target,
-            "languages": _find_languages(next(iter(tables.values())), source, target),
+            "languages": _find_languages(get_first_table(tables), source, target),
             "labelled": labelled, "generation": generation,
         }  # fmt: skip
         return parts.prepare(features, extras)
@@ -208,12 +210,16 @@ def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: Tex
         # The model takes no segment ids.
         result.pop("token_type_ids", None)
         if target is not None:
-            wanted = [str(text) for text in _pick(columns[target[0]], target)]
+            wanted = check_row_texts(
+                _pick(columns[target[0]], target), target[-1], split, indices[0]
+            )
             encoded = tokenizer(text_target=wanted, truncation=True, max_length=target_length)
             result["labels"] = encoded["input_ids"]
         return result
 
-    return parts.map_rows(rows, encode, "pairs", source, target, prefix, target_length)
+    return parts.map_rows(
+        rows, encode, "pairs", source, target, prefix, target_length, is_one_to_one=True
+    )
 
 
 def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:

@@ -31,6 +31,7 @@ from rapidformer.tasks.rows.rows import (
     check_column,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
 )
 from rapidformer.tasks.text.text import TextParts, load_text_parts
@@ -69,6 +70,7 @@ class Classifier(Task):
     """A task whose model gives each row a label, several labels or a number."""
 
     answer_keys = frozenset({"label", "labels", "score", "scores"})
+    streams = True
     best_metric = "accuracy"
     greater_is_better = True
     learns_classes = True
@@ -122,7 +124,7 @@ class SequenceClassification(Classifier):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args)
         tables = get_splits(args, splits)
-        available = get_column_names(next(iter(tables.values())))
+        available = get_column_names(get_first_table(tables))
         label = _find_label(available, args)
         texts = _find_texts(available, args, taken=label)
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
@@ -208,7 +210,7 @@ def _encode(
 
     for name in texts:
         check_column(rows, split, name)
-    return parts.map_rows(rows, encode, "texts", texts, space)
+    return parts.map_rows(rows, encode, "texts", texts, space, is_one_to_one=True)
 
 
 def get_problem_type(config: Any) -> str:

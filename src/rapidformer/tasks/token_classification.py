@@ -28,10 +28,13 @@ from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
     as_rows,
+    filter_rows,
     get_class_names,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
+    is_row_stream,
     select_rows,
 )
 from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
@@ -61,13 +64,14 @@ class TokenClassification(Task):
     answer_keys = frozenset({"tags", "scores", "entities"})
     metrics = ("precision", "recall", "f1", "accuracy", "loss")
     answer_role = TAGS.name
+    streams = True
     best_metric = "f1"
     greater_is_better = True
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
-        columns = find_columns((TAGS, WORDS), get_column_names(next(iter(tables.values()))), args)
+        columns = find_columns((TAGS, WORDS), get_column_names(get_first_table(tables)), args)
         tags, words = columns["tags"], columns["words"]
         space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
         features = {
@@ -154,16 +158,23 @@ def _read_tags(
     for split, cells in values.items():
         pairs = zip(get_column(tables[split], words), cells, strict=True)
         for number, (row_words, row_tags) in enumerate(pairs, start=1):
-            if row_words is None:
-                raise DataError(f"{split}, row {number}: the words or the tags are missing.")
-            if len(_as_words(row_words)) != len(_as_tags(row_tags)):
-                raise DataError(
-                    f"{split}, row {number}: {len(_as_words(row_words))} words in {words} but "
-                    f"{len(_as_tags(row_tags))} tags in {tags}; each word needs one tag."
-                )
-    names = get_class_names(tables[get_leading_split(values)], tags)
+            _check_pair(row_words, row_tags, f"{split}, row {number}", (words, tags))
+    leading = tables[get_leading_split(values)]
+    names = get_class_names(leading, tags)
     by_row = {split: [_as_tags(value) for value in rows] for split, rows in values.items()}
-    return read_classes(by_row, tags, names, args, model), labelled
+    is_head = is_row_stream(leading)
+    return read_classes(by_row, tags, names, args, model, is_head=is_head), labelled
+
+
+def _check_pair(words: Any, tags: Any, where: str, columns: tuple[str, str]) -> None:
+    if words is None or tags is None:
+        raise DataError(f"{where}: the words or the tags are missing.")
+    counts = len(_as_words(words)), len(_as_tags(tags))
+    if counts[0] != counts[1]:
+        raise DataError(
+            f"{where}: {counts[0]} words in {columns[0]} but {counts[1]} tags in {columns[1]}; "
+            "each word needs one tag."
+        )
 
 
 def _as_tags(value: Any) -> list[Any]:
@@ -183,7 +194,9 @@ def _encode(rows: Any, split: str, words: str, space: LabelSpace | None, parts: 
         for row, sentence in enumerate(sentences):
             ids = [0] * len(sentence)
             if space is not None:
-                ids = [space.encode(tag) for tag in _as_tags(columns[space.column][row])]
+                tags, where = columns[space.column][row], f"{split}, row {indices[row] + 1}"
+                _check_pair(sentence, tags, where, (words, space.column))
+                ids = [space.encode(tag) for tag in _as_tags(tags)]
             aligned.append(_align(result.word_ids(row), ids, inside))
         return {**result, "labels": aligned}
 
@@ -217,6 +230,8 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
+    if is_row_stream(features):
+        return filter_rows(features, lambda row: set(row["labels"]) != {IGNORED_LABEL})
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)

@@ -28,7 +28,7 @@ from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.summary import describe_results
-from rapidformer.training.timetable import Timetable
+from rapidformer.training.timetable import OPEN_END, Timetable
 
 
 class TrainingLoop:
@@ -110,7 +110,7 @@ class TrainingLoop:
     def is_finished(self) -> bool:
         """Whether a restored run has done all of its updates and written the final model."""
         source = self.engine.checkpoints.resumed_from
-        if self._attempts < self.train_iters:
+        if self._attempts < self.train_iters and not self._has_passed:
             return False
         if self.args.save is None or source is None:
             return True
@@ -157,6 +157,8 @@ class TrainingLoop:
         for update in self.engine.data.iterate_updates(
             self.loader, stays_on_host=self.engine.updates.may_replay
         ):
+            if self._has_passed:  # it was resumed at the end of a stream
+                break
             self._run_update(update)
             if self._is_over() or self.control.should_epoch_stop:
                 break
@@ -165,7 +167,7 @@ class TrainingLoop:
             control.should_log |= timetable.logs_each_epoch
             control.should_evaluate |= timetable.is_evaluation_due_after_epoch(self.epoch)
             control.should_save |= timetable.saves_each_epoch
-        if attempts == self._attempts:
+        if attempts == self._attempts and not self._has_passed:
             raise RapidformerError("the training data yielded no batch: is the stream empty?")
         self._notify("on_epoch_end")
         self._act()
@@ -277,6 +279,8 @@ class TrainingLoop:
         control.should_evaluate = control.should_save = False
 
     def _finish(self) -> None:
+        if self._has_passed:
+            self.train_iters = self._attempts
         if self.evaluation is not None and self.progress.evaluated_at != self.step:
             self._evaluate()
         if self.test is not None and self._attempts >= self.train_iters:
@@ -320,7 +324,13 @@ class TrainingLoop:
 
     def _is_over(self) -> bool:
         # Attempts, not updates: skipped updates consume data, too.
-        return self.control.should_training_stop or self._attempts >= self.train_iters
+        is_done = self._attempts >= self.train_iters or self._has_passed
+        return self.control.should_training_stop or is_done
+
+    @property
+    def _has_passed(self) -> bool:
+        """Whether a run over a stream of unknown length has done its passes."""
+        return self.train_iters == OPEN_END and self.loader.epoch >= (self.args.epochs or 1)
 
     def _log(self) -> None:
         self.control.should_log = False
@@ -330,7 +340,9 @@ class TrainingLoop:
         measured = self.meter.read()
         has_scaler = self.engine.updates.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
-        left, self.parts = self.train_iters - self._attempts, measured.parts
+        is_known = self.train_iters != OPEN_END
+        left = self.train_iters - self._attempts if is_known else None
+        self.parts = measured.parts
         line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
         self._notify("on_log", line)
         self._saves.report_if_written()

@@ -261,7 +261,7 @@ class LogLines:
             )
 
     def describe(
-        self, measured: Measurement, place: dict[str, Any], *, lr: float, updates_left: int
+        self, measured: Measurement, place: dict[str, Any], *, lr: float, updates_left: int | None
     ) -> dict[str, Any]:
         """The figures by name, as they go to ``metrics.jsonl``; ``place`` is the step and epoch."""
         engine, updates = self._engine, len(measured.losses)
@@ -279,7 +279,7 @@ class LogLines:
             line["tokens_per_second"] = measured.tokens / measured.seconds
             line["padding_share"] = 1 - measured.tokens / measured.slots
         # The first step alone prepares much that later ones reuse: it predicts nothing.
-        if self._has_measured or updates > 1:
+        if updates_left is not None and (self._has_measured or updates > 1):
             line["seconds_left"] = max(updates_left, 0) * step_time
         self._has_measured = True
         # A model's arithmetic grows with its tokens, so these must be known.

@@ -19,6 +19,7 @@ from rapidformer.config.tracker_names import list_named
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
+from rapidformer.training.timetable import OPEN_END
 from rapidformer.training.trackers import (
     Background,
     MetricsFile,
@@ -147,7 +148,7 @@ class Reporter(Callback):
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:
     """The line for a log interval."""
     parts = [
-        f"step {line['step']}/{total_steps}",
+        f"step {line['step']}" + (f"/{total_steps}" if total_steps != OPEN_END else ""),
         f"epoch {line['epoch']:.2f}",
         f"loss {line['loss']:.4f}",
         *(
@@ -192,7 +193,8 @@ def _start_bar(total: int, start: int) -> Any:
         progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), progress.TextColumn("left"),
         progress.TextColumn("{task.fields[note]}"), console=Console(stderr=True),
     )  # fmt: skip
-    bar.add_task("training", total=total, completed=start, note="")
+    known = None if total == OPEN_END else total
+    bar.add_task("training", total=known, completed=start, note="")
     bar.start()
     return bar
 

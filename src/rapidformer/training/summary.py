@@ -19,6 +19,7 @@ from rapidformer.models.adapters import describe_trained
 from rapidformer.models.location import is_model_folder
 from rapidformer.models.plan import MARKED
 from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.timetable import OPEN_END
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
@@ -32,7 +33,6 @@ def describe_run(
     model = parallelized.model
     total, trained = _count_parameters(engine)
     adapter, plan = engine.model.adapter, parallelized.plan
-    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     count, device = args.world_size, describe_device(engine.device)
     where = f"{count} process{'es' * (count > 1)} on {device}"
     lines = [
@@ -43,8 +43,7 @@ def describe_run(
         + ("" if plan.source == MARKED else f" ({plan.source})"),
         f"data      {_size(loader)} training, {_size(eval_data)} evaluation samples",
         f"batch     {engine.data.describe_batch(loader)}",
-        f"length    {train_iters} step{'s' * (train_iters != 1)}"
-        + (f" = {epochs}" if args.epochs and not args.train_iters else "")
+        f"length    {_describe_length(args, train_iters)}"
         + f"; lr {_describe_rate(engine)}, {_describe_schedule(engine, train_iters)}"
         + f"; {_describe_optimizer(engine)}, clip {engine.updates.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
@@ -82,6 +81,14 @@ def _count_parameters(engine: RapidformerEngine) -> tuple[int, int]:
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
     )
+
+
+def _describe_length(args: Settings, train_iters: int) -> str:
+    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
+    if train_iters == OPEN_END:
+        return f"{epochs} of a stream"
+    steps = f"{train_iters} step{'s' * (train_iters != 1)}"
+    return f"{steps} = {epochs}" if args.epochs and not args.train_iters else steps
 
 
 def _describe_rate(engine: RapidformerEngine) -> str:

@@ -44,6 +44,7 @@ from rapidformer.training.run_folder import (
     restore_replaced,
 )
 from rapidformer.training.summary import describe_finished, describe_model, describe_run
+from rapidformer.training.timetable import OPEN_END
 from rapidformer.training.trackers import Tracker
 
 
@@ -279,6 +280,8 @@ class Template(ABC):
     ) -> Progress:
         """Resume, print the summary, and run the training loop."""
         train_iters = self.engine.data.get_train_iters()
+        if train_iters is None and loader.is_stream and self.args.epochs:
+            train_iters = OPEN_END
         if train_iters is None:
             raise ConfigurationError("give the length of training: --epochs or --train-iters.")
         if not self.args.finetune:

@@ -6,6 +6,9 @@ import math
 
 from rapidformer.config import Settings
 
+OPEN_END = 2**31
+"""Updates of a run over a stream: it ends with its last pass, whenever that is."""
+
 
 def count_updates(interval: float, train_iters: int) -> int:
     """An interval in updates: itself, or its fraction of the run."""

@@ -23,10 +23,14 @@ from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.template import ChatTemplate, Span, choose_template
 from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, is_empty, name_rows
 from rapidformer.tasks.rows.rows import (
+    as_table,
     drop_columns,
+    filter_rows,
     get_column,
     has_columns,
+    is_row_stream,
     map_rows,
+    name_split,
     select_rows,
 )
 from rapidformer.tasks.text.text import get_frame, get_tokenizer_key, tokenize
@@ -128,7 +132,7 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
     if split == "test" and set(get_column(features, "left_out")) == {_NO_ANSWER}:
         return Kept(None)
     kept = drop_left_out(features, split)
-    _report_trained(kept.features, split, encoder)
+    _report_trained(as_table(kept.features), name_split(split, kept.features), encoder)
     notes = ["left_out", "trained", "is_cut", "ends"]
     return kept._replace(features=drop_columns(kept.features, notes))
 
@@ -227,6 +231,7 @@ def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = Non
     ``numbers`` are those of the examples' rows, if they are not one for each.
     """
     reasons: list[str] = get_column(features, "left_out")
+    split = name_split(split, features)
     by_reason: dict[str, list[int]] = defaultdict(list)
     numbers = numbers or range(len(reasons))
     for number, reason in zip(numbers, reasons, strict=True):
@@ -237,6 +242,8 @@ def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = Non
         raise DataError(f"{split}: there is nothing to train on: {'; '.join(shown.values())}.")
     for reason, rows in by_reason.items():
         warn("%s: dropped %d of %d examples: %s", split, len(rows), len(reasons), shown[reason])
+    if is_row_stream(features):
+        return Kept(filter_rows(features, lambda row: not row["left_out"]))
     if not by_reason:
         return Kept(features)
     kept = [place for place, reason in enumerate(reasons) if not reason]

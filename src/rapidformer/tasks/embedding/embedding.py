@@ -31,6 +31,7 @@ from rapidformer.tasks.rows.rows import (
     check_column,
     get_column,
     get_column_names,
+    get_first_table,
     get_splits,
 )
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
@@ -73,12 +74,13 @@ class Embedding(PairTask):
     )
     auto_class = "AutoModel"
     best_metric = "ndcg@10"
+    streams = True
     metrics = ("loss", "pearson", "spearmanr", "triplet_accuracy", *RANKING_METRICS)
     answer_keys = frozenset({"embedding", "similarity"})
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         tables = get_splits(args, splits)
-        columns = find_pair_columns(next(iter(tables.values())), args)
+        columns = find_pair_columns(get_first_table(tables), args)
         return self.prepare_tables(*_load(args), tables, columns)
 
     def prepare_tables(

@@ -27,7 +27,13 @@ from rapidformer.tasks.embedding.embedding import (
 )
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, RerankingTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.rows import as_full_rows, get_column, get_splits, to_rows
+from rapidformer.tasks.rows.rows import (
+    as_full_rows,
+    get_column,
+    get_first_table,
+    get_splits,
+    to_rows,
+)
 from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
@@ -50,13 +56,14 @@ class Reranking(PairTask):
         "[Embeddings and rerankers](embeddings.md)."
     )
     auto_class = "AutoModelForSequenceClassification"
+    streams = True
     metrics = ("loss", "accuracy", "spearmanr", *RANKING_METRICS)
     answer_keys = frozenset({"score", "scores"})
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_pair_parts(args)
         tables = get_splits(args, splits)
-        columns = find_pair_columns(next(iter(tables.values())), args)
+        columns = find_pair_columns(get_first_table(tables), args)
         return self.prepare_tables(parts, tables, columns)
 
     def prepare_tables(

@@ -97,7 +97,7 @@ def evaluate_task(
     elif file is None:
         split, rows = args.eval_split, _choose_rows(args, args.eval_split, data)
     else:
-        split, (rows,) = file.name.split(".")[0], load_splits(args).values()
+        split, (rows,) = file.name.split(".")[0], load_splits(args, may_stream=False).values()
     # Prepare only the split to evaluate. Training rows are passed as validation rows: as train,
     # they would be prepared for training and decide which classes exist.
     name = split if split == "test" else "validation"
@@ -153,7 +153,9 @@ def _find_single_file(args: Settings) -> Path | None:
 def _choose_rows(args: Settings, split: str, data: Any) -> Any:
     if data is not None and not isinstance(data, Mapping):
         return data
-    splits = load_splits(args) if data is None else name_splits(data, "the given data")
+    splits = (
+        load_splits(args, may_stream=False) if data is None else name_splits(data, "the given data")
+    )
     if split not in splits:
         hint = ", or give other data with --data-path" if data is None else ""
         raise DataError(

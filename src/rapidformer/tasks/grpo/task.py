@@ -62,6 +62,7 @@ class Grpo(CausalLM):
     best_metric, greater_is_better = "reward", True
     metrics = ("reward", "mean_length")
     uses_dropout = False  # with it, answers would be those of another model
+    streams = False
 
     def __init__(self, functions: Sequence[RewardFunction] | None = None) -> None:
         """With functions of a script, or else those of ``--reward-function``."""

@@ -13,9 +13,9 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.log import warn
+from rapidformer.log import get_logger, warn
 from rapidformer.tasks.labels import checks
-from rapidformer.tasks.rows.rows import get_class_names
+from rapidformer.tasks.rows.rows import get_class_names, is_row_stream
 
 SINGLE = "single_label_classification"
 MULTI = "multi_label_classification"
@@ -37,13 +37,22 @@ class LabelSpace:
         return 1 if self.problem_type == REGRESSION else len(self.names)
 
     def encode(self, value: Any) -> Any:
-        if self.problem_type == REGRESSION:
-            return float(value)
-        if self.problem_type == SINGLE:
-            return self.ids[value]
-        if self.is_multi_hot:
-            return [float(item) for item in value]
-        present = {self.ids[item] for item in value}
+        """What the model learns; only in a stream, a value may be unknown by now."""
+        try:
+            if self.problem_type == REGRESSION:
+                return float(value)
+            if self.problem_type == SINGLE:
+                return self.ids[value]
+            if self.is_multi_hot and len(value) == len(self.names):
+                return [float(item) for item in value]
+            present = {self.ids[item] for item in value}
+        except (KeyError, TypeError, ValueError):
+            known = "numbers" if self.problem_type == REGRESSION else ", ".join(self.names[:10])
+            raise DataError(
+                f"the label {value!r} in the column {self.column} is not one of those in the first "
+                f"rows ({known}{', ...' if self.names[10:] else ''}): correct it, or name all "
+                "classes with --label-names."
+            ) from None
         return [float(index in present) for index in range(len(self.names))]
 
     def get_model_settings(self) -> dict[str, Any]:
@@ -122,7 +131,7 @@ def read_labels(
     read = _read_multi_label if kind == MULTI else read_classes
     if kind == SINGLE:
         values = {split: [[value] for value in items] for split, items in values.items()}
-    return read(values, column, names, args, model), labelled
+    return read(values, column, names, args, model, is_head=is_row_stream(splits[first])), labelled
 
 
 def read_classes(
@@ -131,8 +140,13 @@ def read_classes(
     names: tuple[str, ...] | None,
     args: Settings,
     model: ModelClasses,
+    *,
+    is_head: bool = False,
 ) -> LabelSpace:
-    """One class per item, for rows of items: a row's single label, or the tags of its words."""
+    """One class per item, for rows of items: a row's single label, or the tags of its words.
+
+    ``is_head``: these are only the first rows, of which more may follow with other classes.
+    """
     split, learned = get_leading_split(values), _get_learned(values, model)
     _check_contradiction(args, learned)
     rows = values[split]
@@ -142,10 +156,15 @@ def read_classes(
             f"The labels of {split} contain {first!r}, which is not a class: classes are strings "
             "or integers from 0 up."
         )
-    texts = (str(item) for row in rows for item in row) if isinstance(first, str) else None
+    texts = {str(item) for row in rows for item in row} if isinstance(first, str) else None
+    if is_head and not args.label_names and names is None:
+        learned = _choose_known(texts, model) or learned
     chosen, ids = _choose_classes(
-        texts, names, model, learned, lambda: args.num_labels or checks.count_classes(rows, split)
-    )
+        texts, names, model, learned, lambda: args.num_labels or checks.count_classes(rows, split),
+        given=args.label_names,
+    )  # fmt: skip
+    if is_head and not (args.label_names or names or learned.count or args.num_labels):
+        get_logger().info("labels    %s, found in the first rows", ", ".join(chosen))
     checks.check_count(len(chosen), args, split)
     if len(chosen) < 2:
         # A head with one output would mean regression.
@@ -154,6 +173,12 @@ def read_classes(
     space = LabelSpace(column=column, problem_type=SINGLE, names=chosen, ids=ids)
     _check_known(values, space, args, learned, names)
     return space
+
+
+def _choose_known(texts: set[str] | None, model: ModelClasses) -> ModelClasses | None:
+    """The model's classes, if the labels of a stream's first rows are among them."""
+    is_known = texts <= set(model.names) if texts is not None else bool(model.count)
+    return model if is_known and model.count > 1 else None
 
 
 def get_leading_split(values: Mapping[str, Any]) -> str:
@@ -186,6 +211,8 @@ def _read_multi_label(
     names: tuple[str, ...] | None,
     args: Settings,
     model: ModelClasses,
+    *,
+    is_head: bool = False,
 ) -> LabelSpace:
     learned = _get_learned(values, model)
     _check_contradiction(args, learned)
@@ -199,7 +226,11 @@ def _read_multi_label(
     # If the model knows all of these labels, they are a part of its own.
     known = model if texts is not None and texts <= set(model.names) else learned
     size = len(rows[0]) if is_multi_hot else args.num_labels
-    chosen, ids = _choose_classes(texts, names, model, known, lambda: size or max(items) + 1)
+    chosen, ids = _choose_classes(
+        texts, names, model, known, lambda: size or max(items) + 1, given=args.label_names
+    )
+    if is_head and not (args.label_names or names or known.count or args.num_labels):
+        get_logger().info("labels    %s, found in the first rows", ", ".join(chosen))
     space = LabelSpace(
         column=column, problem_type=MULTI, names=chosen, ids=ids, is_multi_hot=is_multi_hot
     )
@@ -225,8 +256,13 @@ def _choose_classes(
     model: ModelClasses,
     learned: ModelClasses,
     count_numbers: Callable[[], int],
+    *,
+    given: Sequence[str] | None,
 ) -> tuple[tuple[str, ...], dict[Any, int]]:
     """The classes, and the ids of texts, of indices of the declared names or of plain numbers."""
+    if given and not learned.count:
+        keys: Iterable[Any] = given if texts is not None else range(len(given))
+        return tuple(given), {key: index for index, key in enumerate(keys)}
     if texts is not None:
         names = set(texts)
         are_numbers = all(name.lstrip("-").isdigit() for name in names)

@@ -32,11 +32,14 @@ from rapidformer.tasks.preference.examples import Example, read_examples
 from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
+    as_table,
     drop_columns,
     get_column,
     get_column_names,
+    get_first_table,
     has_columns,
     map_rows,
+    name_split,
 )
 from rapidformer.tasks.text.text import TEXT, TextParts
 
@@ -83,7 +86,7 @@ def encode_tables(
 ) -> Samples:
     """The samples of all splits."""
     args = parts.args
-    first = next(iter(tables.values()))
+    first = get_first_table(tables)
     columns = find_preference_columns(first, args, may_be_single=not is_paired)
     chat = _build_plain_encoder(parts)
     if columns.has_turns or columns.has_prompt:
@@ -114,7 +117,7 @@ def _encode_split(rows: Any, split: str, encoder: PreferenceEncoder, workers: in
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
     kept = drop_left_out(features, split, get_column(features, "row"))
-    _report(kept.features, split, encoder)
+    _report(as_table(kept.features), name_split(split, kept.features), encoder)
     return kept._replace(features=drop_columns(kept.features, _NOTES))
 
 
@@ -250,7 +253,7 @@ def _report(features: Any, split: str, encoder: PreferenceEncoder) -> None:
 def check_balance(features: Any, settings: LossSettings) -> None:
     """KTO wants good answers to weigh as much as bad ones in all, up to a third more."""
     good = sum(get_column(features, "desirable"))
-    bad = len(features) - good
+    bad = len(as_table(features)) - good
     wanted = settings.undesirable_weight * bad / max(good, 1)
     if good and wanted and not 0.99 < settings.desirable_weight / wanted < 1.34:
         warn(

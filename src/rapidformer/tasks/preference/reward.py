@@ -50,6 +50,7 @@ class Reward(Task):
     metrics = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward", "loss")
     answer_keys = frozenset({"score"})
     uses_dropout = False
+    streams = True
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         if has_answers:

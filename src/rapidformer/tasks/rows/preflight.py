@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.stream_rules import find_length_problems
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.models.location import (
@@ -35,6 +36,7 @@ def find_task_problems(
     """Every problem of a command, or of a call, which is given its first ``rows``."""
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     problems += _check_save(args) if command == "train" else _check_output(args, command)
+    problems += find_length_problems(args) if command == "train" else ()
     if args.task is None:
         return problems
     if is_pretraining(args.task) and command != "predict":
@@ -44,6 +46,8 @@ def find_task_problems(
     except RapidformerError as error:
         return [*problems, str(error)]
     problems += _check_metric(args, (*task.metrics, *_list_set_metrics(args, task)))
+    if args.streaming and not task.streams:
+        problems.append(f"--streaming: --task {task.name} prepares all rows at once. Leave it out.")
     problems += _check_model(args, None if command == "train" else task)
     problems += _check_input(args, task) if command == "predict" else ()
     has_answers = command != "predict"

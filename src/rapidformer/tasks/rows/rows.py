@@ -1,5 +1,6 @@
-"""Tables of rows, either a `datasets.Dataset` or a plain list of dictionaries.
+"""Tables of rows, either a `datasets.Dataset` or a plain list of dictionaries; and streams.
 
+Of a stream, what is read here is its head, the first rows; what is mapped or dropped, all of it.
 `map_rows` computes its own fingerprint: `datasets` would pickle the tokenizer for one, which takes
 longer than processing a small table.
 """
@@ -10,7 +11,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,10 +50,35 @@ def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, An
         "validation": args.max_eval_samples,
         "test": args.max_predict_samples,
     }
-    return {name: take_first(rows, limits[name]) for name, rows in tables.items()}
+    return {name: take_first(open_rows(rows), limits[name]) for name, rows in tables.items()}
+
+
+def open_rows(rows: Any) -> Any:
+    """The rows; an iterable data set of the user's own as a stream."""
+    from rapidformer.data.data_source import is_stream
+    from rapidformer.data.streams.listing import open_stream
+
+    return open_stream(rows) if is_stream(rows) else rows
+
+
+def as_table(rows: Any) -> Any:
+    """The rows, or the first ones of a stream."""
+    return RowList(rows.head) if is_row_stream(rows) else rows
+
+
+def name_split(split: str, rows: Any) -> str:
+    """What a report on these rows is about."""
+    return f"the first {len(rows.head):,} samples of {split}" if is_row_stream(rows) else split
+
+
+def get_first_table(tables: Mapping[str, Any]) -> Any:
+    """The first split: its columns are those of all."""
+    return as_table(next(iter(tables.values())))
 
 
 def take_first(rows: Any, limit: int | None) -> Any:
+    if is_row_stream(rows):
+        return rows  # `--max-train-samples` is refused with it
     return rows if limit is None or len(rows) <= limit else take_rows(rows, 0, limit)
 
 
@@ -69,6 +95,7 @@ def select_rows(rows: Any, numbers: Sequence[int]) -> Any:
 
 
 def get_column_names(rows: Any) -> list[str]:
+    rows = as_table(rows)
     if _is_dataset(rows):
         return list(rows.column_names)
     return list(dict.fromkeys(name for row in rows for name in row))
@@ -76,6 +103,7 @@ def get_column_names(rows: Any) -> list[str]:
 
 def get_column(rows: Any, name: str) -> list[Any]:
     """Every value of a column, as Python objects."""
+    rows = as_table(rows)
     if not _is_dataset(rows):
         return [row.get(name) for row in rows]
     if rows.format["type"] is not None:
@@ -107,14 +135,25 @@ def check_column(rows: Any, split: str, column: str) -> None:
 
 def get_class_names(rows: Any, name: str) -> tuple[str, ...] | None:
     """The class names that a dataset declares for a column of labels, or of lists of labels."""
-    feature = rows.features.get(name) if _is_dataset(rows) else None
+    is_declared = _is_dataset(rows) or is_row_stream(rows)
+    feature = rows.features.get(name) if is_declared else None
     while feature is not None and not hasattr(feature, "names"):
         feature = getattr(feature, "feature", None)
     return tuple(feature.names) if feature is not None else None
 
 
-def map_rows(rows: Any, function: RowFunction, *, workers: int | None, key: Sequence[Any]) -> Any:
-    """Map rows to features in batches; ``key`` is what the result depends on, for the cache."""
+def map_rows(
+    rows: Any, function: RowFunction, *, workers: int | None, key: Sequence[Any],
+    is_one_to_one: bool = False,
+) -> Any:  # fmt: skip
+    """Map rows to features in batches; ``key`` is what the result depends on, for the cache.
+
+    Of a stream, ranks share the work if the mapping is one to one.
+    """
+    if is_row_stream(rows):
+        names = get_column_names(rows)
+        step = partial(_map_part, function=function, names=names)
+        return rows.then(step, expands=not is_one_to_one)
     if not _is_dataset(rows):
         return _map_list(rows, function)
     if rows.format["type"] is not None:
@@ -179,7 +218,16 @@ def _is_caching() -> bool:
     return bool(datasets.is_caching_enabled())
 
 
+def filter_rows(rows: Any, is_kept: Callable[[dict[str, Any]], bool]) -> Any:
+    """The rows that are kept, of a stream or a table."""
+    if is_row_stream(rows):
+        return rows.then(lambda part, _: [row for row in part if is_kept(row)], expands=True)
+    return select_rows(rows, [number for number, row in enumerate(rows) if is_kept(row)])
+
+
 def drop_columns(features: Any, names: Sequence[str]) -> Any:
+    if is_row_stream(features):
+        return features.then(lambda part, _: drop_columns(part, names), expands=False)
     if _is_dataset(features):
         return features.remove_columns([n for n in names if n in features.column_names])
     return RowList({k: v for k, v in row.items() if k not in names} for row in features)
@@ -194,10 +242,15 @@ def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
     features = RowList()
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
-        columns = {name: [row.get(name) for row in part] for name in names}
-        result = function(columns, list(range(start, start + len(part))))
-        features.extend(to_rows(result))
+        features += _map_part(part, list(range(start, start + len(part))), function, names)
     return features
+
+
+def _map_part(
+    rows: Sequence[dict[str, Any]], numbers: list[int], function: RowFunction, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return to_rows(function(columns, numbers))
 
 
 def to_rows(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
@@ -222,6 +275,11 @@ def as_full_rows(rows: Sequence[dict[str, Any] | str], needed: str) -> list[dict
 
 def _is_dataset(rows: Any) -> bool:
     return hasattr(rows, "column_names")
+
+
+def is_row_stream(rows: Any) -> bool:
+    """Whether these are the rows of a stream (``data/streams``), not a table."""
+    return hasattr(rows, "is_expanded")
 
 
 @contextlib.contextmanager

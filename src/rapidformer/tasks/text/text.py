@@ -17,7 +17,7 @@ from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import RowFunction, map_rows, to_rows
+from rapidformer.tasks.rows.rows import RowFunction, as_table, map_rows, to_rows
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +42,13 @@ class TextParts(NamedTuple):
     """Tokens per row."""
     args: Settings
 
-    def map_rows(self, rows: Any, encode: RowFunction, *key: Any) -> Any:
+    def map_rows(
+        self, rows: Any, encode: RowFunction, *key: Any, is_one_to_one: bool = False
+    ) -> Any:
         """Features of rows; ``key`` is what they depend on besides the tokenizer and the length."""
         whole = (*key, self.length, get_tokenizer_key(self.tokenizer))
-        return map_rows(rows, encode, workers=self.args.preprocessing_workers, key=whole)
+        workers = self.args.preprocessing_workers
+        return map_rows(rows, encode, workers=workers, key=whole, is_one_to_one=is_one_to_one)
 
     def prepare(
         self,
@@ -243,7 +246,7 @@ def encode_blocks(
         return {"input_ids": framed, "attention_mask": [[1] * len(row) for row in framed]}
 
     result = parts.map_rows(rows, encode, "blocks", column, groups, add_special)
-    if len(result) == 0:
+    if len(as_table(result)) == 0:
         raise DataError(f"{split}: the column {column} has no text to train on.")
     return result
 
@@ -268,6 +271,7 @@ class LanguageModel(Task):
     """A task whose rows are blocks of plain text, not examples of the user's."""
 
     columns: tuple[ColumnRole, ...] = (TEXT,)
+    streams = True
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return TokenTally()

@@ -7,7 +7,13 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
-from rapidformer.tasks.rows.rows import drop_columns, get_column, keep_columns, take_rows
+from rapidformer.tasks.rows.rows import (
+    as_table,
+    drop_columns,
+    get_column,
+    keep_columns,
+    take_rows,
+)
 from rapidformer.tasks.text.text import TextParts
 
 # An answer's text and the position of its first character in the context.
@@ -22,6 +28,7 @@ _STRIDE = 128
 
 def lacks_an_answer(rows: Any, split: str, column: str) -> bool:
     """Whether some question has no answer; reads a part of the rows at a time."""
+    rows = as_table(rows)
     for start in range(0, len(rows), _PART):
         values = get_column(take_rows(rows, start, _PART), column)
         for number, value in enumerate(values, start=start + 1):
