@@ -74,8 +74,15 @@ def read_sets(args: Settings) -> list[NamedSet]:
         return []
     problems += _check_weights(sets, weights, file)
     problems += _check_settings(args, sets)
+    if args.streaming and (file or any(item.cap or item.split for item in sets)):
+        problems.append(
+            "--streaming: lists in YAML, caps (#1000) and splits (:train) need rows that can be "
+            "counted. Give paths alone, with --data-weights, or leave out --streaming."
+        )
     if problems:
         raise ConfigurationError(problems)
+    if args.streaming:  # the stream itself draws the set of each row
+        return []
     if weights is not None:
         sets = [_change(item, weight=w) for item, w in zip(sets, weights, strict=True)]
     return _label(sets)
