@@ -72,7 +72,8 @@ class AudioClassification(Classifier):
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
         model = super().build_model(args, prepared, must_be_trained=must_be_trained)
-        freeze_feature_encoder(model, args)
+        if not must_be_trained:
+            freeze_feature_encoder(model, args)
         return model
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:

@@ -115,7 +115,8 @@ class SpeechRecognition(Task):
             "AutoModelForSpeechSeq2Seq" if transcripts.writes else self.auto_class, args,
             must_be_trained=must_be_trained, **prepared.model_settings,
         )  # fmt: skip
-        freeze_feature_encoder(model, args)
+        if not must_be_trained:
+            freeze_feature_encoder(model, args)
         if transcripts.writes:
             _set_generation(model, args, transcripts.generation)
         return model
@@ -186,7 +187,7 @@ def freeze_feature_encoder(model: Any, args: Settings) -> None:
         )
     if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
         freeze()
-        get_logger().info("frozen      the feature encoder (convolutions on raw audio)")
+        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
 
 
 def _prepare_split(

@@ -191,7 +191,7 @@ def load_transcripts(
         return SpelledTranscripts(parts, load_tokenizer(args), is_new=False)
     fit = _load_normalizer() if args.normalize_text else str
     tokenizer = make_vocabulary([fit(text) for text in read_texts()])
-    get_logger().info(f"vocabulary  {len(tokenizer)} characters, of the training transcripts")
+    get_logger().info(f"letters   {len(tokenizer)} tokens, made from the training transcripts")
     return SpelledTranscripts(parts, tokenizer, is_new=True)
 
 
