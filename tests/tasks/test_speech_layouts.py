@@ -29,7 +29,7 @@ _LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("wav2vec2", {"micro_batch_size": 4, "zero_3_memory_optimization": True}),
     ("wav2vec2-bert", {"micro_batch_size": 2, "zero_1_memory_optimization": True}),
     ("whisper", {"micro_batch_size": 2, "zero_3_memory_optimization": True}),
-    ("whisper", {"micro_batch_size": 2, "tensor_model_parallel_size": 2}),
+    ("whisper", {"micro_batch_size": 1}),
 ]
 
 
@@ -77,7 +77,7 @@ def run_layouts(folder: Path) -> list[Recorder]:
 
 @pytest.mark.slow
 def test_layouts_change_nothing(folder: Path, expected: dict[str, Recorder]) -> None:
-    """Two processes: whole models, sharded ones, split layers."""
+    """Two processes: whole models and sharded ones."""
     for results in run_in_processes(run_layouts, 2, folder):
-        for (name, settings), result in zip(_LAYOUTS, results, strict=True):
+        for (name, _), result in zip(_LAYOUTS, results, strict=True):
             check_equal(result, expected[name])

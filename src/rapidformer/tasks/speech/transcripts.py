@@ -123,9 +123,8 @@ class SpelledTranscripts(Transcripts):
                 continue
             known = self.tokenizer.get_vocab()
             letters = sorted({c for c in text if c not in known and not c.isspace()})
-            listed = (
-                f"{split}, row {number}: the tokenizer does not know {', '.join(letters[:8])!r}"
-            )
+            shown = ", ".join(map(repr, letters[:8]))
+            listed = f"{split}, row {number}: the tokenizer does not know {shown}"
             if split == "train":
                 raise DataError(
                     f"{listed}. --normalize-text drops case and punctuation; --make-vocabulary "
