@@ -35,6 +35,7 @@ LABEL = ColumnRole(
 class AudioClassification(Classifier):
     name = "audio_classification"
     description = "classify audio: words, speakers, languages, sounds (wav2vec 2.0, Whisper, AST)"
+    notes = "See [Speech and audio](speech.md)."
     columns = (AUDIO, LABEL)
     auto_class = "AutoModelForAudioClassification"
     metrics = ("accuracy", "f1", "f1_macro", "loss")

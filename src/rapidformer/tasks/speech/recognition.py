@@ -55,7 +55,7 @@ class SpeechRecognition(Task):
     notes = (
         "Word and character error rates are those of the whole split: all edits over all words or "
         "characters. SpecAugment draws by sample. CTC's loss is a mean over the rows of the "
-        "global batch. Layers are not dropped at random (`layerdrop` is 0)."
+        "global batch. See [Speech and audio](speech.md)."
     )
     columns = (AUDIO, TEXT)
     auto_class = "AutoModelForCTC"
