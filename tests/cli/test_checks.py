@@ -99,7 +99,7 @@ def test_all_problems_are_reported_at_once(find: Find) -> None:
 @pytest.mark.parametrize(
     "task",
     ["token_classification", "question_answering", "multiple_choice", "seq2seq_lm", "masked_lm",
-     "causal_lm", "image_classification"],
+     "causal_lm", "image_classification", "speech_recognition", "audio_classification"],
 )  # fmt: skip
 def test_columns_of_every_task_are_looked_for(task: str, find: Find) -> None:
     Path("odd.jsonl").write_text('{"foo": "x", "bar": 1}\n')

@@ -126,6 +126,8 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
             has_trained = True
             title += f", {trained:,} trained on ({100 * trained / tokens:.1f}%)"
         console.print(title, style="bold cyan")
+        if hasattr(features, "describe"):  # of a recording
+            console.print(features.describe(number))
         for row in rows:
             _print_row(row, options, console)
     has_colours = console.color_system is not None

@@ -29,12 +29,19 @@ _READING = (
     "choice_columns", "image_column", "messages_column", "prompt_column", "response_column",
     "system_column", "tools_column", "chat_template_kwargs", "source_prefix", "problem_type",
     "label_all_tokens", "doc_stride", "group_texts", "train_on_prompts", "chosen_column",
-    "rejected_column", "margin_column", "negative_columns", "loss",
+    "rejected_column", "margin_column", "negative_columns", "loss", "audio_column",
+    "max_audio_seconds", "language", "speech_task", "normalize_text", "ctc_loss_reduction",
 )  # fmt: skip
 # The end of a class name in config.json -> the task of such models.
 _ARCHITECTURES = {
     "ForCausalLM": "causal_lm", "LMHeadModel": "causal_lm", "GPTModel": "causal_lm",
-    "ForMaskedLM": "masked_lm", "ForConditionalGeneration": "seq2seq_lm",
+    "ForMaskedLM": "masked_lm", "ForCTC": "speech_recognition",
+    "WhisperForConditionalGeneration": "speech_recognition",
+    "ForConditionalGeneration": "seq2seq_lm",
+    "Wav2Vec2ForSequenceClassification": "audio_classification",
+    "HubertForSequenceClassification": "audio_classification",
+    "WavLMForSequenceClassification": "audio_classification",
+    "ForAudioClassification": "audio_classification",
     "ForSequenceClassification": "sequence_classification",
     "ForTokenClassification": "token_classification",
     "ForQuestionAnswering": "question_answering", "ForMultipleChoice": "multiple_choice",

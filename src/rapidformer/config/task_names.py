@@ -12,6 +12,8 @@ ALIASES = {
     "seq2seq_lm": ("seq2seq", "summarization", "translation", "text2text_generation"),
     "multiple_choice": ("swag",),
     "image_classification": ("vision",),
+    "speech_recognition": ("asr", "automatic_speech_recognition", "speech_to_text"),
+    "audio_classification": ("audio",),
     "distillation": ("distill", "gkd", "knowledge_distillation"),
     "preference": ("dpo", "kto", "orpo", "simpo", "preferences"),
     "reward": ("reward_model", "reward_modeling", "rm"),

@@ -21,7 +21,10 @@ from rapidformer.log import get_logger, warn
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_IMAGE_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+_MEDIA_ENDINGS = {
+    "image": {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"},
+    "audio": {".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".au", ".w64"},
+}
 # Data folders often contain these side files, which are JSON but hold no rows.
 _SIDE_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "config.json"}
 _SPLIT_WORDS = {
@@ -72,11 +75,11 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
     by_split = {split: path for path in folders if (split := get_split_name(path.name))}
     if by_split:
         return {split: _load_split_folder(path, cache_dir) for split, path in by_split.items()}
-    if _is_image_folder(folder):
-        return {"train": _load_image_folder(folder, None)}
+    if kind := _find_media(folder):
+        return {"train": _load_class_folders(folder, kind, None)}
     raise DataError(
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
-        "files named train..., valid... or test..., image folders, or a folder written by "
+        "files named train..., valid... or test..., folders of images or audio, or a folder written by "
         f"save_to_disk; it holds {describe_content(folder)}."
     )
 
@@ -149,36 +152,42 @@ def _load_split_folder(folder: Path, cache_dir: str | None) -> Dataset:
     files = list_data_files(folder)
     if files:
         return load_split(files, cache_dir)
-    if _is_image_folder(folder):
+    if kind := _find_media(folder):
         train = next(
             (p for p in folder.parent.iterdir() if get_split_name(p.name) == "train"), None
         )
-        return _load_image_folder(folder, _class_names(train) if train else None)
-    raise DataError(f"{folder} holds neither data files nor sub-folders with images.")
+        return _load_class_folders(folder, kind, _class_names(train) if train else None)
+    raise DataError(f"{folder} holds neither data files nor sub-folders with images or audio.")
 
 
 def _class_names(folder: Path) -> list[str]:
     return sorted(child.name for child in folder.iterdir() if child.is_dir())
 
 
-def _is_image_folder(folder: Path) -> bool:
-    return any(p.suffix.lower() in _IMAGE_ENDINGS for p in folder.glob("*/*"))
+def _find_media(folder: Path) -> str | None:
+    """What the class sub-folders of a folder hold: ``image`` or ``audio``; None if neither."""
+    endings = {path.suffix.lower() for path in folder.glob("*/*")}
+    return next((kind for kind, known in _MEDIA_ENDINGS.items() if known & endings), None)
 
 
-def _load_image_folder(folder: Path, names: list[str] | None) -> Dataset:
-    """Class sub-folders as rows of image and label; images are read on demand."""
+def _load_class_folders(folder: Path, kind: str, names: list[str] | None) -> Dataset:
+    """Class sub-folders as rows of image or audio and label; files are read on demand."""
     datasets = import_datasets()
     names = names or _class_names(folder)
     unknown = sorted(set(_class_names(folder)) - set(names))
     if unknown:
         raise DataError(
-            f"{folder} has the classes {', '.join(unknown)}, which the training images do not "
-            f"have: they have {', '.join(names)}."
+            f"{folder} has the classes {', '.join(unknown)}, which the training data does not "
+            f"have: it has {', '.join(names)}."
         )
     paths = [(p, i) for i, name in enumerate(names) for p in sorted((folder / name).glob("*"))]
-    images = [(str(p), i) for p, i in paths if p.suffix.lower() in _IMAGE_ENDINGS]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
-    )
-    columns = {"image": [path for path, _ in images], "label": [label for _, label in images]}
+    files = [
+        (str(p if kind == "image" else p.absolute()), i)
+        for p, i in paths
+        if p.suffix.lower() in _MEDIA_ENDINGS[kind]
+    ]
+    # Recordings stay paths: `datasets` needs another package for them.
+    value = datasets.Image() if kind == "image" else datasets.Value("string")
+    features = datasets.Features({kind: value, "label": datasets.ClassLabel(names=names)})
+    columns = {kind: [path for path, _ in files], "label": [label for _, label in files]}
     return datasets.Dataset.from_dict(columns, features=features)

@@ -31,8 +31,10 @@ DESCRIPTION = "model"
 # What the class of a model says that it was trained for, by its ending.
 _HEADS = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
-    "ForMultipleChoice", "ForImageClassification",
+    "ForMultipleChoice", "ForImageClassification", "ForAudioClassification", "ForCTC",
 )  # fmt: skip
+# Other endings of a task's models: wav2vec 2.0's classifiers have that of texts.
+_OTHER_HEADS = {"ForAudioClassification": "ForSequenceClassification"}
 
 
 def get_model_location(args: Settings) -> str | None:
@@ -128,7 +130,7 @@ def check_head(auto_class_name: str, architectures: Sequence[str] | None, locati
         return  # the trunk alone, which every model has
     saved = next(iter(architectures or ()), "")
     other = next((head for head in _HEADS if saved.endswith(head)), wanted)
-    if other != wanted:
+    if other not in (wanted, _OTHER_HEADS.get(wanted)):
         raise ModelError(
             f"{location} was trained for another task: it is a {saved}, and this task needs a "
             f"model {wanted}. Choose the --task it was trained for, or pass --allow-untrained."

@@ -21,6 +21,8 @@ from rapidformer.tasks.preference.reward import Reward
 from rapidformer.tasks.question_answering import QuestionAnswering
 from rapidformer.tasks.seq2seq_lm import Seq2SeqLM
 from rapidformer.tasks.sequence_classification import SequenceClassification
+from rapidformer.tasks.speech.classification import AudioClassification
+from rapidformer.tasks.speech.recognition import SpeechRecognition
 from rapidformer.tasks.token_classification import TokenClassification
 
 PRETRAINING = "pretraining"
@@ -30,8 +32,8 @@ PRETRAINING_DESCRIPTION = (
 )
 _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
-    Seq2SeqLM(), MultipleChoice(), ImageClassification(), Distillation(), Preference(), Reward(),
-    Grpo(), Embedding(), Reranking(),
+    Seq2SeqLM(), MultipleChoice(), ImageClassification(), SpeechRecognition(),
+    AudioClassification(), Distillation(), Preference(), Reward(), Grpo(), Embedding(), Reranking(),
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
@@ -46,6 +46,8 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
     if "pixel_values" in batch:
         shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
         return [ShownRow(name=f"an image of {shape}", fact=_describe(batch, prepared))]
+    if heard := [name for name in ("input_values", "input_features") if name in batch]:
+        return _view_audio(batch, heard[0], prepared)
     if "slots" in batch:
         return _view_texts(batch, prepared)
     if names := prepared.extras.get("row_names"):
@@ -113,6 +115,20 @@ def _note(label: int, token: int, prepared: PreparedData) -> str:
     if "words" in prepared.extras:  # tags of words
         return str(prepared.extras["names"][label])
     return "" if label == token else prepared.processor.decode([label])
+
+
+def _view_audio(batch: Mapping[str, Any], name: str, prepared: PreparedData) -> list[ShownRow]:
+    """What the model hears, in numbers, and what it learns to say."""
+    shape, labels = " x ".join(map(str, batch[name].shape[1:])), batch.get("labels")
+    heard = ShownRow(name=f"{name} of {shape}")
+    if labels is None or labels.dim() == 1 or labels.is_floating_point():
+        return [ShownRow(name=heard.name, fact=_describe(batch, prepared))]
+    tokens = _read(labels[0], {}, prepared, labels[0])
+    delimiter = getattr(prepared.processor, "word_delimiter_token", None)
+    if delimiter is not None:  # a vocabulary of letters, which are not decoded one by one
+        letters = (" " if token.piece == delimiter else token.piece for token in tokens)
+        tokens = [replace(token, text=text) for token, text in zip(tokens, letters, strict=True)]
+    return [heard, ShownRow(name="transcript", tokens=tokens)]
 
 
 def _view_texts(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:

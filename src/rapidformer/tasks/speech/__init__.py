@@ -1,0 +1,1 @@
+"""Tasks that listen: recognise speech, classify audio."""

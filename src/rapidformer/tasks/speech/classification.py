@@ -1,0 +1,107 @@
+"""Classify audio: words, speakers, languages, sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
+from rapidformer.tasks.labels.labels import get_model_classes, get_output_names, read_labels
+from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
+from rapidformer.tasks.speech.audio import AUDIO
+from rapidformer.tasks.speech.recognition import freeze_feature_encoder
+from rapidformer.tasks.speech.rows import (
+    AudioParts,
+    AudioRows,
+    build_rows,
+    load_audio_parts,
+    measure_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LABEL = ColumnRole(
+    "label", "label_column", "the class: a name, or an integer from 0",
+    ("label", "labels", "class", "category", "target", "intent_class", "command", "genre",
+     "emotion", "language"),
+)  # fmt: skip
+
+
+class AudioClassification(Classifier):
+    name = "audio_classification"
+    description = "classify audio: words, speakers, languages, sounds (wav2vec 2.0, Whisper, AST)"
+    notes = "See [Speech and audio](speech.md)."
+    columns = (AUDIO, LABEL)
+    auto_class = "AutoModelForAudioClassification"
+    metrics = ("accuracy", "f1", "f1_macro", "loss")
+    answer_role = LABEL.name
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        columns = find_columns((LABEL, AUDIO), get_column_names(next(iter(tables.values()))), args)
+        audio, label = columns["audio"], columns["label"]
+        space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
+        rows = {}
+        for split, table in tables.items():
+            raw, features = measure_rows(table, split, audio, parts)
+            encoded = None
+            if labelled[split]:
+                encoded = [space.encode(value) for value in get_column(table, label)]
+            rows[split] = build_rows(raw, features, split, audio, parts, labels=encoded)
+        extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
+        return _finish(parts, rows, extras, space.get_model_settings())
+
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        parts = load_audio_parts(args)
+        table = as_rows(rows, args.audio_column or "audio")
+        column = str(find_column(AUDIO, get_column_names(table), args))
+        measure_rows(table, "test", column, parts)
+        audio = AudioRows.cut(table, column, "test", parts, [[0.0]] * len(table))
+        extras = {
+            "names": get_output_names(parts.config),
+            "problem_type": get_problem_type(parts.config),
+            "labelled": {"test": False},
+        }
+        return _finish(parts, {"test": audio}, extras, {})
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
+        if not must_be_trained:
+            freeze_feature_encoder(model, args)
+        return model
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.tasks.speech.spec_augment import drop_seeds
+
+        return super().evaluate_step(model, drop_seeds(batch), prepared)
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        audio: Any = prepared.get_split(split)
+        return [
+            {"audio": audio.get_name(index)} | self.describe(record, prepared)
+            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
+        ]
+
+    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
+        return replace(prepared, extras={**prepared.extras, "first": start})
+
+
+def _finish(
+    parts: AudioParts, rows: Mapping[str, AudioRows], extras: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> PreparedData:  # fmt: skip
+    from rapidformer.tasks.speech.losses import OwnLoss
+    from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+
+    return PreparedData(
+        **rows, collate=AudioCollator(parts.extractor, has_seeds=masks_anything(parts.config)),
+        processor=parts.extractor, objective=OwnLoss(), extras=extras,
+        model_settings={**settings, **parts.settings},
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Recognise speech: with a decoder that writes (Whisper), or a CTC head that spells (wav2vec 2.0).
+
+What is longer than a Whisper hears at once is left out of training and evaluation, where its
+transcript could not be cut with it; predictions go through it window by window.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.metrics.transcripts import TranscriptTally
+from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.rows import (
+    Columns,
+    as_rows,
+    get_column,
+    get_column_names,
+    get_splits,
+    has_columns,
+)
+from rapidformer.tasks.speech.audio import AUDIO
+from rapidformer.tasks.speech.rows import (
+    AudioParts,
+    AudioRows,
+    build_rows,
+    load_audio_parts,
+    measure_rows,
+)
+from rapidformer.tasks.speech.transcripts import (
+    Transcripts,
+    get_speech_task,
+    load_transcripts,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TEXT = ColumnRole(
+    "text", "text_column", "what is said",
+    ("text", "sentence", "transcription", "transcript", "transcripts", "normalized_text",
+     "raw_transcription", "raw_text", "target_text", "label"),
+)  # fmt: skip
+
+
+class SpeechRecognition(Task):
+    name = "speech_recognition"
+    description = "write down what is said (Whisper; wav2vec 2.0, HuBERT and others with CTC)"
+    notes = (
+        "Word and character error rates are those of the whole split: all edits over all words or "
+        "characters. SpecAugment draws by sample. CTC's loss is a mean over the rows of the "
+        "global batch. See [Speech and audio](speech.md)."
+    )
+    columns = (AUDIO, TEXT)
+    auto_class = "AutoModelForCTC"
+    answer_role = TEXT.name
+    answer_keys = frozenset({"text"})
+    best_metric = "wer"
+    metrics = ("wer", "cer", "loss")
+    row_extras = ("names", "counts")
+
+    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        columns = find_columns((AUDIO, TEXT), get_column_names(next(iter(tables.values()))), args)
+        text, train = columns["text"], tables.get("train")
+
+        def read_texts() -> list[str]:
+            return check_row_texts(get_column(train, text), text, "train")
+
+        transcripts = load_transcripts(
+            parts, None if train is None else read_texts, has_answers=True
+        )
+        labelled = {split: has_columns(rows, split, [text]) for split, rows in tables.items()}
+        built = {
+            split: _prepare_split(
+                rows, split, columns["audio"], text if labelled[split] else None, transcripts
+            )
+            for split, rows in tables.items()
+        }
+        extras = {"labelled": labelled, "wanted": {split: pair[1] for split, pair in built.items()}}
+        rows = {split: pair[0] for split, pair in built.items()}
+        return _finish(transcripts, args, rows, extras)
+
+    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        parts = load_audio_parts(args)
+        transcripts = load_transcripts(parts, None, has_answers=False)
+        table = as_rows(rows, args.audio_column or "audio")
+        column = str(find_column(AUDIO, get_column_names(table), args))
+        _, features = measure_rows(table, "test", column, parts)
+        windows = _cut_windows([row["seconds"] for row in features], parts)
+        audio = AudioRows.cut(table, column, "test", parts, windows)
+        extras = {
+            "labelled": {"test": False},
+            "names": [audio.get_name(n) for n in _find_firsts(windows)],
+            "counts": [len(starts) for starts in windows],
+        }
+        return _finish(transcripts, args, {"test": audio}, extras)
+
+    def count_features(self, prepared: PreparedData) -> list[int]:
+        return list(prepared.extras["counts"])
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        from rapidformer.models.build import build_pretrained
+
+        transcripts: Transcripts = prepared.extras["transcripts"]
+        model = build_pretrained(
+            "AutoModelForSpeechSeq2Seq" if transcripts.writes else self.auto_class, args,
+            must_be_trained=must_be_trained, **prepared.model_settings,
+        )  # fmt: skip
+        if not must_be_trained:
+            freeze_feature_encoder(model, args)
+        if transcripts.writes:
+            _set_generation(model, args, transcripts.generation)
+        return model
+
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.tasks.speech.spec_augment import drop_seeds
+
+        inputs = drop_seeds(batch)
+        step = _write if prepared.extras["transcripts"].writes else _spell
+        return step(model, inputs, prepared)
+
+    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
+        transcripts: Transcripts = prepared.extras["transcripts"]
+        wanted = prepared.extras["wanted"][split]
+
+        def read(first: int, count: int) -> list[str]:
+            return [transcripts.score(wanted[n]) for n in range(first, first + count)]
+
+        return TranscriptTally(
+            lambda record: transcripts.score(transcripts.decode(record["transcript"])), read
+        )
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        transcripts, pieces = prepared.extras["transcripts"], iter(records)
+        answers: Answers = []
+        for name, windows in zip(*(prepared.extras[key] for key in self.row_extras), strict=True):
+            texts = [transcripts.decode(next(pieces)["transcript"]) for _ in range(windows)]
+            answers.append({"audio": name, "text": " ".join(filter(None, texts))})
+        return answers
+
+
+def _finish(
+    transcripts: Transcripts, args: Settings, rows: Mapping[str, AudioRows],
+    extras: Mapping[str, Any],
+) -> PreparedData:  # fmt: skip
+    from rapidformer.models.audio import build_processor
+    from rapidformer.tasks.evaluation.generating import Generation
+    from rapidformer.tasks.speech.losses import CtcLoss, OwnLoss
+    from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+
+    parts, most = transcripts.parts, transcripts.most_tokens
+    config, extractor = parts.config, parts.extractor
+    return PreparedData(
+        **rows,
+        collate=AudioCollator(extractor, has_seeds=masks_anything(config)),
+        processor=transcripts.tokenizer,
+        saved=build_processor(config, extractor, transcripts.tokenizer),
+        model_settings={**parts.settings, **transcripts.get_model_settings()},
+        objective=OwnLoss() if transcripts.writes else CtcLoss(args.ctc_loss_reduction),
+        extras={
+            **extras, "transcripts": transcripts, "reduction": args.ctc_loss_reduction,
+            "generation": Generation.read(
+                args, max_new_tokens=min(args.max_new_tokens or most, most)
+            ),
+        },
+    )  # fmt: skip
+
+
+def freeze_feature_encoder(model: Any, args: Settings) -> None:
+    """Freeze the convolutions on raw audio: asked for, or because the weights are pretrained."""
+    from rapidformer.models.location import is_from_scratch
+
+    wanted = args.freeze_feature_encoder
+    freeze = getattr(model, "freeze_feature_encoder", None)
+    if wanted and freeze is None:
+        raise ConfigurationError(
+            f"--freeze-feature-encoder: {type(model).__name__} has no convolutions on raw audio."
+        )
+    if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
+        freeze()
+        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
+
+
+def _prepare_split(
+    table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
+) -> tuple[AudioRows, Any]:
+    """The rows of a split, and the transcript of each."""
+    from rapidformer.tasks.speech.spec_augment import masks_time
+    from rapidformer.tasks.text.text import get_tokenizer_key
+
+    parts = transcripts.parts
+
+    def encode(columns: Columns, first: int) -> Columns:
+        given = check_row_texts(columns[str(text)], str(text), split, first)
+        texts = [transcripts.read(value) for value in given]
+        for number, value in enumerate(texts, start=first + 1):
+            if not value and split == "train":
+                raise DataError(f"{split}, row {number}: the transcript in {text} is empty.")
+        return {"text": texts, "labels": transcripts.encode(texts, split, first)}
+
+    key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text)
+    table, features = measure_rows(
+        table, split, audio, parts, None if text is None else encode, key
+    )
+    # The mask tells SpecAugment which of a Whisper's 30 seconds are real.
+    has_mask = transcripts.writes and masks_time(parts.config)
+    rows = build_rows(
+        table, features, split, audio, parts, None if text is None else transcripts.refuse,
+        has_mask=has_mask,
+    )  # fmt: skip
+    return rows, None if text is None else rows.choose(features, "text")
+
+
+def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float]]:
+    """Where the windows of each recording begin."""
+    for number, length in enumerate(seconds, start=1):
+        if parts.count_steps(length) == 0:
+            raise DataError(f"test, row {number}: {length:.3f} s are too short to hear anything.")
+    size = parts.window
+    if size is None:
+        return [[0.0] for _ in seconds]
+    # A remainder shorter than a sample is no window.
+    counts = (max(1, -int(-(length - 1e-4) // size)) for length in seconds)
+    return [[size * number for number in range(count)] for count in counts]
+
+
+def _find_firsts(windows: Sequence[Sequence[float]]) -> list[int]:
+    firsts, total = [], 0
+    for starts in windows:
+        firsts.append(total)
+        total += len(starts)
+    return firsts
+
+
+def _set_generation(model: Any, args: Settings, given: Any | None) -> None:
+    """Generate as the model's authors do, in the language and the task of the data."""
+    if given is not None:  # a model with fresh weights has made one from its sizes
+        model.generation_config = copy.deepcopy(given)
+    config = model.generation_config
+    if getattr(config, "is_multilingual", False):
+        config.language = args.language or getattr(config, "language", None)
+        config.task = get_speech_task(args, given)
+    # The old way to set both, which would win over neither.
+    config.forced_decoder_ids = None
+    if getattr(model.config, "forced_decoder_ids", None) is not None:
+        model.config.forced_decoder_ids = None
+
+
+def _write(model: Any, batch: Batch, prepared: PreparedData) -> list[Record]:
+    from rapidformer.tasks.evaluation.scoring import score_tokens
+
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    config = copy.deepcopy(model.generation_config)
+    own = prepared.extras["generation"].build_config(model, prepared.processor)
+    config.update(**own.to_diff_dict())
+    config.max_length = None
+    ids = model.generate(**inputs, generation_config=config)
+    records: list[Record] = [{"transcript": row} for row in ids.cpu().numpy()]
+    if "labels" in batch:
+        losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
+        for record, loss, count in zip(records, losses, counts, strict=True):
+            record |= {"loss": loss, "count": count}
+    return records
+
+
+def _spell(model: Any, batch: Batch, prepared: PreparedData) -> list[Record]:
+    from rapidformer.tasks.speech.losses import compute_row_losses, get_steps
+
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    steps = get_steps(model, logits, batch)
+    best = logits.argmax(-1).cpu().numpy()
+    sizes = steps.tolist()
+    records: list[Record] = [
+        {"transcript": ids[:size]} for ids, size in zip(best, sizes, strict=True)
+    ]
+    if "labels" in batch:
+        losses = compute_row_losses(
+            logits, batch["labels"], steps, model.config, prepared.extras["reduction"]
+        )
+        for record, loss in zip(records, losses.tolist(), strict=True):
+            record |= {"loss": loss, "count": 1}
+    return records

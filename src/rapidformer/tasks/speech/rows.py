@@ -1,0 +1,232 @@
+"""Rows of audio: measured before training, decoded in the loader's processes when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rapidformer.config import Settings
+from rapidformer.errors import ConfigurationError, DataError, count
+from rapidformer.log import warn
+from rapidformer.tasks.rows.rows import Columns, get_column, get_column_names, map_rows, to_rows
+from rapidformer.tasks.speech.audio import Clip, list_folders, open_clip, without_decoding
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Encode = Callable[[Columns, int], Columns]
+"""Further columns of features, from rows and the number of the first of them."""
+Refuse = Callable[[Mapping[str, Any]], str | None]
+"""Why a row is left out; None if it is not."""
+
+
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+class AudioParts(NamedTuple):
+    """What every task that listens starts from."""
+
+    config: Any
+    extractor: Any
+    args: Settings
+    settings: Mapping[str, Any]
+    """What the flags change in the model's configuration."""
+
+    @property
+    def window(self) -> float | None:
+        """Seconds that the model hears at once, if that is fixed, as Whisper's 30."""
+        samples = getattr(self.extractor, "n_samples", None)
+        return None if samples is None else samples / self.extractor.sampling_rate
+
+    def count_steps(self, seconds: float) -> int | None:
+        """Steps that the convolutions make of raw audio; None if the model has none."""
+        if not hasattr(self.config, "conv_kernel"):
+            return None
+        size = round(seconds * self.extractor.sampling_rate)
+        for kernel, stride in zip(self.config.conv_kernel, self.config.conv_stride, strict=True):
+            size = (size - kernel) // stride + 1
+        return max(size, 0)
+
+
+def load_audio_parts(args: Settings) -> AudioParts:
+    """The configuration and the feature extractor of the model."""
+    from rapidformer.models.audio import load_feature_extractor
+    from rapidformer.models.configuration import load_config
+    from rapidformer.tasks.speech.spec_augment import get_mask_settings
+
+    config = load_config(args)
+    settings = get_mask_settings(config, args)
+    # Dropped layers are drawn for a micro-batch, so what is learnt would depend on its size.
+    settings |= {name: 0.0 for name in _LAYER_DROPS if getattr(config, name, 0.0)}
+    for name, value in settings.items():
+        setattr(config, name, value)
+    parts = AudioParts(config, load_feature_extractor(args, config), args, settings)
+    if parts.window is not None and (args.max_audio_seconds or 0) > parts.window:
+        raise ConfigurationError(
+            f"--max-audio-seconds {args.max_audio_seconds:g}: the model hears {parts.window:g} s "
+            "at once. Use at most that, and cut longer recordings."
+        )
+    if getattr(config, "feat_extract_norm", None) == "group" and args.micro_batch_size != 1:
+        warn(
+            "the model normalises each recording together with its padding (feat_extract_norm is "
+            "group): what it hears depends a little on the longest one of the micro-batch. "
+            "--micro-batch-size 1 or a model with layer norm avoids this."
+        )
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class AudioRows:
+    """A model's inputs, and labels if there are any, by number."""
+
+    table: Any
+    column: str
+    split: str
+    folders: Sequence[Path]
+    parts: AudioParts
+    rows: Sequence[int]
+    """Which row of the table each is of."""
+    seconds: Sequence[float]
+    starts: Sequence[float]
+    """Where each begins in its row's recording, in seconds."""
+    labels: Sequence[Any] | None = None
+    has_mask: bool = False
+    """Whether the feature extractor is asked for a mask that it would not give by itself."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int | str) -> Any:
+        import numpy as np
+
+        if isinstance(index, str):
+            return [round(s * self.parts.extractor.sampling_rate) for s in self.seconds]
+        extractor, start = self.parts.extractor, self.starts[index]
+        rate, window = extractor.sampling_rate, self.parts.window
+        samples: np.ndarray = self.open(index).decode(rate)
+        samples = samples[round(start * rate) :]
+        if window is not None:
+            samples = samples[: round(window * rate)]
+        options = {"return_attention_mask": True} if self.has_mask else {}
+        inputs = extractor(samples, sampling_rate=rate, **options)
+        result = {name: np.asarray(values[0]) for name, values in inputs.items()}
+        if self.labels is not None:
+            result["labels"] = self.labels[index]
+        return result
+
+    @classmethod
+    def cut(
+        cls, table: Any, column: str, split: str, parts: AudioParts,
+        windows: Sequence[Sequence[float]],
+    ) -> AudioRows:  # fmt: skip
+        """Recordings in windows, by where each of them begins."""
+        pairs = [(row, start) for row, starts in enumerate(windows) for start in starts]
+        rows, starts = zip(*pairs, strict=True)
+        folders = list_folders(parts.args, split)
+        return cls(table, column, split, folders, parts, rows, [0.0] * len(rows), starts)
+
+    def choose(self, features: Any, column: str) -> Sequence[Any]:
+        """A column of features, for the rows that are left; read one by one."""
+        is_table = hasattr(features, "features")
+        values = features[column] if is_table else get_column(features, column)
+        return _Chosen(values, self.rows)
+
+    def open(self, index: int) -> Clip:
+        number = self.rows[index]
+        row, place = self.table[int(number)], f"{self.split}, row {number + 1}"
+        return open_clip(row, self.column, place, self.folders)
+
+    def get_name(self, index: int) -> str:
+        """The file of the audio if it has one, otherwise the number of the row."""
+        value = self.table[int(self.rows[index])].get(self.column)
+        path = value.get("path") if isinstance(value, Mapping) else value
+        return path if isinstance(path, str) else str(self.rows[index])
+
+    def describe(self, index: int) -> str:
+        """The audio in words, for `rapidformer data show`."""
+        seconds, rate = self.open(index).measure()
+        wanted = self.parts.extractor.sampling_rate
+        resampled = f", resampled to {wanted:,} Hz" if rate != wanted else ""
+        return f"{self.get_name(index)}: {seconds:.2f} s at {rate:,} Hz{resampled}"
+
+    @property
+    def column_names(self) -> list[str]:
+        """The column that is known without decoding: lengths, in samples of the model's rate."""
+        return [self.parts.args.length_column]
+
+
+def measure_rows(
+    table: Any, split: str, column: str, parts: AudioParts, encode: Encode | None = None,
+    key: Sequence[Any] = (),
+) -> tuple[Any, Any]:  # fmt: skip
+    """The table without decoding, and the ``seconds`` of every row with what ``encode`` adds.
+
+    Reads the headers of all files: what is missing or broken is found before training starts.
+    """
+    table, folders = without_decoding(table, column), list_folders(parts.args, split)
+
+    def measure(columns: Columns, indices: list[int]) -> Columns:
+        clips = [
+            open_clip(row, column, f"{split}, row {indices[0] + number + 1}", folders)
+            for number, row in enumerate(to_rows(columns))
+        ]
+        measured = {"seconds": [clip.measure()[0] for clip in clips]}
+        return measured if encode is None else measured | encode(columns, indices[0])
+
+    whole = ("audio", split, column, *map(str, folders), *key)
+    return table, map_rows(table, measure, workers=parts.args.preprocessing_workers, key=whole)
+
+
+def build_rows(
+    table: Any, features: Any, split: str, column: str, parts: AudioParts,
+    refuse: Refuse | None = None, **more: Any,
+) -> AudioRows:  # fmt: skip
+    """The rows that the model can learn from; those left out are counted and reported."""
+    reasons: dict[str, list[int]] = {}
+    kept: list[int] = []
+    for number in range(len(features)):
+        row = features[number]
+        reason = _refuse(row["seconds"], parts) or (refuse(row) if refuse else None)
+        reasons.setdefault(reason, []).append(number) if reason else kept.append(number)
+    for reason, numbers in reasons.items():
+        warn(
+            f"{split}: {count(len(numbers), 'row')} of {len(features):,} left out: {reason} "
+            f"(the first is row {numbers[0] + 1})."
+        )
+    if not kept:
+        raise DataError(f"{split}: no row is left: {'; '.join(reasons)}.")
+    seconds, labels = get_column(features, "seconds"), more.pop("labels", None)
+    rows = AudioRows(
+        table, column, split, list_folders(parts.args, split), parts,
+        rows=kept, seconds=[seconds[number] for number in kept], starts=[0.0] * len(kept), **more,
+    )  # fmt: skip
+    if labels is not None:
+        return replace(rows, labels=_Chosen(labels, kept))
+    if "labels" in get_column_names(features):
+        return replace(rows, labels=rows.choose(features, "labels"))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Chosen(Sequence[Any]):
+    """Some of many values, read one by one."""
+
+    values: Any
+    numbers: Sequence[int]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[self.numbers[index]]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def _refuse(seconds: float, parts: AudioParts) -> str | None:
+    most = parts.args.max_audio_seconds or parts.window
+    if most is not None and seconds > most:
+        return f"longer than {most:g} s"
+    if parts.count_steps(seconds) == 0:
+        return "too short for the model to hear anything"
+    return None
