@@ -59,7 +59,7 @@ def open_image(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError) as error:  # PIL's PNG reader raises both
         raise DataError(
-            f"{place}: {_describe(value)} cannot be read as an image ({error})."
+            f"{place}: {describe_image(value)} cannot be read as an image ({error})."
         ) from None
     finally:
         if image is not value:
@@ -90,11 +90,11 @@ def _open(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
     try:
         return Image.open(_find_source(value, place, folders))
     except FileNotFoundError:
-        raise DataError(f"{place}: there is no image file {_describe(value)}.") from None
+        raise DataError(f"{place}: there is no image file {describe_image(value)}.") from None
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         reason = "" if isinstance(value, str) and len(value) > 200 else f" ({error})"
         raise DataError(
-            f"{place}: {_describe(value)} cannot be read as an image{reason}."
+            f"{place}: {describe_image(value)} cannot be read as an image{reason}."
         ) from None
 
 
@@ -125,8 +125,8 @@ def _find_source(value: Any, place: str, folders: Sequence[Path]) -> Any:
     return next((folder / path for folder in folders if (folder / path).is_file()), path)
 
 
-def _describe(value: Any) -> str:
-    """What an error calls the image."""
+def describe_image(value: Any) -> str:
+    """What to call the image: its path or address, if it has one."""
     if isinstance(value, dict):
         value = value.get("path")
     is_name = isinstance(value, (str, Path)) and not str(value).startswith("data:")
