@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -45,7 +45,9 @@ _SHOWN = {"qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "
 def build_tokenizer(family: str) -> Any:
     vocabulary = {word: number for number, word in enumerate(_WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split(Regex("\n+"), "isolated")]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         unk_token="<unk>",

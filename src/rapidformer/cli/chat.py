@@ -127,9 +127,7 @@ class Conversation:
     def _encode(self) -> dict[str, Any]:
         """The conversation as a row; the oldest turns are forgotten if it is too long."""
         columns = ChatColumns(messages="messages")
-        encoder = build_encoder(
-            self._prepared.processor, columns, self._engine.args, self._length
-        )
+        encoder = build_encoder(self._prepared.processor, columns, self._engine.args, self._length)
         assert encoder.template is not None
         while True:
             text = encoder.template.render([*self._system, *self._messages], lets_answer=True)

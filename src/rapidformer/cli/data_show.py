@@ -122,9 +122,7 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
             title += f", {trained:,} trained on ({100 * trained / tokens:.1f}%)"
         console.print(title, style="bold cyan")
         if isinstance(feature, dict) and "conversation" in feature:
-            for image, given in zip(
-                feature["images"], feature["conversation"].images, strict=True
-            ):
+            for image, given in zip(feature["images"], feature["conversation"].images, strict=True):
                 size = f"{image.width} x {image.height} pixels"
                 console.print(f"{describe_image(given)}, {size}", style="bold")
                 if console.color_system is not None:

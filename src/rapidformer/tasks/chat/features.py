@@ -147,7 +147,9 @@ def encode_conversations(
             result.append(EncodedRow([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        result.append(EncodedRow(ids[:size], mark_tokens(places[:size], item[1]), is_cut=len(ids) > size))
+        result.append(
+            EncodedRow(ids[:size], mark_tokens(places[:size], item[1]), is_cut=len(ids) > size)
+        )
     return result
 
 

@@ -115,9 +115,7 @@ def name_rows(numbers: Sequence[int]) -> str:
     return f"rows {shown}{more}"
 
 
-def read_messages(
-    value: Any, read_content: Callable[[Any], str] | None = None
-) -> list[Message]:
+def read_messages(value: Any, read_content: Callable[[Any], str] | None = None) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:

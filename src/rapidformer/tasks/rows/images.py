@@ -69,7 +69,9 @@ def open_image(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
 def measure_image(value: Any, place: str, folders: Sequence[Path] = ()) -> tuple[int, int]:
     """Width and height as ``open_image`` returns it; reads the header only."""
     image = _open(value, place, folders)
-    is_on_its_side = image.getexif().get(_ORIENTATION, 1) >= 5
+    # To look for EXIF after the pixels, PIL would read them all.
+    has_none = image.format == "PNG" and "exif" not in image.info
+    is_on_its_side = not has_none and image.getexif().get(_ORIENTATION, 1) >= 5
     size: tuple[int, int] = image.size[::-1] if is_on_its_side else image.size
     if image is not value:
         image.close()

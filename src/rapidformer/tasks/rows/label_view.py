@@ -75,9 +75,7 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
     return [ShownRow(tokens=_join_placeholders(tokens, prepared.extras.get("placeholders", ())))]
 
 
-def _join_placeholders(
-    tokens: list[ShownToken], placeholders: Collection[int]
-) -> list[ShownToken]:
+def _join_placeholders(tokens: list[ShownToken], placeholders: Collection[int]) -> list[ShownToken]:
     """The tokens, with those that stand for the same image as one."""
     joined: list[ShownToken] = []
     for token in tokens:
