@@ -18,9 +18,8 @@ from pathlib import Path
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 60, 220)}
 SHAPES = ("circle", "square", "cross")
-WORDS = (
-    "<end> <pad> <unknown> user assistant what is this which colours ? a and hello there".split()
-)
+WORDS = ["<end>", "<pad>", "<unknown>", "user", "assistant", "what", "is", "this", "which",
+         "colours", "?", "a", "and", "hello", "there"]  # fmt: skip
 TEMPLATE = (
     "{% for turn in messages %}{{ turn['role'] + ' ' }}{% for part in turn['content'] %}"
     "{{ '<image> ' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ ' <end> ' }}"

@@ -16,10 +16,11 @@ from rapidformer.compat.transformers_processors import loading_without_torchvisi
 
 FAMILIES = ("qwen3_vl", "gemma3", "idefics3", "llava", "mistral3")
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220)}
-_WORDS = (
-    "<pad> <s> </s> <unk> <end> user assistant system what colour is the first second square ? : . "
-    "red green blue and a same yes no hello"
-).split() + ["\n", "\n\n"]
+_WORDS = [
+    "<pad>", "<s>", "</s>", "<unk>", "<end>", "user", "assistant", "system", "what", "colour", "is",
+    "the", "first", "second", "square", "?", ":", ".", "red", "green", "blue", "and", "a", "yes",
+    "hello", "\n", "\n\n",
+]  # fmt: skip
 _PARTS = (
     "{% for turn in messages %}{{ turn['role'] + ' : ' }}{% for part in turn['content'] %}"
     "{% if part['type'] == 'image' %}IMAGE {% else %}{{ part['text'] }}{% endif %}{% endfor %}"
