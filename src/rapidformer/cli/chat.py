@@ -10,6 +10,7 @@ from typing import Any
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine import RapidformerEngine, predict_rows
+from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import build_encoder
@@ -17,10 +18,15 @@ from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
 from rapidformer.tasks.evaluation.predicting import AnswerStreamer, compose_task_model
+from rapidformer.tasks.image_text.conversations import MARK, count_marks
+from rapidformer.tasks.image_text.conversations import Conversation as ImageChat
+from rapidformer.tasks.image_text.encoding import QuestionCollator, Rendered
+from rapidformer.tasks.image_text.image_text import ImageText
 from rapidformer.tasks.registry import get_task
+from rapidformer.tasks.rows.images import open_image
 from rapidformer.tasks.text.text import tokenize
 
-_LEAVE, _START_OVER = ("/exit", "/quit"), "/new"
+_LEAVE, _START_OVER, _SHOW = ("/exit", "/quit"), "/new", "/image "
 _WAITING = "\0"
 _PATIENCE_SECONDS = 30
 _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
@@ -28,11 +34,18 @@ _GREETING = [{"messages": [{"role": "user", "content": "Hello."}]}]
 
 def run_chat(engine: RapidformerEngine) -> None:
     """Answer one line after the other, until the input ends or the user leaves."""
-    conversation = Conversation(engine)
-    _say(engine, "Type a message; /new starts over, /exit or Ctrl-D leaves.")
+    sees = engine.args.task == ImageText.name
+    conversation = ImageConversation(engine) if sees else Conversation(engine)
+    pictures = "/image FILE shows a picture with the next message; " if sees else ""
+    _say(engine, f"Type a message; {pictures}/new starts over, /exit or Ctrl-D leaves.")
     while (line := _read_for_all(is_reading=engine.is_main)) not in (None, *_LEAVE):
         if line == _START_OVER:
             conversation.start_over()
+        elif isinstance(conversation, ImageConversation) and line.startswith(_SHOW):
+            try:
+                conversation.show(line.removeprefix(_SHOW).strip())
+            except DataError as error:
+                _say(engine, str(error))
         elif line:
             conversation.answer(line)
     _say(engine, "")
@@ -79,10 +92,7 @@ class Conversation:
         self._prepared = task.prepare_for_prediction(engine.args, _GREETING)
         self._engine = engine
         self._model = compose_task_model(engine, task, self._prepared)
-        self._encoder = build_encoder(
-            self._prepared.processor, ChatColumns(messages="messages"), engine.args,
-            self._prepared.extras["prompt_length"],
-        )  # fmt: skip
+        self._length: int = self._prepared.extras["prompt_length"]
         stop_strings = engine.args.stop_strings or ()
         self._streamer = (
             AnswerStreamer(self._prepared.processor, stop_strings) if engine.is_main else None
@@ -98,11 +108,10 @@ class Conversation:
     def answer(self, text: str) -> str:
         """The model's answer to what the user says next; every rank must call this."""
         self._messages.append({"role": "user", "content": text})
-        ids = self._encode()
-        row = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         seed = self._engine.args.seed + self._turns
         (tokens,) = predict_rows(
-            self._engine.data, self._engine.model, [row], self._generate, self._prepared.collate,
+            self._engine.data, self._engine.model, [self._encode()], self._generate,
+            self._prepared.collate,
             batch_size=1, seed=seed,
         )  # fmt: skip
         self._turns += 1
@@ -115,16 +124,74 @@ class Conversation:
         generation = self._prepared.extras["generation"]
         return generate(self._model, batch, self._prepared.processor, generation, self._streamer)
 
-    def _encode(self) -> list[int]:
-        """The tokens of the conversation; the oldest turns are forgotten if it is too long."""
-        assert self._encoder.template is not None
+    def _encode(self) -> dict[str, Any]:
+        """The conversation as a row; the oldest turns are forgotten if it is too long."""
+        columns = ChatColumns(messages="messages")
+        encoder = build_encoder(self._prepared.processor, columns, self._engine.args, self._length)
+        assert encoder.template is not None
         while True:
-            text = self._encoder.template.render([*self._system, *self._messages], lets_answer=True)
-            ids = list(tokenize([text], self._encoder.tokenizer)[0])
-            if len(ids) <= self._encoder.length or len(self._messages) < 3:
-                return ids[-self._encoder.length :]
-            get_logger().warning(
-                "the conversation is longer than %d tokens: its oldest turn is forgotten",
-                self._encoder.length,
-            )
-            del self._messages[:2]
+            text = encoder.template.render([*self._system, *self._messages], lets_answer=True)
+            ids = list(tokenize([text], encoder.tokenizer)[0])
+            if len(ids) <= self._length or len(self._messages) < 3:
+                ids = ids[-self._length :]
+                return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        get_logger().warning(
+            "the conversation is longer than %d tokens: its oldest turn is forgotten", self._length
+        )
+        del self._messages[:2]
+
+
+class ImageConversation(Conversation):
+    """One with pictures: those of --image come with the first message."""
+
+    def __init__(self, engine: RapidformerEngine) -> None:
+        super().__init__(engine)
+        self._images: list[Any] = []
+        self._next: list[Any] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        super().start_over()
+        self._images, self._next = [], []
+        for path in self._engine.args.image or ():
+            self.show(path)
+
+    def show(self, path: str) -> None:
+        """Show a picture with the next message."""
+        self._next.append(open_image(path, "/image"))
+
+    def answer(self, text: str) -> str:
+        shown, self._next = self._next, []
+        self._images += shown
+        return super().answer(MARK * len(shown) + text)
+
+    def _generate(self, batch: dict[str, Any]) -> list[Any]:
+        extras = self._prepared.extras
+        return generate(
+            self._model, batch, self._prepared.processor, extras["generation"], self._streamer,
+            inputs=batch,
+        )  # fmt: skip
+
+    def _encode(self) -> dict[str, Any]:
+        collate = self._prepared.collate
+        assert isinstance(collate, QuestionCollator)
+        while True:
+            chat = ImageChat([*self._system, *self._messages], self._images)
+            text = Rendered(collate.encoder.render_question(chat), [])
+            sizes = [image.size for image in self._images]
+            ((length, _),) = collate.encoder.count_tokens([text], [sizes])
+            if length <= self._length:
+                return {"conversation": chat, "images": self._images, "place": "the conversation"}
+            if len(self._messages) < 3:
+                raise DataError(
+                    f"the message has {length} tokens with its images, and {self._length} leave "
+                    "room for the answer: show fewer or smaller images."
+                )
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        del self._images[: count_marks(self._messages[:2])]
+        super()._forget_oldest()

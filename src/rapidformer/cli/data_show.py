@@ -29,11 +29,13 @@ All other flags are those of the run.
 _PREPARED_ROWS = 1000
 _INDEPENDENT = frozenset({
     "causal_lm", "distillation", "masked_lm", "seq2seq_lm", "question_answering", "preference",
-    "reward", "embedding", "reranking",
+    "reward", "embedding", "reranking", "image_text",
 })  # fmt: skip
 _TRAINED, _SPECIAL, _NOTE = "black on green", "bold", "italic magenta"
 _OPEN = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}"
 _CLOSE = "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
+_PICTURE_WIDTH = 32
+"""In characters; a character is two pixels high."""
 _LINE_BREAK = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
 
 
@@ -105,6 +107,7 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from rapidformer.tasks.rows.images import describe_image
     from rapidformer.tasks.rows.label_view import count_tokens, view_batch
 
     # A file gets no line breaks but those of the text.
@@ -115,7 +118,8 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
     is_weighted = sets is not None and sets.weights is not None
     places = sets.list_numbers(0, 0, shuffles=False) if is_weighted else range(total)
     for number, place in enumerate(places[: options.rows]):
-        rows = view_batch(prepared.collate([features[int(place)]]), prepared)
+        feature = features[int(place)]
+        rows = view_batch(prepared.collate([feature]), prepared)
         tokens, trained = count_tokens(rows)
         title = f"--- {options.split}, row {number + 1} of {total:,}"
         if sets is not None:
@@ -128,6 +132,12 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
         console.print(title, style="bold cyan")
         if hasattr(features, "describe"):  # of a recording
             console.print(features.describe(number))
+        if isinstance(feature, dict) and "conversation" in feature:
+            for image, given in zip(feature["images"], feature["conversation"].images, strict=True):
+                size = f"{image.width} x {image.height} pixels"
+                console.print(f"{describe_image(given)}, {size}", style="bold")
+                if console.color_system is not None:
+                    console.print(draw_image(image))
         for row in rows:
             _print_row(row, options, console)
     has_colours = console.color_system is not None
@@ -149,6 +159,23 @@ def _print_row(row: ShownRow, options: argparse.Namespace, console: Console) -> 
         console.print(f"... {len(row.tokens) - len(shown):,} more tokens")
     if row.fact:
         console.print(row.fact, style=_NOTE)
+
+
+def draw_image(image: Any) -> Text:
+    """A small picture of it: half a character is a pixel."""
+    from rich.text import Text
+
+    width = min(_PICTURE_WIDTH, image.width)
+    height = max(2, round(width * image.height / image.width / 2) * 2)
+    pixels = image.resize((width, min(height, _PICTURE_WIDTH))).load()
+    lines = []
+    for y in range(0, min(height, _PICTURE_WIDTH), 2):
+        line = Text()
+        for x in range(width):
+            upper, lower = ("#{:02x}{:02x}{:02x}".format(*pixels[x, y + n]) for n in (0, 1))
+            line.append("\N{UPPER HALF BLOCK}", style=f"{upper} on {lower}")
+        lines.append(line)
+    return Text("\n").join(lines)
 
 
 def format_tokens(tokens: Sequence[ShownToken], *, has_colours: bool) -> Text:

@@ -26,6 +26,11 @@ def find_objective_problems(args: Settings) -> Iterator[str]:
         yield f"--label-smoothing has no effect with --task {args.task}: leave it out."
     if args.task in ("preference", "reward"):
         yield from _check_pairs(args)
+    if args.task == "image_text" and args.packing:
+        yield (
+            "--packing: --task image_text keeps each conversation in a row of its own, with its "
+            "images. Leave it out; --group-by-length saves padding."
+        )
     if args.task == "preference":
         yield from _check_loss(args, LOSSES)
         yield from _check_preference(args, args.loss or LOSSES[0])

@@ -83,6 +83,11 @@ class Rule:
         return get_switch(self.switch).describe(args)
 
 
+def not_with_images(reason: str) -> Rule:
+    """What cannot be done to batches in which pixels of all images stand in one tensor."""
+    return Rule(setting="task", values=("image_text",), reason=reason)
+
+
 @dataclass(frozen=True)
 class Implication:
     """A setting that sets another one, unless that one or one of ``unless`` is set."""

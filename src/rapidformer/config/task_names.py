@@ -20,6 +20,7 @@ ALIASES = {
     "grpo": ("rl", "reinforcement_learning"),
     "embedding": ("embeddings", "sentence_transformers", "retrieval"),
     "reranking": ("reranker", "cross_encoder"),
+    "image_text": ("image_text_to_text", "vlm", "vision_language"),
     "pretraining": (),
 }
 _TASKS = {alias: task for task, aliases in ALIASES.items() for alias in aliases}

@@ -19,7 +19,7 @@ def read_by(*tasks: str, default: _T) -> _T:
     return value
 
 
-_CHATS = ("causal_lm", "preference", "reward", "grpo")
+_CHATS = ("causal_lm", "preference", "reward", "grpo", "image_text")
 """Tasks whose rows may be conversations."""
 
 
@@ -159,7 +159,7 @@ class DataArguments:
     )
     """names of the classes in their order (default: found in the data, or in its first rows)"""
     seq_length: int | None = None
-    """longest input in tokens (default: the model's maximum, up to 512)"""
+    """longest input in tokens (default: the model's maximum, up to 512; 2048 for image_text)"""
     decoder_seq_length: int | None = None
     """longest target of encoder-decoder models, in tokens (default: 128)"""
     text_column: str | None = None
@@ -266,10 +266,16 @@ class DataArguments:
     none = join prompt and response unchanged (default: the tokenizer's own)"""
     chat_template_kwargs: str | None = read_by(*_CHATS, default=None)
     """variables for the chat template as JSON, such as '{"enable_thinking": false}'"""
-    train_on_prompts: bool = read_by("causal_lm", default=False)
+    train_on_prompts: bool = read_by("causal_lm", "image_text", default=False)
     """compute the loss on whole conversations, not only on the responses"""
     packing: bool = read_by("causal_lm", default=False)
     """pack several examples into a row of --seq-length; each attends only to itself"""
+    image: list[str] | None = read_by("image_text", default=None)
+    """`rapidformer predict`: pictures to show with each text, or with the first of --chat"""
+    train_vision: bool = read_by("image_text", default=False)
+    """train the vision tower, too, which is frozen otherwise"""
+    train_projector: bool = read_by("image_text", default=False)
+    """train what connects the vision tower to the language model, which is frozen otherwise"""
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -142,7 +142,7 @@ class CausalLM(LanguageModel):
 
             apply_packed_attention(model, prepared.extras["packed_length"])
         if prepared.extras.get("stop_id") is not None:
-            _add_stop(model, prepared.extras["stop_id"], prepared.processor)
+            add_stop(model, prepared.extras["stop_id"], prepared.processor)
         built: nn.Module = model
         return built
 
@@ -263,7 +263,7 @@ def _get_lengths(rows: Any) -> list[int]:
     return [len(ids) for part in parts for ids in get_column(part, "input_ids")]
 
 
-def _add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
+def add_stop(model: Any, stop_id: int, tokenizer: Any) -> None:
     """Let generation also stop at the end of a turn; saved with the model, for other programs."""
     known = model.generation_config.eos_token_id
     ids = known if isinstance(known, list) else [tokenizer.eos_token_id if known is None else known]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any, Literal
 
 from rapidformer.config import Settings
-from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.base import Answers, PreparedData, Record, Row
 from rapidformer.tasks.labels.labels import (
     LabelSpace,
@@ -17,6 +15,7 @@ from rapidformer.tasks.labels.labels import (
     read_labels,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.images import open_image, without_decoding
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column_names,
@@ -94,7 +93,7 @@ def _encode(
     rows: Any, column: str, processor: Any, split: str, space: LabelSpace | Literal[False]
 ) -> Any:
     """Rows of pixel values, computed on request."""
-    images = _ImageRows(_without_decoding(rows, column), column, processor, split, space or None)
+    images = _ImageRows(without_decoding(rows, column), column, processor, split, space or None)
     if not is_row_stream(rows):
         return images
     return rows.then(
@@ -123,7 +122,7 @@ class _ImageRows:
         """The pixels and the label of a row."""
         import numpy as np
 
-        image = _open_image(row[self.column], f"{self.split}, row {index + 1}")
+        image = open_image(row[self.column], f"{self.split}, row {index + 1}")
         pixels = np.asarray(self.processor(images=image)["pixel_values"][0], dtype=np.float32)
         result: dict[str, Any] = {"pixel_values": pixels}
         if self.space is not None:
@@ -135,37 +134,3 @@ class _ImageRows:
         value = self.rows[index][self.column]
         path = value.get("path") if isinstance(value, dict) else value
         return path if isinstance(path, str) else str(index)
-
-
-def _without_decoding(rows: Any, column: str) -> Any:
-    """Turn off decoding by `datasets`, so that we can name the row of a broken file."""
-    has_features = hasattr(rows, "features") and not is_row_stream(rows)
-    feature: Any = rows.features.get(column) if has_features else None
-    if type(feature).__name__ != "Image":
-        return rows
-    return rows.cast_column(column, type(feature)(decode=False))
-
-
-def _open_image(value: Any, place: str) -> Any:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise MissingPackageError("pillow", "image_classification", "image") from None
-
-    source = value
-    if isinstance(value, dict):
-        source = BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
-    elif isinstance(value, bytes):
-        source = BytesIO(value)
-    if source is None:
-        raise DataError(f"{place}: there is no image.")
-    if hasattr(source, "convert"):
-        return source.convert("RGB")
-    try:
-        with Image.open(source) as image:
-            return image.convert("RGB")
-    except FileNotFoundError:
-        raise DataError(f"{place}: there is no image file {source}.") from None
-    except (UnidentifiedImageError, OSError) as error:
-        name = source if isinstance(source, str) else "the image"
-        raise DataError(f"{place}: {name} cannot be read as an image ({error}).") from None

@@ -14,6 +14,7 @@ from rapidformer.tasks.embedding.embedding import Embedding
 from rapidformer.tasks.embedding.reranking import Reranking
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.image_classification import ImageClassification
+from rapidformer.tasks.image_text.image_text import ImageText
 from rapidformer.tasks.masked_lm import MaskedLM
 from rapidformer.tasks.multiple_choice import MultipleChoice
 from rapidformer.tasks.preference.preference import Preference
@@ -34,6 +35,7 @@ _TASKS: tuple[Task, ...] = (
     SequenceClassification(), TokenClassification(), QuestionAnswering(), MaskedLM(), CausalLM(),
     Seq2SeqLM(), MultipleChoice(), ImageClassification(), SpeechRecognition(),
     AudioClassification(), Distillation(), Preference(), Reward(), Grpo(), Embedding(), Reranking(),
+    ImageText(),
 )  # fmt: skip
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from rapidformer.config.row import Implication, Question, Rule, Switch, register
+from rapidformer.config.row import (
+    Implication,
+    Question,
+    Rule,
+    Switch,
+    not_with_images,
+    register,
+)
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _WHOLE_MATRICES = tuple(
@@ -42,15 +49,18 @@ FINAL = register(
         "CUDA graph", turned_on_by=("cuda_graph",), off={"cuda_graph": "off"},
         module="cuda_graph.graphs", moment="final", is_for_training=True,
         under_deepspeed="not applied", devices=("cuda",), ranks="one", precisions=("fp32", "bf16"),
-        excludes=tuple(
-            Rule(name, f"{why}. Leave out --cuda-graph")
-            for name, why in {
-                "ZeRO": "its collectives and host copies cannot be replayed yet",
-                "CPU offload": "its collectives and host copies cannot be replayed yet",
-                "DeepSpeed": "it performs its updates itself",
-                "recompute": "recomputed blocks cannot be replayed yet",
-                "activation offload": "copies to the host cannot be replayed yet",
-            }.items()
+        excludes=(
+            *(
+                Rule(name, f"{why}. Leave out --cuda-graph")
+                for name, why in {
+                    "ZeRO": "its collectives and host copies cannot be replayed yet",
+                    "CPU offload": "its collectives and host copies cannot be replayed yet",
+                    "DeepSpeed": "it performs its updates itself",
+                    "recompute": "recomputed blocks cannot be replayed yet",
+                    "activation offload": "copies to the host cannot be replayed yet",
+                }.items()
+            ),
+            not_with_images("every batch has pixels of another shape. Leave out --cuda-graph"),
         ),
         gain="BERT-base on an H200, 20 to 99 tokens, batch 16: 9.3 instead of 51.4 ms per step",
         exact="yes; padded batches to 1e-6, their dropout only in distribution",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from rapidformer.config.row import Implication, Question, Rule, Switch, register
-from rapidformer.config.rows.whole import LEARNED_TOKENS, NEW_DROPOUT
+from rapidformer.config.row import (
+    Implication,
+    Question,
+    Rule,
+    Switch,
+    not_with_images,
+    register,
+)
+from rapidformer.config.rows.whole import LEARNED_TOKENS, NEW_DROPOUT, SHARD_INSTEAD
 
 _ZERO_STAGES = {
     "zero_1_memory_optimization": 1, "zero_2_memory_optimization": 2,
@@ -27,6 +34,7 @@ PLACED = register(
     Switch(
         "tensor parallelism", turned_on_by=("tensor_model_parallel_size",),
         module="tensor.parallel", excludes_adapters=LEARNED_TOKENS, exact=f"to 3e-6{NEW_DROPOUT}",
+        excludes=(not_with_images(f"vision towers have no plan to split them. {SHARD_INSTEAD}"),),
     ),
     Switch(
         "sequence parallelism", "split the tokens between split layers too",
@@ -154,6 +162,7 @@ PLACED = register(
             Rule("compilation", "on a GPU, compiled blocks without padding need flash attention, "
                  "which works in 16 bits only. Add --mixed-precision, or leave out --dynamic-shape",
                  devices=("cuda",), precisions=("fp32",)),
+            not_with_images("images have their places in padded rows. Leave out --dynamic-shape"),
         ),
         gain="a BERT of 6 layers on 2 CPU cores, rows of 20 to 99 tokens, batch 16: 1487 instead "
         "of 1079 tokens/s",
@@ -171,7 +180,11 @@ PLACED = register(
     # Outside all of these: tokens are split before the first block and joined after the last.
     Switch(
         "context parallelism", turned_on_by=("context_parallel_size",), module="context.parallel",
-        excludes=(_NO_STAGES,), excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
+        excludes=(
+            _NO_STAGES,
+            not_with_images(f"ranks would share the tokens of an image. {SHARD_INSTEAD}"),
+        ),
+        excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
     ),
     # Before sharding, which shards each rank's experts further.
     Switch(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rapidformer.config.row import Rule, Switch, register
+from rapidformer.config.row import Rule, Switch, not_with_images, register
 
 NEW_DROPOUT = "; dropout only in distribution"
 LEARNED_TOKENS = {
     "prompt": "its learned tokens are outside the layers. Use --zero-3-memory-optimization, or "
     "LoRA (--lora-rank)"
 }
+SHARD_INSTEAD = "Use --zero-3-memory-optimization"
 
 WHOLE = register(
     Switch(
@@ -31,6 +32,7 @@ WHOLE = register(
         "pipeline", turned_on_by=("pipeline_model_parallel_size",),
         options=("pipeline_schedule", "num_layers_per_virtual_pipeline_stage"),
         module="pipeline.pipeline", moment="whole", excludes_adapters=LEARNED_TOKENS,
+        excludes=(not_with_images(f"stages exchange tokens, not images. {SHARD_INSTEAD}"),),
         exact=f"to 5e-6{NEW_DROPOUT}",
     ),
     Switch(

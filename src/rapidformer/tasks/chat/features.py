@@ -35,7 +35,7 @@ from rapidformer.tasks.rows.rows import (
 )
 from rapidformer.tasks.text.text import get_frame, get_tokenizer_key, tokenize
 
-_NO_ANSWER = "no answer, or an empty one"
+NO_ANSWER = "no answer, or an empty one"
 _NOWHERE: Span = (2**62, 2**62)
 CUT_OFF = "no part of the answer fits within --seq-length"
 
@@ -129,10 +129,10 @@ def encode_chats(rows: Any, split: str, encoder: ChatEncoder, workers: int | Non
         return _to_features(encode_rows(chats, encoder), end)
 
     features = map_rows(rows, encode, workers=workers, key=(*encoder.get_key(), split))
-    if split == "test" and set(get_column(features, "left_out")) == {_NO_ANSWER}:
+    if split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
         return Kept(None)
     kept = drop_left_out(features, split)
-    _report_trained(as_table(kept.features), name_split(split, kept.features), encoder)
+    report_trained(as_table(kept.features), name_split(split, kept.features), encoder)
     notes = ["left_out", "trained", "is_cut", "ends"]
     return kept._replace(features=drop_columns(kept.features, notes))
 
@@ -155,37 +155,39 @@ def encode_conversations(
     for number, messages, tools, count, given in rows:
         template = encoder.template.with_tools(tools).with_variables(given)
         try:
-            text = _render(messages, template, encoder.trains_on_prompts)
+            text = render_row(messages, template, encoder.trains_on_prompts)
             rendered.append(text if isinstance(text, str) else (text[0], text[1][-count:]))
         except BadRowError as reason:
             rendered.append(f"it {reason}")
         except ModelError as reason:
             raise ModelError(f"{chats.split}, row {number + 1}: {reason}") from None
     texts = [item[0] for item in rendered if not isinstance(item, str)]
-    encoded = iter(_tokenize_with_places(texts, encoder.tokenizer))
+    encoded = iter(tokenize_with_places(texts, encoder.tokenizer))
     result, size = [], encoder.length
     for item in rendered:
         if isinstance(item, str):
             result.append(EncodedRow([], [], left_out=item))
             continue
         ids, places = next(encoded)
-        result.append(EncodedRow(ids[:size], _mark(places[:size], item[1]), is_cut=len(ids) > size))
+        result.append(
+            EncodedRow(ids[:size], mark_tokens(places[:size], item[1]), is_cut=len(ids) > size)
+        )
     return result
 
 
-def _render(
+def render_row(
     messages: list[Message], template: ChatTemplate, trains_on_prompts: bool
 ) -> tuple[str, list[Span]] | str:
     """The text and its answer spans, or why there is nothing to train on."""
     if trains_on_prompts:
         if not messages:
-            return _NO_ANSWER
+            return NO_ANSWER
         text = template.render(messages)
         return text, [(0, len(text))]
     # Turns after the last answer have no effect on any loss.
     answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not is_empty(m)]
     if not answers or answers[-1] == 0:
-        return _NO_ANSWER
+        return NO_ANSWER
     return template.render_with_answers(messages[: answers[-1] + 1])
 
 
@@ -199,7 +201,7 @@ def encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[EncodedRow]:
     result = []
     for before, answer, text in zip(prompt_ids, answer_ids, answers, strict=True):
         if not text.strip():
-            result.append(EncodedRow([], [], left_out=_NO_ANSWER))
+            result.append(EncodedRow([], [], left_out=NO_ANSWER))
             continue
         ids = [*before, *answer, *end]
         marks = [encoder.trains_on_prompts] * len(before) + [True] * (len(ids) - len(before))
@@ -214,7 +216,7 @@ def _to_features(encoded: list[EncodedRow], end: int | None) -> dict[str, list[A
         trained = len(labels) - labels.count(IGNORED_LABEL)
         left_out = row.left_out
         if not left_out and not trained:
-            left_out = CUT_OFF if row.is_cut else _NO_ANSWER
+            left_out = CUT_OFF if row.is_cut else NO_ANSWER
         rows.append({
             # In a batch of only empty lists, the column would have no type.
             "input_ids": [0] if left_out else row.ids,
@@ -251,7 +253,7 @@ def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = Non
     return Kept(select_rows(features, kept), dropped)
 
 
-def _report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
+def report_trained(features: Any, split: str, encoder: ChatEncoder) -> None:
     """Report what is trained on; warn of labels that teach no answers, or not to stop."""
     names = ("length", "trained", "is_cut", "ends")
     tokens, trained, cut, ended = (sum(get_column(features, name)) for name in names)
@@ -300,7 +302,7 @@ def tokenize_prompts(prompts: list[str], tokenizer: Any) -> list[list[int]]:
     return [[*start, *ids] for ids in tokenize(prompts, tokenizer)]
 
 
-def _tokenize_with_places(
+def tokenize_with_places(
     texts: list[str], tokenizer: Any
 ) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Tokens, and the characters that each one covers."""
@@ -310,7 +312,7 @@ def _tokenize_with_places(
     return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
 
-def _mark(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
+def mark_tokens(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
     """Which tokens overlap a span; tokens and spans are in order."""
     flat = np.fromiter(chain.from_iterable(places), dtype=np.int64, count=2 * len(places))
     starts, ends = flat[::2], flat[1::2]

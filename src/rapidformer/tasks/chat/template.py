@@ -13,7 +13,7 @@ import copy
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -286,7 +286,12 @@ def _ending_in_time() -> Iterator[None]:
 
 
 def choose_template(
-    tokenizer: Any, wanted: str | None, variables: Mapping[str, Any], *, needs_one: bool
+    tokenizer: Any,
+    wanted: str | None,
+    variables: Mapping[str, Any],
+    *,
+    needs_one: bool,
+    build: Callable[[Any, Mapping[str, Any]], ChatTemplate] | None = None,
 ) -> ChatTemplate | None:
     """--chat-template, the tokenizer's own, or the default if one is needed; saved with it."""
     if wanted == NO_TEMPLATE:
@@ -308,7 +313,7 @@ def choose_template(
             _show(tokenizer),
         )
     check_is_fast(tokenizer, "chat data")
-    return ChatTemplate(tokenizer, variables)
+    return (build or ChatTemplate)(tokenizer, variables)
 
 
 def _read_template(text_or_path: str) -> str:

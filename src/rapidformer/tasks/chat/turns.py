@@ -43,7 +43,7 @@ class ChatRows(NamedTuple):
         if self.names.response is not None:
             answers = self.read_texts(self.names.response)
         contexts, systems = map(self.read_texts, (self.names.context, self.names.system))
-        return [_build_turns(*row) for row in zip(systems, prompts, contexts, answers, strict=True)]
+        return [build_turns(*row) for row in zip(systems, prompts, contexts, answers, strict=True)]
 
     def read_tools(self) -> list[list[Any] | None]:
         """The tools that each row's conversation may call; None for rows without any."""
@@ -115,7 +115,7 @@ def name_rows(numbers: Sequence[int]) -> str:
     return f"rows {shown}{more}"
 
 
-def read_messages(value: Any) -> list[Message]:
+def read_messages(value: Any, read_content: Callable[[Any], str] | None = None) -> list[Message]:
     """The turns of a conversation, with our role names; raises BadRowError."""
     if isinstance(value, str):
         try:
@@ -125,10 +125,11 @@ def read_messages(value: Any) -> list[Message]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         actual = "nothing" if value is None else f"a {type(value).__name__}"
         raise BadRowError(f"must hold a list of messages, not {actual}")
-    return [_read_message(item) for item in value]
+    return [_read_message(item, read_content or _read_content) for item in value]
 
 
-def _build_turns(system: str, prompt: str, context: str, answer: str | None) -> list[Message]:
+def build_turns(system: str, prompt: str, context: str, answer: str | None) -> list[Message]:
+    """A prompt and its answer as turns."""
     turns = [{"role": "system", "content": system}] if system.strip() else []
     turns.append({"role": "user", "content": join_prompt(prompt, context)})
     if answer is not None:
@@ -146,7 +147,7 @@ def is_empty(message: Message) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
 
 
-def _read_message(item: Any) -> Message:
+def _read_message(item: Any, read_content: Callable[[Any], str]) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"has a {type(item).__name__} instead of a message (role, content)")
     # Tables on disk give every message the keys of all messages, with None for the missing ones.
@@ -165,7 +166,7 @@ def _read_message(item: Any) -> Message:
             f"has a message with the unknown role {role!r} (known: {', '.join(_ROLES)})"
         )
     content = next((values.pop(key) for key in ("content", "value") if key in values), "")
-    return {**values, "role": known, "content": _read_content(content)}
+    return {**values, "role": known, "content": read_content(content)}
 
 
 def _read_content(content: Any) -> str:

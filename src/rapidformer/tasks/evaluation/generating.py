@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -67,22 +67,24 @@ def generate(
     generation: Generation,
     streamer: Any = None,
     processors: Any = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> list[list[Any]]:
     """Per row of the batch, the ids of its answers: new tokens only, as arrays.
 
     ``processors`` change the scores of the next tokens, as transformers' ``logits_processor`` does.
+    ``inputs`` are what the model reads besides token ids and their mask, such as pixels.
     """
     options: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
     if processors is not None:
         options["logits_processor"] = processors
     if generation.stop_strings:
         options["tokenizer"] = tokenizer
-    ids = model.generate(  # type: ignore[operator]
-        input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"),
-        generation_config=generation.build_config(model, tokenizer), **options,
-    )  # fmt: skip
-    config: Any = model.config
-    start = 0 if config.is_encoder_decoder else batch["input_ids"].shape[1]
+    names = ("input_ids", "attention_mask")
+    options |= {**(inputs or {}), **{name: batch.get(name) for name in names}}
+    config = generation.build_config(model, tokenizer)
+    ids = model.generate(generation_config=config, **options)  # type: ignore[operator]
+    own: Any = model.config
+    start = 0 if own.is_encoder_decoder else batch["input_ids"].shape[1]
     answers = list(ids[:, start:].cpu().numpy())
     count = generation.num_return_sequences
     return [answers[first : first + count] for first in range(0, len(answers), count)]

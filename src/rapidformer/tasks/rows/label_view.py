@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ class ShownToken:
     """The label, if it is not the token itself: a tag, or the word behind a mask."""
     begins_example: bool = False
     """Whether another example of a packed row begins here."""
+    count: int = 0
+    """How many tokens these are, if they stand for one image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class ShownRow:
 
 def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:
     """The sequences of a batch of one row."""
-    if "pixel_values" in batch:
+    if "pixel_values" in batch and "input_ids" not in batch:
         shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
         return [ShownRow(name=f"an image of {shape}", fact=_describe(batch, prepared))]
     if heard := [name for name in ("input_values", "input_features") if name in batch]:
@@ -71,13 +73,32 @@ def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRo
             ShownRow(name="source", tokens=_read(ids, batch, prepared)),
             ShownRow(name="target", tokens=target),
         ]
-    return [ShownRow(tokens=_read(ids, batch, prepared, labels[0]))]
+    tokens = _read(ids, batch, prepared, labels[0])
+    return [ShownRow(tokens=_join_placeholders(tokens, prepared.extras.get("placeholders", ())))]
+
+
+def _join_placeholders(tokens: list[ShownToken], placeholders: Collection[int]) -> list[ShownToken]:
+    """The tokens, with those that stand for the same image as one."""
+    joined: list[ShownToken] = []
+    for token in tokens:
+        if token.number not in placeholders:
+            joined.append(token)
+        elif joined and joined[-1].count and joined[-1].number == token.number:
+            joined[-1] = replace(joined[-1], count=joined[-1].count + 1)
+        else:
+            joined.append(replace(token, count=1))
+    return [
+        replace(token, text=f"<{token.piece.strip('<|[]>')} x {token.count}>")
+        if token.count > 1
+        else token
+        for token in joined
+    ]
 
 
 def count_tokens(rows: Sequence[ShownRow]) -> tuple[int, int]:
     """The tokens of an example, and how many of them are trained on."""
     tokens = [token for row in rows for token in row.tokens]
-    return len(tokens), sum(token.is_trained for token in tokens)
+    return sum(token.count or 1 for token in tokens), sum(token.is_trained for token in tokens)
 
 
 def _read(

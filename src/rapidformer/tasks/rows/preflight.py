@@ -65,7 +65,7 @@ def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
 
 
 def _check_needs(args: Settings, command: str) -> Iterator[str]:
-    for setting in ("chat", "stream", "input", "system_prompt"):
+    for setting in ("chat", "stream", "input", "system_prompt", "image"):
         if command != "predict" and args.is_changed(setting):
             yield f"--{setting.replace('_', '-')} is for `rapidformer predict`: leave it out."
     # A folder that is missing is the problem to report.
@@ -187,8 +187,11 @@ def _read_architectures(location: str) -> list[str]:
 
 def _check_input(args: Settings, task: Task) -> Iterator[str]:
     texts = args.input or []
-    if args.chat and "causal_lm" not in (task.name, *task.reads_as):
-        yield f"--chat needs --task causal_lm, not {task.name}: only its models answer in turns."
+    if args.chat and {"causal_lm", "image_text"}.isdisjoint((task.name, *task.reads_as)):
+        yield (
+            f"--chat needs --task causal_lm or image_text, not {task.name}: only their models "
+            "answer in turns."
+        )
     if args.stream and "generated" not in task.answer_keys:
         yield f"--stream needs a task that generates text; {task.name} does not."
     # A run's own --config file may name its training data.

@@ -145,14 +145,16 @@ def check_towers(config: Any, args: Settings, *, allows_towers: bool) -> None:
         )
 
 
-def get_max_length(args: Settings, tokenizer: Any, config: Any) -> int:
-    """Tokens per row: --seq-length, or the model's limit, at most 512."""
+def get_max_length(
+    args: Settings, tokenizer: Any, config: Any, default: int = DEFAULT_LENGTH
+) -> int:
+    """Tokens per row: --seq-length, or the model's limit, at most the task's default."""
     from rapidformer.models.configuration import get_position_limit, get_size
 
     limit = get_position_limit(config)
     if args.seq_length is None:
         # A tokenizer without a limit reports 1e30.
-        return int(min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH, tokenizer.model_max_length))
+        return int(min(default, limit or default, tokenizer.model_max_length))
     if limit is not None and args.seq_length > limit:
         raise ConfigurationError(
             f"--seq-length {args.seq_length} is longer than the {limit} positions of the model: "

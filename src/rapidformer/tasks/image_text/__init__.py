@@ -1,0 +1,1 @@
+"""Conversations about images: rows, templates, batches of text and pixels."""

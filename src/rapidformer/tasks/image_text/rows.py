@@ -1,0 +1,151 @@
+"""Rows with images: all are checked and measured first, and their images opened when asked for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.chat.columns import ChatColumns
+from rapidformer.tasks.chat.features import (
+    NO_ANSWER,
+    ChatEncoder,
+    drop_left_out,
+    report_trained,
+)
+from rapidformer.tasks.chat.turns import BadRowError, name_rows
+from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
+from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
+from rapidformer.tasks.rows.images import measure_image, open_image
+from rapidformer.tasks.rows.rows import RowList, get_column
+
+_LARGE = 5_000
+_CHUNK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTextRows:
+    """Conversations with their images, read on request."""
+
+    rows: Any
+    split: str
+    columns: ChatColumns
+    image_column: str | None
+    folders: Sequence[Path]
+    numbers: Sequence[int] = ()
+    """Those that are trained on, in the table."""
+    lengths: Sequence[int] = ()
+    """Of each of these, in tokens."""
+    is_asked: bool = False
+    """Whether the last answer is what the model is asked for."""
+    system: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    """What a conversation without a system message begins with."""
+    column_names = ("length",)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int | str) -> Any:
+        if isinstance(index, str):  # for batches of similar length
+            return self.lengths
+        number = self.numbers[index]
+        conversation, place = self.read(number), self.name_row(number)
+        images = [open_image(image, place, self.folders) for image in conversation.images]
+        return {"conversation": conversation, "images": images, "place": place}
+
+    def name_row(self, number: int) -> str:
+        return f"{self.split}, row {number + 1}"
+
+    def read(self, number: int) -> Conversation:
+        """What the model is shown of a row; raises BadRowError."""
+        row = self.rows[int(number)]
+        conversation = read_conversation(row, self.columns, self.image_column)
+        if not self.is_asked:
+            return conversation.cut_after_last_answer()
+        asked = conversation.split_answer()[0]
+        if asked.messages and asked.messages[0]["role"] == "system":
+            return asked
+        return asked._replace(messages=[*self.system, *asked.messages])
+
+
+class Measured(NamedTuple):
+    """What is known of a split before its first batch."""
+
+    numbers: list[int]
+    lengths: list[int]
+    has_images: bool
+
+
+def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) -> Measured | None:
+    """Check every row, and leave out those that are too long or have no answer.
+
+    None for a test split without answers. All of a row is read here but the pixels of its images.
+    """
+    total = len(rows.rows)
+    if total >= _LARGE:
+        get_logger().info(f"preparing {total:,} rows with images")
+    problems: dict[str, list[int]] = defaultdict(list)
+    features: list[dict[str, Any]] = []
+    images = 0
+    for start in range(0, total, _CHUNK):
+        waiting: list[tuple[int, Rendered, list[tuple[int, int]]]] = []
+        for number in range(start, min(start + _CHUNK, total)):
+            features.append({"length": 0, "trained": 0, "is_cut": False, "ends": False})
+            try:
+                conversation = rows.read(number)
+                rendered = encoder.render(conversation)
+            except BadRowError as reason:
+                problems[str(reason)].append(number + 1)
+                continue
+            place = rows.name_row(number)
+            sizes = [measure_image(image, place, rows.folders) for image in conversation.images]
+            images += len(sizes)
+            features[-1]["left_out"] = rendered if isinstance(rendered, str) else ""
+            if isinstance(rendered, Rendered):
+                waiting.append((number, rendered, sizes))
+        _measure_chunk(waiting, features, encoder, chat)
+    if problems:
+        _raise(problems, rows.split)
+    if rows.split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
+        return None
+    for number, feature in enumerate(features):
+        feature["number"] = number
+    kept = drop_left_out(RowList(features), rows.split).features
+    report_trained(kept, rows.split, chat)
+    if images:
+        get_logger().info("images    %s: %s in %s rows", rows.split, f"{images:,}", f"{total:,}")
+    return Measured(get_column(kept, "number"), get_column(kept, "length"), images > 0)
+
+
+def _measure_chunk(
+    waiting: Sequence[tuple[int, Rendered, list[tuple[int, int]]]],
+    features: list[dict[str, Any]],
+    encoder: ImageEncoder,
+    chat: ChatEncoder,
+) -> None:
+    if not waiting:
+        return
+    numbers, texts, sizes = zip(*waiting, strict=True)
+    end = chat.get_end_id()
+    for number, (length, labels) in zip(numbers, encoder.count_tokens(texts, sizes), strict=True):
+        feature = features[number]
+        feature |= {"length": length, "trained": len(labels), "ends": end in labels}
+        if length > chat.length:
+            feature["left_out"] = (
+                f"longer than {chat.length} tokens with the images, which cannot be cut "
+                "(--seq-length)"
+            )
+        elif not labels:
+            feature["left_out"] = NO_ANSWER
+
+
+def _raise(problems: Mapping[str, Sequence[int]], split: str) -> None:
+    texts = []
+    for reason, numbers in problems.items():
+        named = name_rows(numbers)
+        texts.append(f"{split}, {named}: {'each' if len(numbers) > 1 else 'it'} {reason}.")
+    raise DataError(" ".join(texts))

@@ -1,0 +1,135 @@
+"""Images of rows, as files, bytes, base64, addresses or objects; errors name the row."""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from rapidformer.config import Settings
+from rapidformer.data.sources import as_list
+from rapidformer.errors import DataError, MissingPackageError
+
+_SECONDS = 30
+_ORIENTATION = 0x0112
+"""The EXIF tag of how a camera was held; from 5 on, width and height are exchanged."""
+_PATHS = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
+
+
+def without_decoding(rows: Any, *columns: str) -> Any:
+    """Turn off decoding by `datasets`, so that we can name the row of a broken file."""
+    for column in columns if hasattr(rows, "cast_column") else ():
+        feature: Any = rows.features.get(column)
+        kept = _keep_encoded(feature)
+        if kept is not feature:
+            rows = rows.cast_column(column, kept)
+    return rows
+
+
+def _keep_encoded(feature: Any) -> Any:
+    """The feature with images as they are stored; the same object if it has none."""
+    if type(feature).__name__ == "Image":
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        changed = {name: _keep_encoded(part) for name, part in feature.items()}
+        is_same = all(changed[name] is part for name, part in feature.items())
+        return feature if is_same else changed
+    inner = getattr(feature, "feature", None)
+    kept = None if inner is None else _keep_encoded(inner)
+    return feature if kept is inner else type(feature)(kept)
+
+
+def find_folders(args: Settings) -> tuple[Path, ...]:
+    """Where relative paths of images start: at their data file, or in the current folder."""
+    given = (Path(text).expanduser() for name in _PATHS for text in as_list(getattr(args, name)))
+    folders = (path if path.is_dir() else path.parent for path in given)
+    return tuple(dict.fromkeys([*folders, Path()]))
+
+
+def open_image(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
+    """The image in RGB, the right way up."""
+    from PIL import ImageOps
+
+    image = _open(value, place, folders)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError) as error:  # PIL's PNG reader raises both
+        raise DataError(
+            f"{place}: {describe_image(value)} cannot be read as an image ({error})."
+        ) from None
+    finally:
+        if image is not value:
+            image.close()
+
+
+def measure_image(value: Any, place: str, folders: Sequence[Path] = ()) -> tuple[int, int]:
+    """Width and height as ``open_image`` returns it; reads the header only."""
+    image = _open(value, place, folders)
+    # To look for EXIF after the pixels, PIL would read them all.
+    has_none = image.format == "PNG" and "exif" not in image.info
+    is_on_its_side = not has_none and image.getexif().get(_ORIENTATION, 1) >= 5
+    size: tuple[int, int] = image.size[::-1] if is_on_its_side else image.size
+    if image is not value:
+        image.close()
+    return size
+
+
+def _open(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
+    """The image; a file's pixels are read when they are needed."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise MissingPackageError("pillow", "an image", "image") from None
+
+    if hasattr(value, "convert"):
+        return value
+    if hasattr(value, "__array_interface__"):
+        return Image.fromarray(value)
+    try:
+        return Image.open(_find_source(value, place, folders))
+    except FileNotFoundError:
+        raise DataError(f"{place}: there is no image file {describe_image(value)}.") from None
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        reason = "" if isinstance(value, str) and len(value) > 200 else f" ({error})"
+        raise DataError(
+            f"{place}: {describe_image(value)} cannot be read as an image{reason}."
+        ) from None
+
+
+def _find_source(value: Any, place: str, folders: Sequence[Path]) -> Any:
+    """A file, or one in memory."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (bytes, bytearray)):
+        return BytesIO(value)
+    if isinstance(value, Path):
+        value = str(value)
+    if value is None or value == "":
+        raise DataError(f"{place}: there is no image.")
+    if not isinstance(value, str):
+        raise DataError(
+            f"{place}: an image must be a path, an address, bytes or a picture, not a "
+            f"{type(value).__name__}."
+        )
+    if value.startswith("data:"):
+        try:
+            return BytesIO(b64decode(value.partition(",")[2], validate=True))
+        except binascii.Error:
+            raise DataError(f"{place}: its image is not valid base64.") from None
+    if value.startswith(("http://", "https://")):
+        with urlopen(value, timeout=_SECONDS) as answer:
+            return BytesIO(answer.read())
+    path = Path(value.removeprefix("file://")).expanduser()
+    return next((folder / path for folder in folders if (folder / path).is_file()), path)
+
+
+def describe_image(value: Any) -> str:
+    """What to call the image: its path or address, if it has one."""
+    if isinstance(value, dict):
+        value = value.get("path")
+    is_name = isinstance(value, (str, Path)) and not str(value).startswith("data:")
+    return str(value)[:200] if is_name else "the image"
