@@ -54,7 +54,17 @@ def _list_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    from rapidformer.cli import bench, check, data, data_show, export, preprocess, runs, verify
+    from rapidformer.cli import (
+        bench,
+        check,
+        data,
+        data_show,
+        export,
+        preprocess,
+        runs,
+        sweep,
+        verify,
+    )
     from rapidformer.config import build_parser
     from rapidformer.dialects.flags import FLAGS
     from rapidformer.foreign_names import find_names
@@ -70,6 +80,7 @@ def test_flags_in_the_docs_exist() -> None:
         runs.build_parser(),
         check.build_parser(),
         bench._build_parser(),
+        sweep._build_parser(),
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}

@@ -65,7 +65,7 @@ def describe_run(
 def describe_model(engine: RapidformerEngine) -> dict[str, Any]:
     """The model's configuration and size, as trackers keep them beside the settings."""
     model = engine.model.parallelized.model
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     facts = dict(config.to_dict()) if hasattr(config, "to_dict") else {}
     return {**facts, "model/num_parameters": _count_parameters(engine)[0]}
 

@@ -89,7 +89,7 @@ class TrackerCallback(TrainerCallback):
         tracker = build_tracker(self._name, **options)
         folder, default = Path(args.output_dir or "."), type(args).project
         project = None if args.project == default else args.project
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         facts = config.to_dict() if hasattr(config, "to_dict") else {}
         run = TrackedRun(
             name=args.run_name or folder.resolve().name, folder=folder,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rapidformer.log import get_logger
@@ -52,9 +54,11 @@ class Background:
         patience = PATIENCE / 6 if has_failed else PATIENCE
         if hasattr(self.tracker, "has_failed"):
             self.tracker.has_failed = has_failed
-        self._add(self.tracker.finish)
-        self._add(None)
-        self._thread.join(patience)
+        deadline = time.monotonic() + patience
+        for call in (self.tracker.finish, None):
+            with suppress(queue.Full):
+                self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         waiting = self._calls.qsize()
         if self._thread.is_alive():
             get_logger().warning(
@@ -68,7 +72,7 @@ class Background:
             )  # fmt: skip
         self._is_over = True
 
-    def _add(self, call: Callable[[], None] | None) -> None:
+    def _add(self, call: Callable[[], None]) -> None:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
