@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _call(
     parts = []
     for start in range(0, max(len(rows), 1), size):
         part = slice(start, start + size)
-        other = None if teacher is None else teacher.map_rows(lambda each, part=part: each[part])
+        other = None if teacher is None else teacher.map_rows(itemgetter(part))
         compute = functools.partial(_score, apply, targets[part], recipe, other)
         parts.append(checkpoint(compute, rows[part], use_reentrant=False, preserve_rng_state=False))
     values, statistics = zip(*parts, strict=True)
