@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from rapidformer.dialects.huggingface.seq2seq import Seq2SeqTrainer
     from rapidformer.dialects.huggingface.trainer import Trainer
     from rapidformer.dialects.sentence_transformers import (
+        CrossEncoder,
+        CrossEncoderTrainer,
+        CrossEncoderTrainingArguments,
         SentenceTransformer,
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
@@ -63,7 +66,8 @@ if TYPE_CHECKING:
     from rapidformer.training.pretrainer import PreTrainer as Pretrainer
 
 __all__ = [
-    "Accelerator", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DeepSpeedPlugin",
+    "Accelerator", "CPOConfig", "CPOTrainer", "CrossEncoder", "CrossEncoderTrainer",
+    "CrossEncoderTrainingArguments", "DPOConfig", "DPOTrainer", "DeepSpeedPlugin",
     "DistributedType", "Finetuner", "GPTModel", "GRPOConfig", "GRPOTrainer", "KTOConfig",
     "KTOTrainer", "ModelPlan", "ORPOConfig", "ORPOTrainer", "PreTrainer", "Pretrainer",
     "ProjectConfiguration", "RapidformerEngine", "RapidformerError", "RewardConfig",
@@ -87,7 +91,8 @@ _NAMES = {
     "dialects.accelerate.settings": "DeepSpeedPlugin ProjectConfiguration",
     "dialects.huggingface.arguments": "Seq2SeqTrainingArguments TrainingArguments",
     "dialects.huggingface.seq2seq": "Seq2SeqTrainer", "dialects.huggingface.trainer": "Trainer",
-    "dialects.sentence_transformers": "SentenceTransformer SentenceTransformerTrainer "
+    "dialects.sentence_transformers": "CrossEncoder CrossEncoderTrainer "
+    "CrossEncoderTrainingArguments SentenceTransformer SentenceTransformerTrainer "
     "SentenceTransformerTrainingArguments",
     "dialects.trl": "CPOConfig CPOTrainer DPOConfig DPOTrainer GRPOConfig GRPOTrainer KTOConfig "
     "KTOTrainer ORPOConfig ORPOTrainer RewardConfig RewardTrainer",

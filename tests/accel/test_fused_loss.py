@@ -41,7 +41,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one smaller, though the tests have few rows."""
-    monkeypatch.setattr(chunked, "_choose_chunk", lambda rows, width, device: 8)
+    monkeypatch.setattr(chunked, "choose_chunk", lambda rows, width, device: 8)
 
 
 def build(kind: str, **given: Any) -> Any:
@@ -299,7 +299,7 @@ def test_fp16_sums_do_not_overflow(
     weight_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One word in every row and one large feature: 2,048 * 60 is more than fp16 holds."""
-    monkeypatch.setattr(chunked, "_choose_chunk", lambda rows, width, device: 1024)
+    monkeypatch.setattr(chunked, "choose_chunk", lambda rows, width, device: 1024)
     hidden = torch.ones(2048, 4, dtype=torch.float16)
     hidden[:, 3] = 60
     weight = torch.full((8, 4), -0.5, dtype=weight_type)

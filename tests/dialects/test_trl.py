@@ -233,5 +233,9 @@ def test_names_become_settings() -> None:
     both = ours.DPOConfig("x", loss_type=["sigmoid_norm", "sft"], loss_weights=[1.0, 0.5])
     wanted = {"loss": "sigmoid", "length_normalized": True, "sft_weight": 0.5, "seq_length": 1024}
     assert both.list_settings().items() >= wanted.items()
+    smooth = {"label_smoothing": 0.2}  # TRL's sigmoid has none
+    assert "label_smoothing" not in ours.DPOConfig("x", **smooth).list_settings()
+    robust = ours.DPOConfig("x", loss_type="robust", **smooth).list_settings()
+    assert robust["label_smoothing"] == 0.2
     simpo = ours.CPOConfig("x", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=1.2).list_settings()
     assert simpo.items() >= {"loss": "simpo", "sft_weight": 0.0, "simpo_gamma": 1.2}.items()

@@ -22,7 +22,7 @@ BETAS = (0.0, 0.1, 0.5, 1.0)
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_choose_chunk", lambda rows, width, device: 8)
+    monkeypatch.setattr(chunked, "choose_chunk", lambda rows, width, device: 8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel.fused_loss import chunked
+from rapidformer.accel.fused_loss import chunked, layered
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss, find_head
 from rapidformer.accel.unpad import on_demand
@@ -26,7 +26,8 @@ WORDS, ROWS, LENGTH = 150, 4, 12
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_choose_chunk", lambda rows, width, device: 8)
+    for module in (chunked, layered):
+        monkeypatch.setattr(module, "choose_chunk", lambda rows, width, device: 8)
 
 
 def build(kind: str = "llama", **given: Any) -> Any:
@@ -265,6 +266,39 @@ def test_logits_of_all_tokens_never_exist() -> None:
     logits = reference(**inputs).logits[:, :-1]
     plain = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(found[:, 1:], plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_a_head_with_adapters_needs_no_whole_logits(has_adapters: bool) -> None:
+    """Also without them, as the reference of a run is; in chunks, and with what is shown."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    words = 5000
+    model = build(vocab_size=words)
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    model = inject_adapter_in_model(config, model)
+    model.lm_head.enable_adapters(has_adapters)
+    model.model.norm.weight.requires_grad_(True)
+    ids = torch.arange(3, 67).view(1, 64)
+    labels = ids.masked_fill(ids < 9, -100)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    exact = copy.deepcopy(model)
+    logits = exact(**inputs).logits[:, :-1]
+    plain = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    plain = functional.pad(plain, (1, 0)).masked_fill(labels == -100, 0.0)
+    kind = type(model.lm_head)
+    with no_whole_logits(64, words):
+        scores = get_token_scores(model, inputs, labels, temperature=0.5)
+        weigh(get_token_logprobs(model, inputs, labels)).backward()
+    assert type(model.lm_head) is kind  # nothing stays on it
+    with torch.no_grad():
+        found = get_token_logprobs(model, inputs, labels)
+    torch.testing.assert_close(found, plain.detach(), rtol=1e-5, atol=1e-5)
+    warm = (logits / 0.5).log_softmax(-1)
+    entropies = -(warm.exp() * warm).sum(-1).masked_fill(labels[:, 1:] == -100, 0.0)
+    torch.testing.assert_close(scores.entropies[:, 1:], entropies.detach(), rtol=1e-4, atol=1e-4)
+    weigh(plain).backward()
+    check_gradients(model, exact)
 
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

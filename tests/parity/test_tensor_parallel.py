@@ -211,7 +211,7 @@ def _fuse_losses(group: Any, start: int, end: int) -> list[np.ndarray]:
     """The loss from hidden states in chunks of four rows, and its gradients on this rank."""
     hidden, weight, labels, recipe = _build_head()
     weight = weight.detach()[start:end].requires_grad_()
-    chunked._choose_chunk = lambda rows, width, device: 4
+    chunked.choose_chunk = lambda rows, width, device: 4
     recipe = replace(recipe, words=VocabularySlice(group, 5))
     loss = compute_losses(copy_in(hidden, group), weight, None, labels, recipe).values
     loss.backward()

@@ -25,7 +25,7 @@ from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.objectives import BoundObjective, Context
 from rapidformer.tasks.embedding.files import Recipe, SentenceFiles, read_recipe
 from rapidformer.tasks.embedding.losses import Items, LossSettings, compute_losses
-from rapidformer.tasks.embedding.objective import pool
+from rapidformer.tasks.embedding.objective import RerankingObjective, pool
 from rapidformer.tasks.metrics.retrieval import score_ranks
 from rapidformer.tasks.registry import get_task
 
@@ -235,6 +235,33 @@ def test_reranking_losses(bert_folder: Path) -> None:
     columns = [[row["query"] for row in rows], [row["document"] for row in rows]]
     theirs = BinaryCrossEntropyLoss(peer)(columns, torch.tensor([row["label"] for row in rows]))
     _compare(prepared, theirs, peer[0].model)
+
+
+def test_ranking_losses_by_hand() -> None:
+    """Three documents and two; what a row does not have counts nowhere."""
+    logits = torch.tensor([[1.0, 0.0, 3.0], [2.0, -1.0, 9.0]], requires_grad=True)
+    batch = {"slots": torch.tensor([[0, 1, 2], [3, 4, -1]])}
+
+    def compare(name: str, scores: list[list[float]], weight: float = 1.0) -> tuple[float, float]:
+        batch["scores"] = torch.tensor(scores)
+        losses, counts = RerankingObjective(name, weight).compare(logits, batch)
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        assert gradient.isfinite().all() and gradient[1, 2] == 0
+        return losses.sum().item(), counts.sum().item()
+
+    nothing = math.nan
+    wanted = 4 * math.log1p(math.exp(-2)) + math.log1p(math.exp(-1)) * 5
+    wanted += math.log(2) + math.log1p(math.exp(3))  # the others, of which none fits
+    labels = [[1.0, 0.0, 0.0], [1.0, 0.0, nothing]]
+    found = compare("bce", labels, weight=4.0)
+    assert found == pytest.approx((wanted, 5))
+    assert compare("mse", [[1.5, 0.0, 2.0], [0.0, 1.0, nothing]]) == pytest.approx((9.25, 5))
+    assert compare("margin_mse", [[0.0, -1.0], [1.0, nothing]]) == pytest.approx((6.0, 3))
+    shares = torch.tensor([1.0, 3.0]).softmax(0)
+    second = -(shares * torch.tensor([2.0, -1.0]).log_softmax(0)).sum()
+    first = -torch.tensor([1.0, 0.0, 3.0]).log_softmax(0).mean()
+    expected = (float(first + second), 2)
+    assert compare("listnet", [[7.0] * 3, [1.0, 3.0, nothing]]) == pytest.approx(expected)
 
 
 def test_listwise_by_hand(bert_folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 They are computed from the hidden states of labelled tokens, a chunk at a time, with a gradient
 (the policy) and without one (the reference): logits of all tokens over the vocabulary never exist,
-unless the model has a head that cannot wait (``--fused-loss``) or a small vocabulary.
+unless the vocabulary is small or the head cannot wait (``--fused-loss``): one that is no linear
+layer, or one with adapters that are split over ranks.
 """
 
 from __future__ import annotations

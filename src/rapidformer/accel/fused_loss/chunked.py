@@ -210,7 +210,7 @@ def _compute(
     offset = None if bias is None else bias.to(dtype)
     sums = _Sums(hidden, weight, bias, recipe, needs)
     width = hidden.shape[-1] if weight is None else len(weight)
-    size = _choose_chunk(
+    size = choose_chunk(
         len(hidden), width if recipe.words is None else recipe.words.width, hidden.device
     )
     if teacher is not None:
@@ -290,7 +290,7 @@ def get_compute_type(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _choose_chunk(rows: int, width: int, device: torch.device) -> int:
+def choose_chunk(rows: int, width: int, device: torch.device) -> int:
     """Rows per chunk: a power of two, which suits matrix products best."""
     most = max(_CHUNK_BYTES.get(device.type, 2**28) // (4 * width), 128)
     return 1 << min(most.bit_length() - 1, max(rows - 1, 0).bit_length())

@@ -61,7 +61,7 @@ def compute_logit_losses(
 def _build_teacher(logits: Tensor) -> Teacher:
     if not isinstance(logits, DeferredLogits):
         return Teacher(logits)
-    if not _can_follow(logits):
+    if not _can_follow(logits) or logits.head.lend is None:
         return Teacher(logits.compute())
     weight, bias, words = logits.head.lend()
     return Teacher(logits.get_hidden(), weight, bias, _list_steps(logits), words)

@@ -31,6 +31,7 @@ from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.fused_loss.layered import deferring_layers, find_layered_head
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
 from rapidformer.accel.unpad.promises import find_promise
@@ -202,8 +203,14 @@ def _lend(
 def deferring(model: nn.Module) -> Iterator[None]:
     """Inside, a large plain head that has no fused loss defers its outputs where nothing learns.
 
-    A reference or a teacher need not be one that an engine has composed.
+    A reference or a teacher need not be one that an engine has composed. A large head with adapters
+    defers them everywhere.
     """
+    layered = find_layered_head(model)
+    if layered is not None and layered.base_layer.out_features >= _LARGE:
+        with deferring_layers(layered):
+            yield
+        return
     head = None if torch.is_grad_enabled() else find_head(model)
     is_bare = head is not None and type(head) is nn.Linear and not isinstance(head.weight, DTensor)
     if head is None or not is_bare or len(head.weight) < _LARGE:

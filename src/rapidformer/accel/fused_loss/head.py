@@ -28,14 +28,15 @@ class Head:
         self,
         module: nn.Linear,
         call: Callable[..., Any],
-        lend: Callable[[], tuple[Tensor, Tensor | None, VocabularySlice | None]],
+        lend: Callable[[], tuple[Tensor, Tensor | None, VocabularySlice | None]] | None,
         hidden: Tensor,
     ) -> None:
         self.compute_losses: Callable[..., Losses] = call
         """Rows of hidden states, their labels, a recipe and maybe a teacher -> the losses."""
         self.compute: Callable[[Tensor], Tensor] = functools.partial(call, is_wanted=True)
         self.lend = lend
-        """Weight, bias and slice of the vocabulary, without gradients: of a head that teaches."""
+        """Weight, bias and slice of the vocabulary, without gradients: of a head that teaches, if
+        it is but a product."""
         self._module = module
         self._versions = [note_version(each) for each in (hidden, *self._list_weights())]
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}

@@ -18,6 +18,7 @@ from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.huggingface.arguments import TrainingArguments, takes_former_names
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
+from rapidformer.log import warn_once
 
 C = TypeVar("C", bound="type[TaskConfig]")
 _PADDING = ignored("rows are padded to the longest of their batch", default="auto")
@@ -164,7 +165,8 @@ class DPOConfig(ReferenceConfig):
     ld_alpha: Annotated[float | None, refused("every answer counts in full")] = None
     f_divergence_type: Annotated[str, refused("only reverse_kl")] = "reverse_kl"
     f_alpha_divergence_coef: Annotated[float, ignored("there is no alpha divergence")] = 0.5
-    label_smoothing: Annotated[float, mapped("label_smoothing")] = 0.0
+    label_smoothing: Annotated[float, honoured(
+        "for robust alone, as in TRL", "label_smoothing")] = 0.0  # fmt: skip
     use_weighting: Annotated[bool, refused("every pair weighs the same")] = False
     discopop_tau: Annotated[float, ignored("there is no discopop loss")] = 0.05
 
@@ -182,6 +184,13 @@ class DPOConfig(ReferenceConfig):
             )
         (kind,) = weights
         values = {"loss": kind.removesuffix("_norm"), "sft_weight": sft}
+        if kind == "robust":
+            values["label_smoothing"] = self.label_smoothing
+        elif self.label_smoothing:
+            warn_once(
+                f"DPOConfig(label_smoothing={self.label_smoothing}) has no effect with "
+                f"loss_type={kind!r}, as in TRL: `rapidformer --label-smoothing` has one."
+            )
         if kind == "sigmoid_norm":
             values["length_normalized"] = True
         return {**super().list_settings(), **values}

@@ -156,7 +156,7 @@ class RewardTally(Tally):
 
     _reward, _length = 0.0, 0
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         problem = next((r["problem"] for r in records if "problem" in r), None)
         if problem is not None:
             raise DataError(problem)

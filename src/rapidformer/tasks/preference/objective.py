@@ -277,8 +277,9 @@ class TokenSums(NamedTuple):
 
 def sum_tokens(scores: TokenScores, is_answer: Tensor) -> TokenSums:
     """The sums over the answers' tokens."""
-    values = (scores.entropies, scores.mean_logits, scores.is_best)
-    return TokenSums(*(v.where(is_answer, 0.0).sum(1) for v in values), is_answer.sum(1))
+    shown = (scores.entropies, scores.mean_logits, scores.is_best)
+    entropies, logits, hits = (values.where(is_answer, 0.0).sum(1) for values in shown)
+    return TokenSums(entropies, logits, hits, is_answer.sum(1))
 
 
 def _get_margin(rewards: Tensor, is_good: Tensor, update: Mapping[str, Tensor]) -> Term:

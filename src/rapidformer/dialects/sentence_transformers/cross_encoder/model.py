@@ -68,7 +68,7 @@ class CrossEncoder:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.model.parameters())).device
+        return torch.device(self.model.device)
 
     @torch.no_grad()
     def predict(
