@@ -118,9 +118,10 @@ def find_towers(model: Any) -> Towers:
         projectors += [
             f"{name}.{child}" for child in children if any(word in child for word in _INSIDE_TOWERS)
         ]
-    projectors += [
-        names[id(part)] for part in decoder.modules() if _READS_PICTURES in type(part).__name__
-    ]
+    for part in decoder.modules():
+        name = names[id(part)]
+        if _READS_PICTURES in type(part).__name__ and not is_inside(name, projectors):
+            projectors.append(name)
     return Towers(
         language=tuple(names[part] for part in language - inside),
         towers=tuple(towers), projectors=tuple(projectors),
