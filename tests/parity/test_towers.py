@@ -9,7 +9,7 @@ from tests.parity.harness import PIPELINE, TENSOR, Settings, check, under, zero
 from tests.parity.limits import FIRST, SHARD_LIMITS, Limits
 
 FAMILIES = ("qwen3_vl", "gemma3", "smolvlm", "llava", "mistral3")
-ROUGH = Limits({**SHARD_LIMITS.all, "gradients": 5e-4}, {**FIRST, "gradients": 5e-5})
+ROUGH = Limits({**SHARD_LIMITS.all, "gradients": 5e-4}, {**FIRST, "gradients": 5e-4})
 """The gradients of Qwen 3.5's decays are as small as 1e-6, and round-off is large beside them."""
 
 
