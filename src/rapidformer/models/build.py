@@ -38,7 +38,7 @@ from rapidformer.models.location import (
     loads_checkpoint,
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
-from rapidformer.models.towers import choose_auto_class, freeze_towers, reads_more_than_text
+from rapidformer.models.towers import WHOLE, choose_auto_class, freeze_towers
 from rapidformer.models.weight_names import check_names, find_trunk, list_some
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
                 "--peft-config have no effect. For a new one, start from its base model or merge "
                 "it first (rapidformer export)."
             )
-    is_whole = reads_more_than_text(config)  # training must not cost a part of the model
+    is_whole = auto_class_name in WHOLE  # training must not cost a part of the model
     check_names(report, trunk, base, allows_partial=args.allow_partial_load, is_whole=is_whole)
     if not must_be_trained:
         freeze_towers(model, args)
