@@ -241,13 +241,24 @@ def test_training_and_prediction_by_call(
         rapidformer.train(table[["text"]], **common)
 
 
-def test_a_vision_language_model_is_refused(tmp_path: Path, rows: Path) -> None:
-    from transformers import Qwen2VLConfig
+@pytest.mark.parametrize(
+    ("kind", "task", "problem"),
+    [
+        ("qwen2_vl", "masked_lm", r"model \(qwen2_vl\) also reads images or sound, and --task mas"),
+        ("blip-2", "causal_lm", "Blip2ForConditionalGeneration cannot be called without pixel_val"),
+        ("florence2", "causal_lm", "has no class for it that reads text from left to right"),
+    ],
+)
+def test_a_model_that_sees_is_refused_if_text_cannot_train_it(
+    kind: str, task: str, problem: str, tmp_path: Path, rows: Path
+) -> None:
+    from transformers import AutoConfig
 
-    Qwen2VLConfig().save_pretrained(tmp_path / "model")
+    AutoConfig.for_model(kind).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"model \(qwen2_vl\) also reads images, and --task"):
-        rapidformer.train(
-            rows, task="causal_lm", pretrained_model_name_or_path=str(tmp_path / "model"),
-            save="none", train_iters=1,
-        )  # fmt: skip
+    model = str(tmp_path / "model")
+    options = {"pretrained_model_name_or_path": model, "save": "none", "train_iters": 1}
+    with pytest.raises(ModelError, match=problem):
+        rapidformer.train(rows, task=task, **options)
+    with pytest.raises(ConfigurationError, match="--train-vision and --train-projector need imag"):
+        rapidformer.train(rows, task=task, train_vision=True, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
@@ -104,6 +105,22 @@ SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {
         "audio_token_id": IMAGE,
     },
 }  # fmt: skip
+
+
+def build_images(kind: str) -> dict[str, torch.Tensor]:
+    """A row with an image, as the family's processor would make it."""
+    count = 1 if kind in ("smolvlm", "qwen3_vl", "qwen3_5") else 4
+    ids = torch.tensor([[5, *[IMAGE] * count, 7, 8, 9]])
+    generator = torch.Generator().manual_seed(0)
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if kind.startswith("qwen"):
+        row["mm_token_type_ids"] = (ids == IMAGE).long()
+        row["image_grid_thw"] = torch.tensor([[1, 2, 2]])
+        return {**row, "pixel_values": torch.rand(4, 96, generator=generator)}
+    if kind == "mistral3":
+        row["image_sizes"] = torch.tensor([[8, 8]])
+    shape = (1, 1, 3, 8, 8) if kind == "smolvlm" else (1, 3, 8, 8)
+    return {**row, "pixel_values": torch.rand(shape, generator=generator)}
 
 
 def build_seeing(kind: str, layers: int = 2) -> nn.Module:

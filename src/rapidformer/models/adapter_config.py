@@ -162,7 +162,8 @@ def _exclude(config: Any, names: Sequence[str]) -> None:
 def exclude_parts(config: Any, parts: Sequence[str]) -> None:
     """Do not adapt anything inside these modules, unless a pattern says what to adapt."""
     targets = getattr(config, "target_modules", None)
-    if not parts or (isinstance(targets, str) and targets != _ALL_LINEAR):
+    is_pattern = isinstance(targets, str) and targets != _ALL_LINEAR
+    if not parts or is_pattern or not hasattr(config, "exclude_modules"):
         return
     known = config.exclude_modules or ()
     # peft's lists are of endings; only a pattern can say where names begin.

@@ -38,7 +38,7 @@ from rapidformer.models.location import (
     loads_checkpoint,
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
-from rapidformer.models.towers import choose_auto_class, freeze_towers
+from rapidformer.models.towers import WHOLE, choose_auto_class, freeze_towers
 from rapidformer.models.weight_names import check_names, find_trunk, list_some
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
         # Weights of a checkpoint are loaded later, into a model that is already split.
         fresh = _build_fresh(auto_class_name, args, config)
-        freeze_towers(fresh, args)
+        if not must_be_trained:
+            freeze_towers(fresh, args)
         adapted = hide_learned_tokens(add_adapters(fresh, args))
         forget_base(adapted)
         return adapted
@@ -135,8 +136,10 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
                 "--peft-config have no effect. For a new one, start from its base model or merge "
                 "it first (rapidformer export)."
             )
-    check_names(report, trunk, base, allows_partial=args.allow_partial_load)
-    freeze_towers(model, args)
+    is_whole = auto_class_name in WHOLE  # training must not cost a part of the model
+    check_names(report, trunk, base, allows_partial=args.allow_partial_load, is_whole=is_whole)
+    if not must_be_trained:
+        freeze_towers(model, args)
     if must_be_trained and (untrained := _list_fresh(report)):
         raise ModelError(
             f"{location} was never trained for this task: it has no weights for "

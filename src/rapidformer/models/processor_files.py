@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.hub import is_hub_reachable
 from rapidformer.models.adapter_folder import find_files
-from rapidformer.models.location import explain_failure, get_hub_options, get_model_location
+from rapidformer.models.location import explain_failure, get_model_location
 
 _NAMES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
@@ -34,23 +35,22 @@ class TokenizerWithFiles:
 
 def keep_processor_files(tokenizer: Any, args: Settings) -> TokenizerWithFiles:
     """The tokenizer, with the files as they are now: the model's folder may change in a run."""
-    files: dict[str, bytes] = {}
     location = find_files(get_model_location(args), "config.json")
-    for name in _NAMES if location is not None else ():
-        path = _find_file(location, name, args)
-        if path is not None:
-            files[name] = path.read_bytes()
+    folder = None if location is None else _find_folder(location, args)
+    paths = [] if folder is None else [folder / name for name in _NAMES]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     return TokenizerWithFiles(tokenizer, files)
 
 
-def _find_file(location: str, name: str, args: Settings) -> Path | None:
-    """A file of a model, downloaded from the Hub if that is where the model is."""
-    from transformers.utils import cached_file
+def _find_folder(location: str, args: Settings) -> Path:
+    """The folder with the files, downloaded from the Hub if that is where the model is."""
+    if Path(location).is_dir():
+        return Path(location)
+    from huggingface_hub import snapshot_download
 
-    options = {k: v for k, v in get_hub_options(location, args).items() if k != "trust_remote_code"}
     with explain_failure(location, "processor"):
-        found = cached_file(
-            location, name, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False, **options,
+        found = snapshot_download(
+            location, cache_dir=args.cache_dir, local_files_only=not is_hub_reachable(),
+            allow_patterns=list(_NAMES),
         )  # fmt: skip
-    return None if found is None else Path(found)
+    return Path(found)

@@ -8,7 +8,7 @@ and what leads from a tower into the language model is a projector.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MULTIMODAL = "AutoModelForMultimodalLM"
+WHOLE = (_MULTIMODAL, "AutoModelForImageTextToText")
+"""The Auto classes that build a model with its towers."""
 _INSIDE_TOWERS = ("merger", "projector", "connector", "resampler")
 """What projectors are called that are a part of their tower, as in Qwen's models."""
 _READS_PICTURES = "CrossAttention"
@@ -98,15 +100,14 @@ def list_placeholders(config: Any) -> set[int]:
 
 def find_towers(model: Any) -> Towers:
     """The parts of a model, by name."""
-    config = getattr(model, "config", None)
-    if not is_model(model) or config is None or get_text_config(config) is config:
+    cls = _find_class(model.config) if is_model(model) else None
+    if cls is None or not isinstance(model, cls):
         return Towers()
     decoder = model.get_decoder()
-    if decoder is model or config.is_encoder_decoder:
-        return Towers()
+    inside = {id(part) for part in decoder.modules()}
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    language = {id(part) for part in (decoder, *heads) if part is not None}
-    inside = {id(part) for part in decoder.modules()} - {id(decoder)}
+    outside = [head for head in heads if head is not None and id(head) not in inside]
+    language = [id(part) for part in (decoder, *outside)]
     names = {id(module): name for name, module in model.named_modules()}
     towers, projectors = [], []
     for name, part in _list_others(model, language):
@@ -118,23 +119,24 @@ def find_towers(model: Any) -> Towers:
         projectors += [
             f"{name}.{child}" for child in children if any(word in child for word in _INSIDE_TOWERS)
         ]
-    projectors += [
-        names[id(part)] for part in decoder.modules() if _READS_PICTURES in type(part).__name__
-    ]
+    for part in decoder.modules():
+        name = names[id(part)]
+        if _READS_PICTURES in type(part).__name__ and not is_inside(name, projectors):
+            projectors.append(name)
     return Towers(
-        language=tuple(names[part] for part in language - inside),
+        language=tuple(names[part] for part in language),
         towers=tuple(towers), projectors=tuple(projectors),
     )  # fmt: skip
 
 
-def _list_others(model: nn.Module, language: set[int]) -> Iterator[tuple[str, Any]]:
+def _list_others(model: nn.Module, language: Collection[int]) -> Iterator[tuple[str, Any]]:
     """The largest modules, and single parameters, without anything of the language model."""
     yield from model.named_parameters(recurse=False)
     for name, child in model.named_children():
         parts = {id(part) for part in child.modules()}
         if id(child) in language:
             continue
-        if parts & language:
+        if not parts.isdisjoint(language):
             yield from ((f"{name}.{rest}", part) for rest, part in _list_others(child, language))
         elif any(True for _ in child.parameters()):
             yield name, child

@@ -203,10 +203,18 @@ def find_trunk(model: Any) -> Trunk:
 
 
 def check_names(
-    report: dict[str, Any], trunk: Trunk, location: str, *, allows_partial: bool
+    report: dict[str, Any],
+    trunk: Trunk,
+    location: str,
+    *,
+    allows_partial: bool,
+    is_whole: bool = False,
 ) -> None:
-    """Refuse weights of another model; those of a new head are newly initialised anyway."""
-    differences = _find_differences(report, trunk)
+    """Refuse weights of another model; those of a new head are newly initialised anyway.
+
+    With ``is_whole``, nothing that the files have may be left out, not even an old head.
+    """
+    differences = _find_differences(report, trunk, is_whole=is_whole)
     if not differences:
         return
     text = f"The weights in {location} do not match {trunk.class_name}"
@@ -218,7 +226,7 @@ def check_names(
     warn(f"{text}, and are loaded in part (--allow-partial-load):{differences.describe()}")
 
 
-def _find_differences(report: dict[str, Any], trunk: Trunk) -> NameDifferences:
+def _find_differences(report: dict[str, Any], trunk: Trunk, *, is_whole: bool) -> NameDifferences:
     missing = {
         name: trunk.shapes.get(name)
         for name in sorted(report.get("missing_keys", ()))
@@ -230,7 +238,7 @@ def _find_differences(report: dict[str, Any], trunk: Trunk) -> NameDifferences:
         if trunk.has(name)
     }
     unexpected = sorted(report.get("unexpected_keys", ()))
-    if not missing and not misshapen:
+    if not missing and not misshapen and not is_whole:
         # An old head is of no use here, but more of the model's own layers are a larger model.
         patterns = {_hide_numbers(name) for name in trunk.shapes if _hide_numbers(name) != name}
         unexpected = [n for n in unexpected if trunk.has(n) and _hide_numbers(n) in patterns]

@@ -23,7 +23,9 @@ from rapidformer.dialects.trl.configs import (
 )
 from rapidformer.engine.reference import build_untouched
 from rapidformer.errors import ConfigurationError
-from rapidformer.models.configuration import get_position_limit
+from rapidformer.models.adapter_folder import find_files
+from rapidformer.models.configuration import get_position_limit, read_config
+from rapidformer.models.towers import choose_auto_class
 from rapidformer.objectives import Context, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.objectives.reference import REFERENCE
@@ -104,7 +106,11 @@ class TRLTrainer(TaskTrainer):
         options = {"trust_remote_code": args.trust_remote_code, **init}
         if self.auto_class.endswith("Classification"):
             options["num_labels"] = 1
-        model: nn.Module = getattr(transformers, self.auto_class).from_pretrained(name, **options)
+        config = read_config(
+            str(find_files(name, "config.json")), trust_remote_code=args.trust_remote_code
+        )
+        auto_class = choose_auto_class(self.auto_class, config)
+        model: nn.Module = getattr(transformers, auto_class).from_pretrained(name, **options)
         return model
 
     def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
