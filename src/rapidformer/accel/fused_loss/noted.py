@@ -1,7 +1,7 @@
 """The losses of single tokens or rows, noted on the way to the mean that a model returns.
 
-Nothing is computed twice: where torch would add the losses up at once, they are taken one by one
-and added up here, and the fused loss has them anyway. Their gradients are the same.
+Where torch would add up cross entropies at once, they are taken one by one and added up here, and the
+fused loss has them anyway. Their gradients are the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def _build_elementwise(original: Callable[..., Tensor]) -> Callable[..., Tensor]
     def compute(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
         others = [*args, *(value for name, value in options.items() if name != "reduction")]
         is_plain = options.get("reduction", "mean") == "mean" and others == [None] * len(others)
-        if not is_noting() or not is_plain or type(input) is not Tensor or not input.dim():
-            return original(input, target, *args, **options)
-        losses = original(input, target, reduction="none")
-        rows = losses.detach().reshape(len(losses), -1).mean(1)
-        note(rows, torch.zeros_like(rows), -1)
-        return losses.mean()
+        if is_noting() and is_plain and type(input) is Tensor and input.dim():
+            # A second time: it is cheap, and adding the losses up here would round differently.
+            losses = original(input.detach(), target, reduction="none")
+            rows = losses.reshape(len(losses), -1).mean(1)
+            note(rows, torch.zeros_like(rows), -1)
+        return original(input, target, *args, **options)
 
     return compute
 
