@@ -1,7 +1,7 @@
 """The losses of single tokens or rows, noted on the way to the mean that a model returns.
 
-Where torch would add up cross entropies at once, they are taken one by one and added up here, and the
-fused loss has them anyway. Their gradients are the same, bit by bit.
+Where torch would add up cross entropies at once, they are taken one by one and added up here, and
+the fused loss has them anyway. Their gradients are the same, bit by bit.
 """
 
 from __future__ import annotations
