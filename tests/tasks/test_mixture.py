@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch.nn import functional
 from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
-from rapidformer.tasks.mixture import prepare_data
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.mixture import SetTallies, prepare_data
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from tests.processes import run_in_processes
@@ -187,6 +190,57 @@ def test_classes_are_joined_by_name(tmp_path: Path, bert_folder: Path) -> None:
     assert {row["labels"] for row in prepared.parts["y"].train} == {1, 2}
     numbered = prepare(tmp_path, bert_folder, {"x": [0, 1], "y": [2, 0]})
     assert numbered.model_settings["num_labels"] == 3
+
+
+def test_tags_are_joined_by_name(tmp_path: Path, bert_folder: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", [{"tokens": ["john", "runs"], "tags": ["B-PER", "O"]}] * 3)
+    write_jsonl(tmp_path / "y.jsonl", [{"words": ["paris"], "ner": ["B-LOC"]}] * 3)
+    args = Settings(
+        task="ner", data_path=[str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl#2")],
+        pretrained_model_name_or_path=str(bert_folder),
+    )  # fmt: skip
+    prepared: Any = prepare_data(get_task("ner"), args)
+    assert prepared.extras["names"] == ("B-LOC", "B-PER", "O")
+    assert [[n for n in row["labels"] if n >= 0] for row in prepared.train] == [
+        [1, 2], [1, 2], [1, 2], [0], [0],
+    ]  # fmt: skip
+
+
+def test_items_of_all_sets_fit_into_a_batch(bert_folder: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", [{"query": "cat", "positive": "dog"}] * 2)
+    rows = [{"anchor": "red", "positive": "blue", "negative": ["one", "two"]}] * 2
+    write_jsonl(tmp_path / "y.jsonl", rows)
+    args = Settings(
+        task="embedding", data_path=[str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")],
+        data_weights=[1.0, 1.0], pretrained_model_name_or_path=str(bert_folder),
+    )  # fmt: skip
+    prepared: Any = prepare_data(get_task("embedding"), args)
+    # Also a batch of the first set alone: those of an update must have one shape.
+    assert prepared.collate([prepared.train[0]])["slots"].tolist() == [[0, 1, -1, -1]]
+
+
+class Counted(Tally):
+    """A metric that is a mean over examples, and one that is not."""
+
+    def add(self, records: Any) -> None:
+        self.examples += len(records)
+
+    def score(self) -> dict[str, float]:
+        return {"perplexity": -1.0, "bleu": -1.0, "f1": float(self.examples)}
+
+
+def test_metrics_of_tallies_that_read_rows() -> None:
+    task: Any = SimpleNamespace(tally_reads_rows=True, build_tally=lambda part, split: Counted())
+    part: Any = SimpleNamespace(get_split=lambda split: [])
+    prepared: Any = SimpleNamespace(parts={"a": part, "b": part})
+    tallies = SetTallies(task, prepared, "validation")
+    tallies.update("a", [{"loss": 3.0, "count": 2}])
+    tallies.update("b", [{"loss": 5.0, "count": 1}, {"loss": 0.0, "count": 1}])
+    found = tallies.compute()
+    assert found["loss"] == 2.0 and found["a_loss"] == 1.5 and found["b_loss"] == 2.5
+    assert found["f1"] == pytest.approx((1 * 1 + 2 * 2) / 3)
+    assert found["perplexity"] == pytest.approx(math.exp(2.0))
+    assert "bleu" not in found and "a_bleu" in found
 
 
 def test_names_and_numbers_are_refused(tmp_path: Path, bert_folder: Path) -> None:

@@ -112,7 +112,8 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
 
     # A file gets no line breaks but those of the text.
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    sets, has_trained = getattr(features, "sets", None), False
+    sets: Any = getattr(features, "sets", None)
+    has_trained = False
     total = len(features) if sets is None else sets.num_samples
     # Of a mixture as it is trained on, but not shuffled: the sets by turns.
     is_weighted = sets is not None and sets.weights is not None

@@ -46,10 +46,14 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
         )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes).")
+    digest = hash_file(path)[:32]
+    # One folder for each content: `datasets` knows a file by its name, size and date alone.
+    base = cache_dir or str(import_datasets().config.HF_DATASETS_CACHE)
+    folder = str(Path(base) / "files" / digest)
     if kind in ("parquet", "arrow"):
-        rows = _load_columnar(path, kind, cache_dir)
+        rows = _load_columnar(path, kind, folder)
     elif path.stat().st_size > LARGE_FILE_BYTES:
-        rows = _load_large(path, kind, cache_dir)
+        rows = _load_large(path, kind, folder)
     else:
         readers = {"json": _read_json, "csv": _read_table, "tsv": _read_table, "text": _read_text}
         try:
@@ -57,7 +61,7 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             reason = get_first_line(error)
             raise DataError(f"{path} cannot be read as UTF-8 text: {reason}") from error
-    set_fingerprint(check_not_empty(rows, str(path)), f"{kind}-{hash_file(path)[:32]}")
+    set_fingerprint(check_not_empty(rows, str(path)), f"{kind}-{digest}")
     return rows
 
 
@@ -230,12 +234,11 @@ def _describe_mixed_column(
     return f"{path}: the rows do not form a table: {get_first_line(error)}"
 
 
-def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
+def _load_columnar(path: Path, kind: str, cache_dir: str) -> Dataset:
     datasets = import_datasets()
     try:
         if kind == "parquet":
-            folder = _get_cache_folder(path, cache_dir)
-            return datasets.Dataset.from_parquet(str(path), cache_dir=folder)
+            return datasets.Dataset.from_parquet(str(path), cache_dir=cache_dir)
         try:
             return datasets.Dataset.from_file(str(path))
         except Exception:
@@ -248,15 +251,14 @@ def _load_columnar(path: Path, kind: str, cache_dir: str | None) -> Dataset:
         raise DataError(f"{path} cannot be read as {kind}: {get_first_line(cause)}") from error
 
 
-def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
+def _load_large(path: Path, kind: str, cache_dir: str) -> Dataset:
     datasets = import_datasets()
     is_table = kind in ("csv", "tsv")
     builder, options = ("csv", _get_table_options(kind)) if is_table else (kind, {})
     try:
         return datasets.load_dataset(
-            builder, data_files=str(path), split="train",
-            cache_dir=_get_cache_folder(path, cache_dir), **options,
-        )  # fmt: skip
+            builder, data_files=str(path), split="train", cache_dir=cache_dir, **options
+        )
     except Exception as error:
         if kind == "json":
             with open_text(path) as file:
@@ -265,9 +267,3 @@ def _load_large(path: Path, kind: str, cache_dir: str | None) -> Dataset:
         raise DataError(
             f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
         ) from error
-
-
-def _get_cache_folder(path: Path, cache_dir: str | None) -> str:
-    """One for each content: `datasets` knows a file by its name, size and date alone."""
-    base = cache_dir or str(import_datasets().config.HF_DATASETS_CACHE)
-    return str(Path(base) / "files" / hash_file(path)[:32])

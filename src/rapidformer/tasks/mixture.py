@@ -97,7 +97,7 @@ def _join(
 def _join_split(parts: Mapping[str, PreparedData], split: str) -> Any:
     from rapidformer.data.mixture import JoinedRows, Sets
 
-    found = {name: part.get_split(split) for name, part in parts.items()}
+    found: dict[str, Any] = {name: part.get_split(split) for name, part in parts.items()}
     found = {name: rows for name, rows in found.items() if rows is not None}
     if not found:
         return None
@@ -148,6 +148,11 @@ class SetTallies:
         if not task.tally_reads_rows:
             self.total = task.build_tally(prepared, split)
 
+    @property
+    def examples(self) -> int:
+        """How many of the user's examples were scored so far."""
+        return sum(tally.examples for tally in self._tallies.values())
+
     def update(self, name: str, records: Sequence[Record]) -> None:
         """Add records of a set."""
         self._tallies[name].update(records)
@@ -184,6 +189,6 @@ class SetTallies:
 
     def iterate(self, prepared: PreparedData) -> Iterator[tuple[str, PreparedData, range]]:
         """Each set with the places of its rows."""
-        sets = prepared.get_split(self._split).sets
-        for number, name in enumerate(sets.names):
-            yield name, self.parts[name], sets.get_range(number)
+        rows: Any = prepared.get_split(self._split)
+        for number, name in enumerate(rows.sets.names):
+            yield name, self.parts[name], rows.sets.get_range(number)

@@ -1,7 +1,7 @@
 """The losses of single tokens or rows, noted on the way to the mean that a model returns.
 
-Nothing is computed twice: where torch would add the losses up at once, they are taken one by one
-and added up here, and the fused loss has them anyway. Their gradients are the same.
+Where torch would add up cross entropies at once, they are taken one by one and added up here, and
+the fused loss has them anyway. Their gradients are the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -55,26 +55,20 @@ def note(losses: Tensor, labels: Tensor, ignored: int) -> None:
 
 
 def _build_cross_entropy(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def cross_entropy(
-        input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-        ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        rest: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        is_plain = weight is None and size_average is None and reduce is None
-        is_labelled = not target.is_floating_point() and target.dim() == 1
-        picked = None
-        if is_noting() and is_plain and is_labelled and reduction in ("mean", "sum"):
-            picked = _pick(input, target, ignore_index)
+    def cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+        reduction, ignored = options.get("reduction", "mean"), options.get("ignore_index", -100)
+        others = [options.get(name) for name in ("weight", "size_average", "reduce")]
+        is_plain = not args and others == [None] * 3 and reduction in ("mean", "sum")
+        is_labelled = target.dim() == 1 and not target.is_floating_point()
+        is_noted = is_noting() and is_plain and is_labelled
+        picked = _pick(input, target, ignored) if is_noted else None
         if picked is None:
-            return original(
-                input, target, weight, size_average, reduce=reduce, reduction=reduction, **rest
-            )
+            return original(input, target, *args, **options)
         rows, labels, put_back = picked
-        losses = original(rows, labels, reduction="none", **rest)
-        note(put_back(losses.detach()), target, ignore_index)
+        losses = original(rows, labels, **{**options, "reduction": "none"})
+        note(put_back(losses.detach()), target, ignored)
         total = losses.sum()
-        return total / (labels != ignore_index).sum() if reduction == "mean" else total
+        return total / (labels != ignored).sum() if reduction == "mean" else total
 
     return cross_entropy
 
@@ -99,15 +93,13 @@ def _build_elementwise(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
     def compute(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
         others = [*args, *(value for name, value in options.items() if name != "reduction")]
-        is_plain = options.get("reduction", "mean") == "mean" and not any(
-            value is not None for value in others
-        )
-        if not is_noting() or not is_plain or type(input) is not Tensor or not input.dim():
-            return original(input, target, *args, **options)
-        losses = original(input, target, reduction="none")
-        rows = losses.detach().reshape(len(losses), -1).mean(1)
-        note(rows, torch.zeros_like(rows), -1)
-        return losses.mean()
+        is_plain = options.get("reduction", "mean") == "mean" and others == [None] * len(others)
+        if is_noting() and is_plain and type(input) is Tensor and input.dim():
+            # A second time: it is cheap, and adding the losses up here would round differently.
+            losses = original(input.detach(), target, reduction="none")
+            rows = losses.reshape(len(losses), -1).mean(1)
+            note(rows, torch.zeros_like(rows), -1)
+        return original(input, target, *args, **options)
 
     return compute
 

@@ -241,8 +241,11 @@ def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
     except RapidformerError as error:
         return [str(error)]
     if sets:
-        found = {s.label: _check_data(s.apply(args), task, has_answers=has_answers) for s in sets}
-        return [f"{name}: {problem}" for name, texts in found.items() for problem in texts]
+        return [
+            f"{item.label}: {problem}"
+            for item in sets
+            for problem in _check_data(item.apply(args), task, has_answers=has_answers)
+        ]
     if not any((args.data_path, args.data_dir, args.train_data, args.valid_data, args.test_data)):
         if args.data_name is not None:  # on its own, it is the dataset's name
             return []

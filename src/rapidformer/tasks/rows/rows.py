@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rapidformer.compat.datasets import get_fingerprint
+from rapidformer.compat.datasets import get_fingerprint, set_fingerprint
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
@@ -207,6 +207,7 @@ def _map_once(rows: Any, function: RowFunction, workers: int | None, fingerprint
     stored = cache.load_or_build("rows", {"rows": fingerprint}, lambda: {"rows": write})
     file = stored.get_file("rows")
     features = datasets.Dataset.from_file(str(file))
+    set_fingerprint(features, fingerprint)  # its own depends on the file's date
     if is_reused:
         get_logger().info("cache     %s prepared rows from %s", f"{len(features):,}", file)
     return features
