@@ -79,8 +79,8 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
         return {"train": _load_class_folders(folder, kind, None)}
     raise DataError(
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
-        "files named train..., valid... or test..., folders of images or audio, or a folder written by "
-        f"save_to_disk; it holds {describe_content(folder)}."
+        "files named train..., valid... or test..., folders of images or audio, or a folder "
+        f"written by save_to_disk; it holds {describe_content(folder)}."
     )
 
 
