@@ -154,8 +154,8 @@ def _count_labels(labels: Any, rows: int) -> tuple[int, int]:
 
 def _count_tokens(batch: Mapping[str, Any], rows: int) -> tuple[int, int]:
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if "input_values" in batch:
-        return 0, 0  # raw audio: its mask counts samples, of which a token has hundreds
+    if "input_values" in batch or "input_features" in batch:
+        return 0, 0  # audio: its mask counts samples or frames, which are no tokens
     if isinstance(mask, torch.Tensor) and mask.dim() <= 3:
         return int(mask.sum()), mask.numel()
     if isinstance(ids, torch.Tensor):

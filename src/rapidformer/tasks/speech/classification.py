@@ -7,8 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.labels.labels import get_model_classes, get_output_names, read_labels
+from rapidformer.tasks.labels.labels import (
+    SINGLE,
+    get_model_classes,
+    get_output_names,
+    read_labels,
+)
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
 from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
@@ -46,6 +52,11 @@ class AudioClassification(Classifier):
         columns = find_columns((LABEL, AUDIO), get_column_names(next(iter(tables.values()))), args)
         audio, label = columns["audio"], columns["label"]
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
+        if space.problem_type != SINGLE:
+            raise DataError(
+                f"the column {label} holds numbers or lists: a recording has one class here, a "
+                "name or an integer from 0."
+            )
         rows = {}
         for split, table in tables.items():
             raw, features = measure_rows(table, split, audio, parts)

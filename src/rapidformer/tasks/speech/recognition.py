@@ -14,6 +14,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.evaluation.generating import Generation
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.metrics.transcripts import TranscriptTally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 TEXT = ColumnRole(
     "text", "text_column", "what is said",
     ("text", "sentence", "transcription", "transcript", "transcripts", "normalized_text",
-     "raw_transcription", "raw_text", "target_text", "label"),
+     "raw_transcription", "raw_text", "target_text"),
 )  # fmt: skip
 
 
@@ -85,9 +86,18 @@ class SpeechRecognition(Task):
         }
         extras = {"labelled": labelled, "wanted": {split: pair[1] for split, pair in built.items()}}
         rows = {split: pair[0] for split, pair in built.items()}
-        return _finish(transcripts, args, rows, extras)
+        # Metrics are those of the likeliest texts, so sampling is for predictions only.
+        generation = Generation(
+            num_beams=args.num_beams, max_new_tokens=_limit_tokens(args, transcripts)
+        )
+        return _finish(transcripts, args, rows, {**extras, "generation": generation})
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+        if args.num_return_sequences != 1 or args.stop_strings:
+            raise ConfigurationError(
+                "a recording has one transcript, which ends with it: leave out "
+                "--num-return-sequences and --stop-strings."
+            )
         parts = load_audio_parts(args)
         transcripts = load_transcripts(parts, None, has_answers=False)
         table = as_rows(rows, args.audio_column or "audio")
@@ -99,6 +109,7 @@ class SpeechRecognition(Task):
             "labelled": {"test": False},
             "names": [audio.get_name(n) for n in _find_firsts(windows)],
             "counts": [len(starts) for starts in windows],
+            "generation": Generation.read(args, max_new_tokens=_limit_tokens(args, transcripts)),
         }
         return _finish(transcripts, args, {"test": audio}, extras)
 
@@ -153,11 +164,10 @@ def _finish(
     extras: Mapping[str, Any],
 ) -> PreparedData:  # fmt: skip
     from rapidformer.models.audio import build_processor
-    from rapidformer.tasks.evaluation.generating import Generation
     from rapidformer.tasks.speech.losses import CtcLoss, OwnLoss
     from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
 
-    parts, most = transcripts.parts, transcripts.most_tokens
+    parts = transcripts.parts
     config, extractor = parts.config, parts.extractor
     return PreparedData(
         **rows,
@@ -168,11 +178,12 @@ def _finish(
         objective=OwnLoss() if transcripts.writes else CtcLoss(args.ctc_loss_reduction),
         extras={
             **extras, "transcripts": transcripts, "reduction": args.ctc_loss_reduction,
-            "generation": Generation.read(
-                args, max_new_tokens=min(args.max_new_tokens or most, most)
-            ),
         },
     )  # fmt: skip
+
+
+def _limit_tokens(args: Settings, transcripts: Transcripts) -> int:
+    return min(args.max_new_tokens or transcripts.most_tokens, transcripts.most_tokens)
 
 
 def freeze_feature_encoder(model: Any, args: Settings) -> None:
@@ -207,7 +218,8 @@ def _prepare_split(
                 raise DataError(f"{split}, row {number}: the transcript in {text} is empty.")
         return {"text": texts, "labels": transcripts.encode(texts, split, first)}
 
-    key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text)
+    start = getattr(parts.config, "decoder_start_token_id", None)
+    key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text, start)
     table, features = measure_rows(
         table, split, audio, parts, None if text is None else encode, key
     )
@@ -249,7 +261,7 @@ def _set_generation(model: Any, args: Settings, given: Any | None) -> None:
     if getattr(config, "is_multilingual", False):
         config.language = args.language or getattr(config, "language", None)
         config.task = get_speech_task(args, given)
-    # The old way to set both, which would win over neither.
+    # The old way to set both, which old checkpoints still have.
     config.forced_decoder_ids = None
     if getattr(model.config, "forced_decoder_ids", None) is not None:
         model.config.forced_decoder_ids = None

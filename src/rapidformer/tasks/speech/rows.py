@@ -44,7 +44,7 @@ class AudioParts(NamedTuple):
         """Steps that the convolutions make of raw audio; None if the model has none."""
         if not hasattr(self.config, "conv_kernel"):
             return None
-        size = round(seconds * self.extractor.sampling_rate)
+        size: int = round(seconds * self.extractor.sampling_rate)
         for kernel, stride in zip(self.config.conv_kernel, self.config.conv_stride, strict=True):
             size = (size - kernel) // stride + 1
         return max(size, 0)

@@ -72,15 +72,15 @@ class WrittenTranscripts(Transcripts):
         self.generation = generation
         config = parts.config
         self._start = config.decoder_start_token_id
-        self._most = getattr(config, "max_target_positions", None) or getattr(
-            config, "max_position_embeddings", 512
+        self._most = int(
+            getattr(config, "max_target_positions", None) or config.max_position_embeddings
         )
         if self._start is None:
             raise ModelError(
                 "The model's config.json lacks decoder_start_token_id, which its decoder begins "
                 "with: add it."
             )
-        self.most_tokens = int(self._most) - len(getattr(tokenizer, "prefix_tokens", ())) - 1
+        self.most_tokens = self._most - len(getattr(tokenizer, "prefix_tokens", ())) - 1
 
     def encode(self, texts: Sequence[str], split: str, first: int) -> list[list[int]]:
         end = self.tokenizer.eos_token_id
@@ -104,12 +104,12 @@ class SpelledTranscripts(Transcripts):
     def __init__(self, parts: AudioParts, tokenizer: Any, *, is_new: bool) -> None:
         super().__init__(parts, tokenizer)
         self._is_new = is_new
-        letters = [token for token in tokenizer.get_vocab() if len(token) == 1]
         self._fit_case: Callable[[str], str] = str
-        if not any(map(str.islower, letters)) and any(map(str.isupper, letters)):
-            self._fit_case = str.upper
-        elif not any(map(str.isupper, letters)):
-            self._fit_case = str.lower
+        # Letters, not pieces of words: these may be in any case.
+        is_spelling = hasattr(tokenizer, "word_delimiter_token")
+        letters = [token for token in tokenizer.get_vocab() if is_spelling and len(token) == 1]
+        if any(map(str.isupper, letters)) != any(map(str.islower, letters)):
+            self._fit_case = str.upper if any(map(str.isupper, letters)) else str.lower
         self._has_unknown = False
 
     def read(self, text: str) -> str:
