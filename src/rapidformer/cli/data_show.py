@@ -55,6 +55,7 @@ def run(argv: list[str]) -> None:
     options, words = build_parser().parse_known_args(with_dashes(argv))
     args = _read_settings(options, words)
     from rapidformer.tasks.registry import get_task
+    from rapidformer.tasks.rows.rows import as_table
 
     task = get_task(args.task or "")
     if task.name in _INDEPENDENT:
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> None:
         limits = ("max_train_samples", "max_eval_samples", "max_predict_samples")
         args = args.replace("data show", **{n: getattr(args, n) or rows for n in limits})
     prepared = task.prepare(args)
-    features = prepared.get_split(options.split)
+    features = as_table(prepared.get_split(options.split))
     if features is None:
         raise DataError(f"the data has no split {options.split!r} with labels: choose another.")
     _show(features, prepared, options)
