@@ -29,15 +29,17 @@ from rapidformer.data.streams.listing import build_shards
 from rapidformer.data.streams.stream import StreamRows
 
 RANKS = 64
-ROWS = 20_000
+ROWS = 2_000
+WORDS = 2_800
+"""Words of a row, which is about 16 kB."""
 PAGE = resource.getpagesize()
 
 
 def make_rows() -> list[dict[str, Any]]:
-    """About 2 kB each."""
     dice = random.Random(0)
     words = [f"w{number}" for number in range(5000)]
-    return [{"n": n, "text": " ".join(dice.choices(words, k=350))} for n in range(ROWS)]
+    texts = [" ".join(dice.choices(words, k=WORDS)) for _ in range(20)]
+    return [{"n": n, "text": texts[n % len(texts)]} for n in range(ROWS)]
 
 
 def write_shards(folder: Path) -> list[Path]:
@@ -46,7 +48,7 @@ def write_shards(folder: Path) -> list[Path]:
     lines, table, archive = (folder / f"a.{kind}" for kind in ("jsonl", "parquet", "tar"))
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), table, row_group_size=2000, compression="none"
+        pyarrow.Table.from_pylist(rows), table, row_group_size=500, compression="none"
     )
     with tarfile.open(archive, "w") as file:
         for row in rows:

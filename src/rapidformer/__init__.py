@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         build_train_valid_test_datasets_for_huggingface,
         get_ltor_masks_and_position_ids,
     )
+    from rapidformer.data.streams.listing import open_stream
     from rapidformer.dialects.accelerate.accelerator import Accelerator, set_seed
     from rapidformer.dialects.accelerate.processes import DistributedType
     from rapidformer.dialects.accelerate.settings import DeepSpeedPlugin, ProjectConfiguration
@@ -77,7 +78,7 @@ __all__ = [
     "build_pretrain_huggingface_bert_datasets", "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface", "evaluate", "export", "get_args",
     "get_logger", "get_ltor_masks_and_position_ids", "get_timers", "get_tokenizer",
-    "load_metric", "mpu", "predict", "set_seed", "train",
+    "load_metric", "mpu", "open_stream", "predict", "set_seed", "train",
 ]  # fmt: skip
 
 # Module -> the public names in it; `mpu` is a module itself, and `Pretrainer` an older name.
@@ -86,6 +87,7 @@ _NAMES = {
     "cli.train": "train", "context": "get_args get_timers get_tokenizer",
     "data.pretraining": "build_pretrain_huggingface_bert_datasets build_train_valid_test_datasets "
     "build_train_valid_test_datasets_for_huggingface get_ltor_masks_and_position_ids",
+    "data.streams.listing": "open_stream",
     "dialects.accelerate.accelerator": "Accelerator set_seed",
     "dialects.accelerate.processes": "DistributedType",
     "dialects.accelerate.settings": "DeepSpeedPlugin ProjectConfiguration",

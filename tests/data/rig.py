@@ -21,6 +21,7 @@ def make_args(**values: Any) -> SimpleNamespace:
         "valid_data": None,
         "test_data": None,
         "cache_dir": None,
+        "streaming": False,
     }
     return SimpleNamespace(**{**defaults, **values})
 

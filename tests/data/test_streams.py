@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import resource
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_every_format_is_read_from_any_row_on(name: str, tmp_path: Path) -> None
     FORMATS[name](tmp_path / name, rows)
     stream = open_stream(tmp_path / name)
     assert [{"n": row["n"], "text": row["text"]} for row in stream] == rows
-    shard = stream._shards[0]
+    shard = stream.shards[0]
     items = list(shard.read(0, 0))
     for place in (0, 6, 7, 19, 24):
         number, _, offset = items[place]
@@ -232,7 +233,7 @@ def test_hugging_face_streams_lose_no_rows() -> None:
 
     plain = Dataset.from_dict({"n": list(range(24))}).to_iterable_dataset(num_shards=4)
     stream = open_stream(plain)
-    assert len(stream._shards) == 4
+    assert len(stream.shards) == 4
     whole, _ = read(stream, batch=1)
     assert whole == list(range(24))
     for stop in range(1, 23, 3):  # also in the middle of a batch of the shard
@@ -332,3 +333,16 @@ def test_paths_that_cannot_be_streamed(tmp_path: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(DataError, match=problem):
             open_stream(tmp_path / text)
+
+
+def test_memory_does_not_grow_with_what_is_read(tmp_path: Path) -> None:
+    """The small form of ``benchmarks/stream_memory.py``: 160 MB through windows of 2 MB."""
+    row = {"n": 1, "text": "w " * 10_000}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 100)
+    stream = open_stream([tmp_path / "a.jsonl"] * 80, shuffle_buffer=100)
+    loader = DistributedLoader(stream, collate=collate, micro_batch_size=1, num_replicas=40)
+    sizes = []
+    for _ in loader:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        sizes.append(pages * resource.getpagesize() / 2**20)
+    assert len(sizes) == 200 and max(sizes) - sizes[50] < 16

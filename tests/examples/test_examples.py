@@ -209,6 +209,12 @@ def test_preference(
     assert f"{first:.0%} before training, {last:.0%} after it" in capsys.readouterr().out
 
 
+def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows that follow a resume are those of the unbroken run, and so are the losses."""
+    runpy.run_path(str(EXAMPLES / "streaming.py"))["main"](tmp_path)
+    assert "accuracy 1.000\nsame losses after a resume: True" in capsys.readouterr().out
+
+
 def test_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The student learns from its teacher alone."""
     namespace = runpy.run_path(str(EXAMPLES / "distillation.py"))

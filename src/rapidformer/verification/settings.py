@@ -135,7 +135,9 @@ def _make_plain(args: Settings, job: Job) -> Settings:
             train_iters=job.updates, epochs=None, train_samples=None, train_tokens=None,
             eval_iters=0, max_eval_samples=_ROWS,
             # The user's own first rows: enough for a few updates, and for every class to occur.
-            max_train_samples=min(args.max_train_samples or _ROWS, _ROWS),
+            max_train_samples=None
+            if args.streaming
+            else min(args.max_train_samples or _ROWS, _ROWS),
         )  # fmt: skip
     if args.train_iters or args.train_samples or args.train_tokens:
         # So that a script does not prepare data for the whole run.

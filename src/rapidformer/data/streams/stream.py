@@ -57,12 +57,12 @@ class StreamRows:
     ) -> None:  # fmt: skip
         """Data sets of shards, with ``weights`` if there are several; ``buffer`` 0: unshuffled."""
         self._sets, self._weights, self._buffer = sets, weights, buffer
-        self._shards = [shard for shards in sets for shard in shards]
+        self.shards = [shard for shards in sets for shard in shards]
         self._steps: tuple[Step, ...] = ()
         self.is_expanded = False
         """Whether a row may have become none or several samples."""
-        count = len(self._shards)
-        self.name = self._shards[0].name if count == 1 else f"{count} shards"
+        count = len(self.shards)
+        self.name = self.shards[0].name if count == 1 else f"{count} shards"
 
     @property
     def is_endless(self) -> bool:
@@ -86,6 +86,10 @@ class StreamRows:
         stream.is_expanded = self.is_expanded or expands
         return stream
 
+    def map(self, function: Callable[[Any], Any]) -> StreamRows:
+        """The stream with a function of each row, called by the process that uses the row."""
+        return self.then(lambda rows, _: [function(row) for row in rows], expands=False)
+
     @cached_property
     def head(self) -> list[Any]:
         """The first rows, or what the steps make of them."""
@@ -98,7 +102,7 @@ class StreamRows:
         for shards in self._sets:
             numbers = range(first, first + len(shards))
             first += len(shards)
-            stored = (row for n in numbers for row, _ in read_shard(self._shards, n))
+            stored = (row for n in numbers for row, _ in read_shard(self.shards, n))
             room = _HEAD_BYTES // len(self._sets)
             for row in islice(stored, -(-_HEAD_ROWS // len(self._sets))):
                 rows.append(row)
@@ -112,14 +116,14 @@ class StreamRows:
     @cached_property
     def features(self) -> Mapping[str, Any]:
         """What the first shard declares of its columns."""
-        return self._shards[0].features
+        return self.shards[0].features
 
     @cached_property
     def _examples(self) -> dict[str, Any]:
         """A value of each column of the head, which tells the type that it must hold."""
         examples: dict[str, Any] = {}
         for stored in self._stored_head:
-            for name, value in self._shards[stored.shard].decode(stored.value).items():
+            for name, value in self.shards[stored.shard].decode(stored.value).items():
                 if value is not None:
                     examples.setdefault(name, value)
         return examples
@@ -155,11 +159,11 @@ class StreamRows:
                 ) from error
 
     def _locate(self, row: StoredRow) -> str:
-        return f"{self._shards[row.shard].name}, row {row.number}"
+        return f"{self.shards[row.shard].name}, row {row.number}"
 
     def _decode(self, stored: StoredRow) -> Row:
         try:
-            row = self._shards[stored.shard].decode(stored.value)
+            row = self.shards[stored.shard].decode(stored.value)
         except RapidformerError as error:
             raise DataError(f"{self._locate(stored)}: {error}") from None
         for name, value in row.items():

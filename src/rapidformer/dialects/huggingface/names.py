@@ -257,7 +257,6 @@ HUGGING_FACE_FLAGS: dict[str, ForeignName] = {
     "model_name_or_path": mapped("pretrained_model_name_or_path"),
     "max_seq_length": mapped("seq_length"), "logging_dir": mapped("tensorboard_dir"),
     "optim": mapped("optimizer"), "evaluation_strategy": mapped("eval_strategy"),
-    "streaming": refused("tables stay on disk and are mapped into memory: leave it out"),
 }  # fmt: skip
 HUGGING_FACE_VALUES: dict[str, dict[str, bool | str | None]] = {
     "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"},

@@ -50,15 +50,18 @@ def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, An
         "validation": args.max_eval_samples,
         "test": args.max_predict_samples,
     }
-    return {name: take_first(open_rows(rows), limits[name]) for name, rows in tables.items()}
+    opened = {name: _open_rows(name, rows, args, limits[name]) for name, rows in tables.items()}
+    return {name: take_first(rows, limits[name]) for name, rows in opened.items()}
 
 
-def open_rows(rows: Any) -> Any:
-    """The rows; an iterable data set of the user's own as a stream."""
-    from rapidformer.data.data_source import is_stream
-    from rapidformer.data.streams.listing import open_stream
+def _open_rows(split: str, rows: Any, args: Settings, limit: int | None) -> Any:
+    """The rows; of an iterable data set of the user's own, training rows as a stream."""
+    if hasattr(rows, "__len__"):
+        return rows
+    from rapidformer.data.streams.listing import choose_buffer, load_table, open_stream
 
-    return open_stream(rows) if is_stream(rows) else rows
+    stream = open_stream(rows, shuffle_buffer=choose_buffer(args))
+    return stream if split == "train" else load_table(stream.shards, limit)
 
 
 def as_table(rows: Any) -> Any:
