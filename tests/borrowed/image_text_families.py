@@ -25,12 +25,8 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_all(folder: Path) -> list[layouts.Weights]:
-    return [
-        layouts.run_task(family, folder, _ROWS, **settings).weights
-        for family in FAMILIES
-        for settings in _LAYOUTS.values()
-    ]
+def run_layout(family: str, name: str, folder: Path) -> layouts.Weights:
+    return layouts.run_task(family, folder, _ROWS, **_LAYOUTS[name]).weights
 
 
 def main() -> None:
@@ -38,8 +34,6 @@ def main() -> None:
         folder = Path(place)
         for family in FAMILIES:
             save_family(family, folder)
-        on_two = iter(run_in_processes(run_all, 2, folder)[0])
-        for family in FAMILIES:
             whole = layouts.run_bare(family, is_whole=True, rows=_ROWS)
             frozen = layouts.run_bare(family, is_whole=False, rows=_ROWS)
             lora = layouts.run_task(family, folder, _ROWS, micro_batch_size=4, **layouts.LORA)
@@ -47,7 +41,9 @@ def main() -> None:
             print(f"{family:10} one process, accumulation: {_compare(one.weights, whole):.1e}")
             wanted = (whole, whole, frozen, lora.weights)
             for name, expected in zip(_LAYOUTS, wanted, strict=True):
-                print(f"{family:10} two processes, {name}: {_compare(next(on_two), expected):.1e}")
+                result = run_in_processes(run_layout, 2, family, name, folder)[0]
+                gap = _compare(result, expected)
+                print(f"{family:10} two processes, {name}: {gap:.1e}", flush=True)
 
 
 def _compare(result: layouts.Weights, expected: layouts.Weights) -> float:

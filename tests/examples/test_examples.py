@@ -215,6 +215,27 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "accuracy 1.000\nsame losses after a resume: True" in capsys.readouterr().out
 
 
+def test_image_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pictures of shapes: what is learnt from them shows in the loss, and one is described."""
+
+    def run(command: list[str], *, cwd: Path, check: bool) -> None:
+        monkeypatch.chdir(cwd)
+        assert main(command[1:]) == 0
+
+    folder = tmp_path / "out"
+    namespace = runpy.run_path(str(EXAMPLES / "image_text.py"))
+    monkeypatch.setattr(sys, "argv", ["image_text.py", str(folder), "--epochs", "2"])
+    monkeypatch.setattr(subprocess, "run", run)
+    namespace["main"]()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    assert losses[0] > 2.5
+    assert losses[-1] < 1.2
+    assert '"generated": "a ' in capfd.readouterr().out
+
+
 def test_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The student learns from its teacher alone."""
     namespace = runpy.run_path(str(EXAMPLES / "distillation.py"))

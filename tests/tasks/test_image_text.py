@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from rapidformer.cli.main import main
+from rapidformer.compat.transformers_processors import load_auto_processor
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.image_text.conversations import MARK, read_conversation
+from rapidformer.tasks.image_text.encoding import AnswerCollator, ImageEncoder
+from rapidformer.tasks.image_text.template import ImageTemplate
 from rapidformer.tasks.registry import get_task
 from tests.tasks.image_text_rig import (
     FAMILIES,
@@ -162,17 +165,12 @@ def test_images_of_every_kind_are_equal(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_the_processor(family: str) -> None:
+def test_tokens_are_those_of_the_processor(family: str, tmp_path: Path) -> None:
     """Ids and lengths as transformers' own call; placeholders are never labels."""
-    from functools import partial
-
-    from rapidformer.tasks.image_text.encoding import AnswerCollator, ImageEncoder
-    from rapidformer.tasks.image_text.template import ImageTemplate
-
-    processor = build_processor(family)
-    token = processor.image_token
-    processor.tokenizer.chat_template = processor.chat_template
-    template = partial(ImageTemplate, image_token=token)(processor.tokenizer, {})
+    build_processor(family).save_pretrained(tmp_path)
+    processor = load_auto_processor(str(tmp_path))
+    assert processor.to_dict() == build_processor(family).to_dict()
+    template = ImageTemplate(processor.tokenizer, {}, processor.image_token)
     encoder = ImageEncoder(processor, template, trains_on_prompts=True)
     chats = [read_conversation(row, _TURNS, "images") for row in build_rows(4)]
     rows = [{"conversation": chat, "images": chat.images} for chat in chats]

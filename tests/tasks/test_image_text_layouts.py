@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3", "mistral3"])
+@pytest.mark.parametrize("family", ["idefics3", "mistral3"])
 def test_one_process(family: str, folder: Path) -> None:
     """Of the four micro-batches of an update, two have no images."""
     expected = run_bare(family, is_whole=True)
@@ -91,21 +91,19 @@ def test_one_process(family: str, folder: Path) -> None:
 
 
 def test_frozen_towers(folder: Path) -> None:
-    result = run_task("qwen3_vl", folder, micro_batch_size=4)
-    check_equal(result.weights, run_bare("qwen3_vl", is_whole=False))
+    result = run_task("gemma3", folder, micro_batch_size=4)
+    check_equal(result.weights, run_bare("gemma3", is_whole=False))
 
 
 def run_layouts(folder: Path) -> list[Weights]:
-    cases = [("qwen3_vl", TRAINED), ("llava", TRAINED | ZERO), ("gemma3", ZERO | LORA)]
+    cases = [("qwen3_vl", TRAINED | ZERO), ("llava", TRAINED)]
     return [run_task(family, folder, **settings).weights for family, settings in cases]
 
 
 @pytest.mark.slow
 def test_two_processes(folder: Path) -> None:
-    """Whole and sharded models; of each update, one process has no images."""
+    """A sharded and a whole model; of each update, one process has no images."""
     wanted = [run_bare(family, is_whole=True) for family in ("qwen3_vl", "llava")]
-    wanted.append(run_task("gemma3", folder, micro_batch_size=1, **LORA).weights)
-    assert all("lora" in name for name in wanted[-1][0])
     for results in run_in_processes(run_layouts, 2, folder):
         for result, one in zip(results, wanted, strict=True):
             check_equal(result, one)

@@ -74,8 +74,9 @@ class ImageText(LanguageModel):
         "LLaVA, Mistral 3 and other models with a processor)"
     )
     notes = (
-        "Only the answers are trained on; the vision tower and the projector are frozen unless "
-        "--train-vision and --train-projector say otherwise"
+        "Only the answers are trained on. The vision tower and the projector are frozen unless "
+        "--train-vision and --train-projector are given. See [Conversations about images]"
+        "(image_text.md)."
     )
     columns: tuple[ColumnRole, ...] = (
         MESSAGES, as_optional(PROMPT), as_optional(RESPONSE), CONTEXT, SYSTEM, IMAGES,
