@@ -13,7 +13,6 @@ from transformers import BertConfig, BertModel
 
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
-from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import add_adapters
 from rapidformer.objectives import BoundObjective
@@ -23,7 +22,7 @@ from rapidformer.tasks.embedding.objective import EmbeddingObjective
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import SETTINGS, TENSOR, keep_rate, make_sgd, train, zero
 from tests.parity.limits import LIMITS, check_equal
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS, GLOBAL = 20, 12
 """A full update and a smaller one: in micro-batches of 3, ranks have 5 and 3 of its rows."""
@@ -96,9 +95,7 @@ def run_case(loss: str, settings: dict[str, Any]) -> Trace:
 
 def run_cases(cases: list[Case]) -> list[Any]:
     torch.set_num_threads(1)
-    results = [*(run_case(*case) for case in cases), compare_with_dropout()]
-    stop_processes()
-    return results
+    return [*(run_case(*case) for case in cases), compare_with_dropout()]
 
 
 @functools.cache
@@ -110,8 +107,7 @@ def run_whole(loss: str, *, has_lora: bool) -> Trace:
 @pytest.mark.parametrize("world_size", CASES)
 def test_loss_and_gradients_do_not_depend_on_the_layout(world_size: int) -> None:
     cases = CASES[world_size]
-    run_alone = world_size == 1
-    everyone = [run_cases(cases)] if run_alone else run_in_processes(run_cases, world_size, cases)
+    everyone = run_in_kept_processes(run_cases, world_size, cases)
     *columns, differences = zip(*everyone, strict=True)
     assert max(differences) < 2e-6, "with dropout"
     for (loss, settings), traces in zip(cases, columns, strict=True):
