@@ -30,6 +30,9 @@ PATIENCE = 240
 """Seconds before something that should happen counts as hanging. Long, because a busy machine is
 slow and a test that passes never waits for it; below pytest's own limit, whose report says less."""
 
+MOST_CALLS = 20
+"""After so many, kept processes are replaced: what they hold only grows."""
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -59,44 +62,92 @@ class Rank:
         return f" (status {status})\n{report}" if status else ""
 
 
+class Group:
+    """Ranks that were started together, and take one call after the other."""
+
+    def __init__(self, world_size: int) -> None:
+        from tests.warm_python import get_warm_python
+
+        # The warm Python removes its folder at the end, and this with it.
+        folder = Path(tempfile.mkdtemp(dir=get_warm_python().parent))
+        self.ranks = [_start(number, world_size, folder) for number in range(world_size)]
+        self.calls = 0
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """``function(*args)`` in every rank; results in rank order. One failure fails the call."""
+        import cloudpickle  # functions inside tests and lambdas, too
+
+        self.calls += 1
+        port, work = find_free_port(), cloudpickle.dumps((function, args))
+        for rank in self.ranks:
+            variables = {
+                **os.environ,
+                "RANK": str(rank.number),
+                "LOCAL_RANK": str(rank.number),
+                "WORLD_SIZE": str(len(self.ranks)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **_get_own_variables(),
+            }
+            rank.pipe.send_bytes(pickle.dumps((variables, str(Path.cwd()), work)))
+        return _receive_all(self.ranks)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.pipe.close()  # a rank that has answered waits for this
+        for rank in self.ranks:
+            _end(rank.process)
+
+
 def run_in_processes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """``function(*args)`` in every process; results in rank order. One failure fails the call."""
-    import cloudpickle  # functions inside tests and lambdas, too
-
-    port = find_free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "call").write_bytes(cloudpickle.dumps((function, args)))
-        ranks = [_start(number, world_size, port, Path(folder)) for number in range(world_size)]
-        try:
-            return _receive_all(ranks)
-        finally:
-            for rank in ranks:
-                rank.pipe.close()  # a rank that has answered waits for this
-            for rank in ranks:
-                _end(rank.process)
+    """``function(*args)`` in new processes; results in rank order. One failure fails the call."""
+    group = Group(world_size)
+    try:
+        return group.call(function, args)
+    finally:
+        group.close()
 
 
-def _start(number: int, world_size: int, port: int, folder: Path) -> Rank:
-    from tests.warm_python import TIED_VARIABLE, get_warm_python
+def run_in_kept_processes(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """The same in ranks that stay for the next call: what torch does once is done once.
+
+    They keep their process group, too. For functions that patch nothing.
+    """
+    group = _kept.pop(world_size, None) or Group(world_size)
+    is_kept = False
+    try:
+        results = group.call(function, args)
+        is_kept = group.calls < MOST_CALLS
+    finally:
+        if is_kept:
+            _kept[world_size] = group
+        else:
+            group.close()
+    return results
+
+
+_kept: dict[int, Group] = {}
+
+
+def _start(number: int, world_size: int, folder: Path) -> Rank:
+    from tests.warm_python import get_warm_python
 
     mine, theirs = Pipe()
-    variables = {
-        "RANK": number,
-        "LOCAL_RANK": number,
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-        TIED_VARIABLE: 1,
-    }
+    report = folder / f"crash-{number}"
     process = subprocess.Popen(
-        [get_warm_python(), "-m", "tests.processes", folder, str(theirs.fileno())],
-        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        [get_warm_python(), "-m", "tests.processes", report, str(theirs.fileno())],
+        env={**os.environ, **_get_own_variables()},
         pass_fds=[theirs.fileno()],
     )
     theirs.close()
-    report = folder / f"crash-{number}"
     return Rank(number=number, process=process, pipe=mine, crash_report=report)
+
+
+def _get_own_variables() -> dict[str, str]:
+    from tests.warm_python import TIED_VARIABLE
+
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    return {"PYTHONPATH": path, TIED_VARIABLE: "1"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -135,28 +186,44 @@ def _describe_others(failed: Rank, ranks: list[Rank]) -> str:
     return failures
 
 
-def work(folder: Path, pipe: Connection) -> None:
-    """The rank's side: call the function, send what it returns, stay until the test is done."""
+def work(report: Path, pipe: Connection) -> None:
+    """The rank's side: run what is sent and answer, until the test's side closes the pipe."""
+    faulthandler.enable(report.open("w"))
+    is_fine = True
+    try:
+        while is_fine:
+            variables, folder, call = pickle.loads(pipe.recv_bytes())
+            is_fine, answer = _run(variables, folder, call)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pipe.send_bytes(answer)
+    finally:
+        # Not a normal exit: a process group that another rank has left would be waited for.
+        os._exit(0)
+
+
+def _run(variables: dict[str, str], folder: str, call: bytes) -> tuple[bool, bytes]:
+    """Whether the call has returned, and the answer.
+
+    The process group stays for the next call: torch caches what it does with a group, and would use
+    one that is gone.
+    """
     import numpy as np
     import torch
 
-    faulthandler.enable((folder / f"crash-{os.environ['RANK']}").open("w"))
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
     torch.set_num_threads(1)
     random.seed(0)  # every rank alike, and every time
     np.random.seed(0)
+    torch.manual_seed(0)
     try:
-        function, args = pickle.loads((folder / "call").read_bytes())
+        function, args = pickle.loads(call)
         # Pickled here: torch would share tensors' memory, which ends with this process.
-        pipe.send_bytes(pickle.dumps((True, function(*args))))
-        # The first process has the store: whoever is still under way must not lose it.
-        pipe.poll(PATIENCE)
+        return True, pickle.dumps((True, function(*args)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not a normal exit: a process group that another rank has left would be waited for.
-        os._exit(0)
+        return False, pickle.dumps((False, traceback.format_exc()))
 
 
 def find_free_port() -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes, run_in_processes
 
 
 def test_ranks_return_in_order_and_know_the_environment(
@@ -39,6 +40,22 @@ def test_a_crash_is_reported_with_its_stack_and_not_repeated(tmp_path: Path) -> 
     with pytest.raises(AssertionError, match=r"(?s)rank 0 failed:.*Segmentation fault.*in _crash"):
         run_in_processes(_crash, 1, tmp_path / "calls")
     assert (tmp_path / "calls").read_text() == "called\n"
+
+
+def test_kept_ranks_take_the_next_call_in_its_environment_until_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> tuple[int, str | None, str, float]:
+        return os.getpid(), os.environ.get("OF_THE_TEST"), str(Path.cwd()), random.random()
+
+    (first, *before), (second, *_) = run_in_kept_processes(look, 2)
+    monkeypatch.setenv("OF_THE_TEST", "here")
+    monkeypatch.chdir(tmp_path)
+    expected = [(rank, "here", str(tmp_path), before[-1]) for rank in (first, second)]
+    assert run_in_kept_processes(look, 2) == expected
+    with pytest.raises(AssertionError, match="on purpose"):
+        run_in_kept_processes(_fail_on_rank_1, 2)
+    assert not {first, second} & {rank for rank, *_ in run_in_kept_processes(look, 2)}
 
 
 def _fail_on_rank_1() -> None:

@@ -15,6 +15,7 @@ tied to its launcher, so its client is, too.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -32,6 +33,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -174,23 +176,24 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
     gc.freeze()
     gc.enable()
     print("ready", flush=True)
-    while life not in select.select([listener, life], [], [])[0]:
-        connection, _ = listener.accept()
-        if os.fork():
-            connection.close()
-            _reap()
+    workers = _Workers(life, listener.fileno())
+    while (file := workers.wait()) != life:
+        if file != listener.fileno():
+            workers.settle(file)
+            continue
+        client, _ = listener.accept()
+        if worker := os.fork():
+            workers.add(worker, client)
             continue
         listener.close()
         os.close(life)
-        _enter_network(connection)
-        connection = _move(connection)
-        call = _receive(connection)
-        # Two forks: this one waits for the other, so the server never does.
-        worker = os.fork()
-        if not worker:
-            connection.close()
-            return _become(call, str(folder / "python"))
-        _wait(worker, connection, call[3])
+        workers.close()
+        _enter_network(client)
+        client = _move(client)
+        call = _receive(client)
+        client.close()
+        return _run(call, str(folder / "python"))
+    workers.kill()
     if is_folder_removed:
         shutil.rmtree(folder, ignore_errors=True)
         Path(f"{folder}.lock").unlink(missing_ok=True)
@@ -213,11 +216,51 @@ def _import_what_is_slow() -> None:
                 importlib.import_module(module.name)
 
 
-def _reap() -> None:
-    """Forks that have ended must not stay as zombies."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+class _Workers:
+    """The forks under way, and the clients that wait for them."""
+
+    def __init__(self, *files: int) -> None:
+        self._ready = select.poll()
+        for file in files:
+            self._ready.register(file, select.POLLIN)
+        self._by_end: dict[int, tuple[int, socket.socket]] = {}
+        self._by_client: dict[int, int] = {}
+
+    def wait(self) -> int:
+        """The first file with something to read, or with a client that is gone."""
+        return self._ready.poll()[0][0]
+
+    def add(self, worker: int, client: socket.socket) -> None:
+        client.sendall(f"{worker}\n".encode())
+        ended = os.pidfd_open(worker)
+        self._by_end[ended], self._by_client[client.fileno()] = (worker, client), worker
+        self._ready.register(ended, select.POLLIN)
+        self._ready.register(client, select.POLLRDHUP)  # what it sends is for the worker
+
+    def settle(self, file: int) -> None:
+        """Tell a client how its worker ended; kill a worker whose client is gone."""
+        self._ready.unregister(file)
+        if file in self._by_client:
+            os.kill(self._by_client.pop(file), signal.SIGKILL)  # its end comes next
+            return
+        worker, client = self._by_end.pop(file)
+        os.close(file)
+        status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        if self._by_client.pop(client.fileno(), None) is not None:
+            self._ready.unregister(client)
+            with suppress(OSError):
+                client.sendall(f"{status}\n".encode())
+        client.close()
+
+    def close(self) -> None:
+        """In a fork: they are not its concern."""
+        for ended, (_, client) in self._by_end.items():
+            os.close(ended)
+            client.close()
+
+    def kill(self) -> None:
+        for worker, _ in self._by_end.values():
+            os.kill(worker, signal.SIGKILL)
 
 
 def _enter_network(connection: socket.socket) -> None:
@@ -253,19 +296,28 @@ def _receive(connection: socket.socket) -> list[Any]:
     return [words, folder, variables, files]
 
 
-def _wait(worker: int, connection: socket.socket, files: list[int]) -> None:
-    """Tell the client how the worker ended; kill the worker if the client is gone."""
-    for file in files:
-        os.close(file)
-    connection.sendall(f"{worker}\n".encode())
-    ended = os.pidfd_open(worker)
-    ready, _, _ = select.select([ended, connection], [], [])
-    if ended not in ready:
-        os.kill(worker, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-    with suppress(OSError):
-        connection.sendall(f"{status}\n".encode())
-    os._exit(0)
+def _run(call: list[Any], executable: str) -> None:
+    """Also exit at once, if nothing can go wrong: deleting thousands of modules takes a second.
+
+    With threads, Python's own end is part of what is tested: some crash in it.
+    """
+    code: Any = None
+    try:
+        _become(call, executable)
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            raise
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        sys.exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        sys.exit(code)  # Python's own words for it
+    os._exit((code or 0) & 0xFF)
 
 
 def _become(call: list[Any], executable: str) -> None:

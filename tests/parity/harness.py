@@ -35,7 +35,7 @@ from tests.parity.limits import (
     get_ties,
 )
 from tests.parity.models import GIVEN_PLANS, Rows, build_model, build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 Settings = dict[str, Any]
 RunEpoch = Callable[[RapidformerEngine, nn.Module, Any], None]
@@ -160,9 +160,7 @@ def get_order(training: Training) -> list[list[int]]:
 def run_cases(cases: list[Case]) -> list[Trace]:
     """One after the other; called in every process."""
     torch.set_num_threads(1)
-    traces = [run_case(training, settings) for training, settings in cases]
-    stop_processes()
-    return traces
+    return [run_case(training, settings) for training, settings in cases]
 
 
 def run_case(training: Training, settings: Settings) -> Trace:
@@ -234,10 +232,11 @@ def check(
 def run_on(world_size: int, cases: list[Case]) -> list[list[Trace]]:
     """The traces of every case, one for each process."""
     if world_size == 1:
-        return [[trace] for trace in run_cases(cases)]
-    return [
-        list(traces) for traces in zip(*run_in_processes(run_cases, world_size, cases), strict=True)
-    ]
+        alone = run_cases(cases)
+        stop_processes()
+        return [[trace] for trace in alone]
+    everyone = run_in_kept_processes(run_cases, world_size, cases)
+    return [list(traces) for traces in zip(*everyone, strict=True)]
 
 
 def check_case(

@@ -20,7 +20,7 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.verification.recorder import collect_weights
 from tests.parity.harness import keep_rate, make_sgd
 from tests.parity.models import build_model
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS = 8
 SETTINGS = {
@@ -103,7 +103,7 @@ def run_all(runs: list[Run]) -> list[Outcome]:
 
 def run_on_ranks(runs: list[Run], world_size: int = 2) -> list[list[Outcome]]:
     """The outcomes of every run, one for each rank."""
-    everyone = run_in_processes(run_all, world_size, runs)
+    everyone = run_in_kept_processes(run_all, world_size, runs)
     return [list(outcomes) for outcomes in zip(*everyone, strict=True)]
 
 

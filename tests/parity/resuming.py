@@ -16,7 +16,7 @@ from rapidformer.verification.recorder import collect_weights
 from rapidformer.verification.trace import Tensors, Trace
 from tests.parity.harness import Settings, Training, train
 from tests.parity.models import collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ADAM: Settings = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-3, "train_iters": 9}
 
@@ -51,7 +51,7 @@ def _continue_on(world_size: int, *args: Any) -> tuple[Tensors, list[Trace]]:
     if world_size == 1:
         results = [continue_run(*args)]
     else:
-        results = run_in_processes(continue_run, world_size, *args)
+        results = run_in_kept_processes(continue_run, world_size, *args)
     return _join([loaded for loaded, _ in results]), [trace for _, trace in results]
 
 

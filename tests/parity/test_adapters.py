@@ -37,7 +37,7 @@ from tests.parity.models import build_model, build_rows, collate
 from tests.parity.resuming import check_route
 from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
 from tests.parity.under_deepspeed import build_case
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 BOTH = ("gpt2-lora", "llama-lora")
 ADAPTERS = ("lora", "ia3", "prompt_encoder", "modules_to_save")
@@ -130,7 +130,7 @@ def train_given(settings: Settings, folder: str) -> None:
 
 def test_a_peft_model_is_trained_in_stages_and_merged(tmp_path: Path) -> None:
     train_given({}, str(tmp_path / "one"))
-    run_in_processes(train_given, 2, {PIPELINE: 2}, str(tmp_path / "two"))
+    run_in_kept_processes(train_given, 2, {PIPELINE: 2}, str(tmp_path / "two"))
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() and not any("lora" in name for name in one)
     for name, tensor in one.items():

@@ -13,7 +13,7 @@ from rapidformer.engine import RapidformerEngine
 from tests.parity.harness import keep_rate, make_sgd, zero
 from tests.parity.own_loop import SETTINGS, Loop, assert_same
 from tests.parity.own_models import PlainModel
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 class NormalisedModel(PlainModel):
@@ -85,8 +85,8 @@ def test_accumulation_with_spectral_norm_is_reported(
 
 def test_fillers_do_not_count() -> None:
     """Six rows over two ranks of two: in the second round, the second rank has none."""
-    assert run_in_processes(train_on_six_rows, 1)[0] == pytest.approx(
-        run_in_processes(train_on_six_rows, 2)[0], abs=1e-6
+    assert run_in_kept_processes(train_on_six_rows, 1)[0] == pytest.approx(
+        run_in_kept_processes(train_on_six_rows, 2)[0], abs=1e-6
     )
 
 

@@ -33,7 +33,7 @@ from tests.parity.harness import (
 )
 from tests.parity.hooks import only_looking
 from tests.parity.models import build_model, build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS = 4
 CONTEXT: Settings = {"context_parallel_size": 2, "global_batch_size": ROWS}
@@ -110,7 +110,7 @@ def _look_inside() -> dict[str, Any]:
 
 
 def test_each_process_has_its_share_of_tokens_and_logits() -> None:
-    first, second = run_in_processes(_look_inside, 2)
+    first, second = run_in_kept_processes(_look_inside, 2)
     assert (first["tokens"], second["tokens"]) == ([4, 4, 7], [3, 3, 7])
     assert (first["own"], second["own"]) == (4, 3)
     for mine in (first, second):
@@ -139,7 +139,7 @@ def _run_packed(settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]
 def test_examples_of_a_packed_row_stay_apart() -> None:
     """One of them lies on both sides of the cut."""
     loss, gradients = _run_packed({})
-    for mine in run_in_processes(_run_packed, 2, CONTEXT):
+    for mine in run_in_kept_processes(_run_packed, 2, CONTEXT):
         assert mine[0] == pytest.approx(loss, rel=1e-6)
         for name, gradient in gradients.items():
             assert np.allclose(mine[1][name], gradient, rtol=1e-4, atol=1e-6), name
@@ -162,7 +162,7 @@ def _run_twice_before_backward(settings: dict[str, Any]) -> dict[str, np.ndarray
 
 def test_recompute_does_not_meet_the_length_of_a_later_forward_pass() -> None:
     expected = _run_twice_before_backward({})
-    for mine in run_in_processes(_run_twice_before_backward, 2, CONTEXT):
+    for mine in run_in_kept_processes(_run_twice_before_backward, 2, CONTEXT):
         for name, gradient in expected.items():
             assert np.allclose(mine[name], gradient, rtol=1e-4, atol=1e-7), name
 
@@ -179,7 +179,7 @@ def test_a_share_of_one_token_is_no_step_of_generation() -> None:
 def test_processes_that_share_sequences_generate_the_same_text() -> None:
     names = ["llama", "gpt"]
     expected = generate(names, {})
-    for answers in run_in_processes(generate, 2, names, CONTEXT):
+    for answers in run_in_kept_processes(generate, 2, names, CONTEXT):
         for name in names:
             assert answers[name][1] == expected[name][1], name
             assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
@@ -212,7 +212,7 @@ def _drop_out() -> tuple[list[np.ndarray], list[np.ndarray], dict[str, np.ndarra
 def test_dropout_is_the_same_outside_of_the_blocks_and_another_inside() -> None:
     """Other masks outside would be wrong gradients, unseen by any loss; equal ones inside would
     drop the same units of neighbouring stretches; the same ones in every step, no noise at all."""
-    (outside, inside, weights), (others_outside, others_inside, others) = run_in_processes(
+    (outside, inside, weights), (others_outside, others_inside, others) = run_in_kept_processes(
         _drop_out, 2
     )
     assert all(np.array_equal(a, b) for a, b in zip(outside, others_outside, strict=True))
@@ -237,7 +237,7 @@ def _count() -> int:
 
 
 def test_tokens_of_a_shared_sequence_are_counted_once() -> None:
-    assert run_in_processes(_count, 2) == [20, 20]
+    assert run_in_kept_processes(_count, 2) == [20, 20]
 
 
 # ---- what cannot work ----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _compose_and_run(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
-    three = run_in_processes(
+    three = run_in_kept_processes(
         _compose_and_run, 3, [("bert", {"context_parallel_size": 3, "global_batch_size": 2})]
     )[0]
     assert three[0] == (
@@ -266,7 +266,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason() -> None:
         "BertForSequenceClassification: use 1, 2 or 4."
     )
     cases = [(name, CONTEXT) for name in ("t5", "custom", "mixing", "averaging", "leaky")]
-    two = run_in_processes(_compose_and_run, 2, cases)[0]
+    two = run_in_kept_processes(_compose_and_run, 2, cases)[0]
     for message, reason in zip(
         two,
         (

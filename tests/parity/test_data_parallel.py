@@ -17,7 +17,7 @@ from rapidformer.verification.trace import Trace
 from tests.parity.harness import Training, check, check_case, keep_rate, make_sgd, run_own_loop
 from tests.parity.limits import WHOLE_LIMITS
 from tests.parity.models import SAMPLES
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 EPOCHS = 4
 """Of three updates each: the promise is made for ten. One model of a test keeps it; what another
@@ -83,7 +83,7 @@ def _run_the_readmes_loop() -> Trace:
 
 def test_the_readmes_loop_is_exact_for_unequal_label_counts() -> None:
     """Two processes, two micro-batches each, without a word about weights."""
-    check_case(_describe("gpt2"), run_in_processes(_run_the_readmes_loop, 2), WHOLE_LIMITS)
+    check_case(_describe("gpt2"), run_in_kept_processes(_run_the_readmes_loop, 2), WHOLE_LIMITS)
 
 
 MODELS = ["gpt2", "bert", "bert-mlm", "t5", "llama", "plain"]

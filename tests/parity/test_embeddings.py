@@ -14,7 +14,6 @@ from transformers import BertConfig, BertModel
 
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_rows, sum_over_rows
-from rapidformer.dist.processes import stop_processes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import add_adapters
 from rapidformer.objectives import BoundObjective
@@ -27,7 +26,7 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import SETTINGS, TENSOR, keep_rate, make_sgd, train, zero
 from tests.parity.limits import LIMITS, check_equal
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.small import make_tokenizer
 
 ROWS, GLOBAL = 20, 12
@@ -101,9 +100,7 @@ def run_case(loss: str, settings: dict[str, Any]) -> Trace:
 
 def run_cases(cases: list[Case]) -> list[Any]:
     torch.set_num_threads(1)
-    results = [*(run_case(*case) for case in cases), compare_with_dropout()]
-    stop_processes()
-    return results
+    return [*(run_case(*case) for case in cases), compare_with_dropout()]
 
 
 @functools.cache
@@ -115,8 +112,7 @@ def run_whole(loss: str, *, has_lora: bool) -> Trace:
 @pytest.mark.parametrize("world_size", CASES)
 def test_loss_and_gradients_do_not_depend_on_the_layout(world_size: int) -> None:
     cases = CASES[world_size]
-    run_alone = world_size == 1
-    everyone = [run_cases(cases)] if run_alone else run_in_processes(run_cases, world_size, cases)
+    everyone = run_in_kept_processes(run_cases, world_size, cases)
     *columns, differences = zip(*everyone, strict=True)
     assert max(differences) < 2e-6, "with dropout"
     for (loss, settings), traces in zip(cases, columns, strict=True):
@@ -166,7 +162,7 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
     build_model().save_pretrained(tmp_path / "model")
     whole = learn(tmp_path, save="none", micro_batch_size=6)
     first = learn(tmp_path, exit_interval=2)
-    for rest in run_in_processes(resume_twice, 2, tmp_path):
+    for rest in run_in_kept_processes(resume_twice, 2, tmp_path):
         assert len(set(whole)) == 4 and first + rest == pytest.approx(whole, abs=1e-6)
 
 

@@ -33,7 +33,7 @@ from tests.parity.harness import (
 from tests.parity.limits import get_bytes
 from tests.parity.models import build_model, sharpen
 from tests.parity.resuming import check_route
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS = 4
 EXPERTS: Settings = {
@@ -102,7 +102,7 @@ def _send_rows() -> tuple[list[list[float]], list[int], list[list[float]]]:
 
 
 def test_rows_reach_the_owners_of_their_experts_and_come_back_in_order() -> None:
-    first, second = run_in_processes(_send_rows, 2)
+    first, second = run_in_kept_processes(_send_rows, 2)
     assert first == ([[0.0], [1.0], [2.0], [10.0]], [2, 2], [[0.0], [2.0], [4.0]])
     assert second == ([], [0, 0], [[20.0]])
 
@@ -134,7 +134,7 @@ def _check_forward_in_a_compiled_block(name: str, model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-moe"])
 def test_experts_without_rows_do_not_hold_up_the_others(name: str) -> None:
-    first, second = run_in_processes(_starve, 2, name)
+    first, second = run_in_kept_processes(_starve, 2, name)
     experts = [key for key in first if ".experts." in key]
     assert experts
     for key in experts:
@@ -171,7 +171,7 @@ def _generate(settings: dict[str, Any]) -> list[list[int]]:
 
 
 def test_processes_that_share_experts_generate_the_same_text() -> None:
-    first, second = run_in_processes(_generate, 2, EXPERTS)
+    first, second = run_in_kept_processes(_generate, 2, EXPERTS)
     assert [*first, *second] == _generate({})
 
 
@@ -195,11 +195,11 @@ def _compose(names: list[str], settings: dict[str, Any]) -> list[str]:
 
 def test_experts_that_cannot_be_shared_are_refused_with_the_reason() -> None:
     three = {"expert_model_parallel_size": 3, "global_batch_size": 3, "micro_batch_size": 1}
-    messages = run_in_processes(_compose, 3, ["gpt-moe", "llama"], three)[0]
+    messages = run_in_kept_processes(_compose, 3, ["gpt-moe", "llama"], three)[0]
     assert messages[0] == (
         "--expert-model-parallel-size 3 does not divide the 4 experts of "
         "layers.1.feed_forward.experts of GPTForCausalLM: use 1, 2 or 4."
     )
     assert "LlamaForCausalLM has no experts to distribute" in messages[1]
-    late = run_in_processes(_compose, 2, ["mixtral"], EXPERTS)[0]
+    late = run_in_kept_processes(_compose, 2, ["mixtral"], EXPERTS)[0]
     assert "pass compose() a function, lr_scheduler_fn=" in late[0]

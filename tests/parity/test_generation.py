@@ -9,7 +9,7 @@ import torch
 
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model, build_rows
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def _generate(model_name: str, settings: dict[str, Any]) -> list[list[int]]:
@@ -36,7 +36,7 @@ def _generate(model_name: str, settings: dict[str, Any]) -> list[list[int]]:
 def test_split_models_generate_the_same(model_name: str, stage: int) -> None:
     settings = {f"zero_{stage}_memory_optimization": True}
     alone = _generate(model_name, {})
-    for together in run_in_processes(_generate, 2, model_name, settings):
+    for together in run_in_kept_processes(_generate, 2, model_name, settings):
         assert len(together) == len(alone) == 9
         for mine, theirs in zip(together, alone, strict=True):
             shortest = min(len(mine), len(theirs))

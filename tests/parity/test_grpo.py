@@ -13,7 +13,7 @@ from rapidformer.errors import DataError
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 REWARD = """
 def reward(prompts, answers, wanted, **columns):
@@ -121,7 +121,7 @@ def test_splits_change_nothing(toy: Path) -> None:
     assert any(line["clip_ratio/region_mean"] > 0 for line in twice)
     check(train(toy), alone)
     layouts: list[dict[str, Any]] = [{}, {"zero_3_memory_optimization": True, **again}]
-    for results, problem in run_in_processes(train_each, 2, toy, layouts):
+    for results, problem in run_in_kept_processes(train_each, 2, toy, layouts):
         assert "function broken failed on validation, row 6" in problem and "no w5" in problem
         for found in results[:-1]:
             check(found, alone)

@@ -14,7 +14,7 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
 from rapidformer.optim.optimizers import group_parameters
 from tests.parity.models import SAMPLES, build_model, build_rows
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 MICRO = 4
 STEPS = 50
@@ -131,7 +131,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     second = {**settings, "save": str(tmp_path / "part"), "load": str(tmp_path / "part")}
     runs = [whole, first, second]
     losses, interrupted, resumed = (
-        _run_each(runs) if world_size == 1 else run_in_processes(_run_each, world_size, runs)[0]
+        _run_each(runs)
+        if world_size == 1
+        else run_in_kept_processes(_run_each, world_size, runs)[0]
     )
     assert len(losses) == updates
     assert interrupted == losses[:3]
@@ -145,7 +147,9 @@ def _run_each(runs: list[dict[str, Any]]) -> list[list[float]]:
 def test_the_loop_on_two_processes_equals_one(tmp_path: Path) -> None:
     settings = {"epochs": 2, "global_batch_size": 16, "seed": 3, "optimizer": "sgd", "lr": 0.05}
     one = run_template(HarnessFinetuner, **settings, save=str(tmp_path / "one"))
-    two = run_in_processes(_run_plain_keywords, 2, {**settings, "save": str(tmp_path / "two")})[0]
+    two = run_in_kept_processes(
+        _run_plain_keywords, 2, {**settings, "save": str(tmp_path / "two")}
+    )[0]
     assert max(abs(a - b) / abs(b) for a, b in zip(one, two, strict=True)) < 1e-6
 
 

@@ -21,7 +21,7 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.verification.recorder import collect_gradients
 from tests.parity.harness import keep_rate
 from tests.parity.models import collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
@@ -241,7 +241,7 @@ def run_split(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[tuple[str, str], Any]]:
-    return run_in_processes(run_split, 2, [*EXACT, *REFUSED])
+    return run_in_kept_processes(run_split, 2, [*EXACT, *REFUSED])
 
 
 @pytest.mark.parametrize(("layout", "loss"), EXACT)
@@ -294,7 +294,7 @@ def hook_under_pipeline() -> dict[str, str]:
 
 
 def test_a_hook_on_a_block_of_another_stage_is_refused() -> None:
-    for found in run_in_processes(hook_under_pipeline, 2):
+    for found in run_in_kept_processes(hook_under_pipeline, 2):
         assert "a hook on model.layers.0.mlp, which runs on another stage" in found["before"]
         assert "a hook on model.layers.1, which runs on another stage" in found["after"]
 
@@ -357,7 +357,7 @@ def run_pipelined(loss: str) -> None:
 @pytest.mark.parametrize("loss", OF_OTHER_STAGES)
 def test_a_loss_from_other_stages_is_refused_by_the_last_one(loss: str) -> None:
     with pytest.raises(AssertionError, match=OF_OTHER_STAGES[loss][1]):
-        run_in_processes(run_pipelined, 2, loss)
+        run_in_kept_processes(run_pipelined, 2, loss)
 
 
 # ---- torch's clipping ----------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_clipping_by_torch_under_a_pipeline_uses_the_norm_of_all_stages() -> Non
         (model(**collate(rows[start : start + 2])).loss / 2).backward()
     expected = clip(model)
     gradients = collect_gradients(model)
-    for norms, mine in run_in_processes(clip_pipelined, 2):
+    for norms, mine in run_in_kept_processes(clip_pipelined, 2):
         assert norms == pytest.approx(expected, rel=1e-5)
         for name, gradient in mine.items():
             assert np.allclose(gradient, gradients[name], rtol=1e-4, atol=1e-7), name
@@ -428,7 +428,7 @@ def use_earlier_parameters(layouts: dict[str, dict[str, Any]]) -> dict[str, list
 def test_parameters_collected_before_compose_are_refused_if_they_were_replaced() -> None:
     layouts = {name: LAYOUTS[name] for name in ("tensor", "pipeline")}
     layouts["zero"] = {"zero_3_memory_optimization": True}
-    for found in run_in_processes(use_earlier_parameters, 2, layouts):
+    for found in run_in_kept_processes(use_earlier_parameters, 2, layouts):
         for message in (each for messages in found.values() for each in messages):
             assert "was collected before engine.compose(), which has split it or moved" in message
             assert "call model.parameters() after compose()" in message
@@ -458,7 +458,7 @@ def look_at_split_tensors() -> dict[str, Any]:
 
 
 def test_a_split_tensor_tells_its_shape_without_the_others_and_is_changed_in_place() -> None:
-    first, second = run_in_processes(look_at_split_tensors, 2)
+    first, second = run_in_kept_processes(look_at_split_tensors, 2)
     assert {*first["kinds"], *second["kinds"]} == {WholeOnDemand}
     shape = (4, 9, 67)
     assert first["facts"][:3] == (shape, (67, 32), torch.float32)
@@ -486,7 +486,7 @@ def compose_with_weight_norm() -> str:
 
 
 def test_a_parametrized_layer_is_refused_by_name() -> None:
-    for message in run_in_processes(compose_with_weight_norm, 2):
+    for message in run_in_kept_processes(compose_with_weight_norm, 2):
         assert "model.layers.1.mlp.up_proj" in message
         assert "weight_norm or another parametrization" in message
         assert "remove_parametrizations" in message

@@ -12,7 +12,7 @@ from rapidformer import RapidformerEngine
 from tests.parity.harness import zero
 from tests.parity.models import build_model
 from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 GPT2 = {"model_name": "small-gpt2"}
 SPLIT = [zero(1), zero(3), TENSOR]
@@ -266,4 +266,4 @@ def gather_frozen_rows() -> float:
 
 def test_ranks_may_differ_in_what_has_a_gradient() -> None:
     """The first rank's backward pass waited for one that the other did not have."""
-    assert run_in_processes(gather_frozen_rows, 2) == [2 * 6, 0]
+    assert run_in_kept_processes(gather_frozen_rows, 2) == [2 * 6, 0]

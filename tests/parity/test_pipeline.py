@@ -43,7 +43,7 @@ from tests.parity.hooks import only_looking
 from tests.parity.limits import STAGE_LIMITS, get_bytes, get_losses
 from tests.parity.models import SAMPLES, build_model, build_rows, collate, sharpen
 from tests.parity.resuming import check_route
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def staged(model: str, layers: int, settings: Settings, *, epochs: int = 1, rows: int = 20) -> Case:
@@ -148,7 +148,7 @@ def test_sixteen_bits_pass_between_stages() -> None:
     """The first update is as in one process; an overflow of fp16 is agreed on by all stages."""
     kinds = [("bf16", 1.0), ("fp16", 1024.0), ("fp16", 2.0**40)]
     expected = _train_in(kinds, {})
-    first, second = run_in_processes(_train_in, 2, kinds, {PIPELINE: 2})
+    first, second = run_in_kept_processes(_train_in, 2, kinds, {PIPELINE: 2})
     np.testing.assert_equal(first, second)
     for mine, one in zip(first, expected, strict=True):
         assert mine[0][0] == pytest.approx(one[0][0], rel=1e-5)
@@ -224,7 +224,7 @@ def _finetune(
 def test_a_template_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> None:
     expected, _ = _finetune(str(tmp_path / "one"), {}, 0.0)
     settings = _stage("zero-bubble")
-    (lines, _), _ = run_in_processes(_finetune, 2, str(tmp_path / "two"), settings, 0.0)
+    (lines, _), _ = run_in_kept_processes(_finetune, 2, str(tmp_path / "two"), settings, 0.0)
     assert [line.keys() for line in lines] == [line.keys() for line in expected]
     assert sum("eval_sum" in line for line in lines) == 2
     for mine, other in zip(lines, expected, strict=True):
@@ -233,12 +233,12 @@ def test_a_template_trains_and_evaluates_as_one_process_does(tmp_path: Path) -> 
 
 def test_a_resumed_run_of_stages_is_bit_equal(tmp_path: Path) -> None:
     """Dropout included: what a stage draws depends on the update and the micro-batch alone."""
-    straight = run_in_processes(_finetune, 2, str(tmp_path / "whole"), {PIPELINE: 2}, 0.2)
+    straight = run_in_kept_processes(_finetune, 2, str(tmp_path / "whole"), {PIPELINE: 2}, 0.2)
     halved = str(tmp_path / "halved")
-    run_in_processes(
+    run_in_kept_processes(
         _finetune, 2, halved, {PIPELINE: 2, "exit_interval": 2, "save_interval": 2}, 0.2
     )
-    resumed = run_in_processes(_finetune, 2, halved, {PIPELINE: 2, "load": halved}, 0.2)
+    resumed = run_in_kept_processes(_finetune, 2, halved, {PIPELINE: 2, "load": halved}, 0.2)
     for (_, mine), (_, others) in zip(resumed, straight, strict=True):
         assert mine.keys() == others.keys()
         for key, value in mine.items():
@@ -293,7 +293,7 @@ def test_a_call_without_gradients_gives_every_process_the_output() -> None:
         (4, _stage("1f1b", zero_3_memory_optimization=True)),
     ]
     for world_size, settings in layouts:
-        for answers in run_in_processes(_call, world_size, settings):
+        for answers in run_in_kept_processes(_call, world_size, settings):
             for name, (kind, loss, logits, *texts) in expected.items():
                 assert answers[name][0] == kind
                 assert answers[name][1] == pytest.approx(loss, rel=1e-5)
@@ -329,7 +329,7 @@ def _train_with_dropout() -> tuple[list[float], bool]:
 
 
 def test_stages_draw_new_masks_in_every_update_and_agree_afterwards() -> None:
-    (losses, is_fine), (others, is_fine_too) = run_in_processes(_train_with_dropout, 2)
+    (losses, is_fine), (others, is_fine_too) = run_in_kept_processes(_train_with_dropout, 2)
     assert losses == others
     assert losses[:4] != losses[4:]
     assert is_fine and is_fine_too
@@ -419,7 +419,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
             "of SharedBias is passed to several blocks",
         ),
     ]
-    messages = run_in_processes(_refuse, 2, [case[:2] for case in expected])[0]
+    messages = run_in_kept_processes(_refuse, 2, [case[:2] for case in expected])[0]
     for message, (name, _, reason) in zip(messages, expected, strict=True):
         assert reason in message, (name, message)
 
@@ -453,7 +453,7 @@ def _try_both_teachers() -> tuple[list[float], str]:
 
 def test_a_teacher_in_stages_is_refused_inside_the_forward_step() -> None:
     """Its messages met those of the schedule, and a rank was aborted."""
-    for losses, message in run_in_processes(_try_both_teachers, 2):
+    for losses, message in run_in_kept_processes(_try_both_teachers, 2):
         assert "the forward step calls a second model that is cut into stages, too" in message
         assert losses, "one that was left whole teaches"
 
@@ -481,7 +481,7 @@ def _train_on_both() -> tuple[list[float], list[float]]:
 
 
 def test_a_stream_trains_as_a_data_set_does() -> None:
-    for of_stream, of_data_set in run_in_processes(_train_on_both, 2):
+    for of_stream, of_data_set in run_in_kept_processes(_train_on_both, 2):
         assert of_stream == of_data_set
         assert len(of_stream) > 1
 
@@ -513,7 +513,7 @@ def _misuse() -> list[str]:
 
 
 def test_a_loop_that_cannot_be_pipelined_says_what_to_do() -> None:
-    for messages in run_in_processes(_misuse, 2):
+    for messages in run_in_kept_processes(_misuse, 2):
         assert "for update in engine.data.iterate_updates(loader):" in messages[0]
         assert "use engine.run_update(), Finetuner or PreTrainer" in messages[1]
         assert "call the whole model" in messages[2]

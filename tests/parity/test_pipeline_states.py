@@ -16,7 +16,7 @@ from rapidformer.errors import ModelError
 from tests.parity.harness import PIPELINE, SETTINGS, keep_rate, make_sgd, train
 from tests.parity.models import build_model, build_rows, collate
 from tests.parity.own_models import VOCABULARY
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 class _CountingBlock(nn.Module):
@@ -69,8 +69,8 @@ def _train_counting(folder: Path, settings: dict[str, Any]) -> float:
 
 
 def test_running_means_are_those_of_the_stage_that_has_the_layer(tmp_path: Path) -> None:
-    expected = run_in_processes(_train_counting, 1, tmp_path / "one", {})
-    losses = run_in_processes(_train_counting, 2, tmp_path / "two", {PIPELINE: 2})
+    expected = run_in_kept_processes(_train_counting, 1, tmp_path / "one", {})
+    losses = run_in_kept_processes(_train_counting, 2, tmp_path / "two", {PIPELINE: 2})
     assert losses == pytest.approx(expected * 2, rel=1e-6)
     one, two = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("one", "two"))
     assert one.keys() == two.keys()
@@ -91,7 +91,7 @@ def _save_tied(folder: Path) -> None:
 
 
 def test_a_tied_weight_of_two_stages_is_stored_once(tmp_path: Path) -> None:
-    run_in_processes(_save_tied, 2, tmp_path)
+    run_in_kept_processes(_save_tied, 2, tmp_path)
     stored = read_shapes(tmp_path / "iter_0000000" / "state")
     embedding, head = "model.transformer.wte.weight", "model.lm_head.weight"
     assert embedding in stored and head not in stored
@@ -137,7 +137,7 @@ def _call_adapted(settings: dict[str, Any]) -> tuple[list[str], list[list[int]]]
 
 def test_a_model_around_another_generates_and_sends_no_cache() -> None:
     _, texts = _call_adapted({})
-    assert run_in_processes(_call_adapted, 2, {PIPELINE: 2}) == [(["logits"], texts)] * 2
+    assert run_in_kept_processes(_call_adapted, 2, {PIPELINE: 2}) == [(["logits"], texts)] * 2
 
 
 def _compose_changed() -> str:
@@ -150,6 +150,6 @@ def _compose_changed() -> str:
 
 
 def test_a_model_that_was_wrapped_after_it_was_built_is_refused() -> None:
-    for message in run_in_processes(_compose_changed, 2):
+    for message in run_in_kept_processes(_compose_changed, 2):
         assert "of Sequential cannot be initialised" in message
         assert "Do all of it inside: engine.build_model(" in message

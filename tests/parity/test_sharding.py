@@ -40,7 +40,7 @@ from tests.parity.harness import (
 from tests.parity.limits import SHARD_LIMITS, get_bytes, get_losses
 from tests.parity.models import MODELS, build_model, build_rows, collate
 from tests.parity.resuming import ADAM
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 @dataclass
@@ -75,7 +75,7 @@ def check(
 ) -> None:
     """Compare every process's view of every case with one process, and what it holds of it."""
     cases = [(Training(name, make_optimizer=make_optimizer), more) for name, more in layouts]
-    everyone = run_in_processes(run_cases, world_size, cases)
+    everyone = run_in_kept_processes(run_cases, world_size, cases)
     moments = 2 if make_optimizer is make_adamw else 1
     for (training, settings), results in zip(cases, zip(*everyone, strict=True), strict=True):
         where = f"{training.model} under {settings}"
@@ -125,7 +125,7 @@ def _train_in_16_bits() -> list[Result]:
 def test_offload_changes_nothing_in_16_bits() -> None:
     """Overflows are found and skipped, the scale is undone, all of it in the host's memory."""
     fp16, fp16_offloaded, bf16, bf16_offloaded = (
-        result.trace for result in run_in_processes(_train_in_16_bits, 2)[0]
+        result.trace for result in run_in_kept_processes(_train_in_16_bits, 2)[0]
     )
     assert not np.isfinite(fp16.norms[0]), "the first update must overflow, or nothing is proved"
     assert np.isfinite(fp16.norms[-1])
@@ -158,7 +158,7 @@ def _save_and_go_on(folder: str) -> list[Trace]:
 
 
 def test_checkpoints_go_into_the_hosts_memory_and_out_again(tmp_path: Path) -> None:
-    everyone = run_in_processes(_save_and_go_on, 2, str(tmp_path))
+    everyone = run_in_kept_processes(_save_and_go_on, 2, str(tmp_path))
     runs = list(zip(*everyone, strict=True))
     model = build_model("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
@@ -250,7 +250,7 @@ def test_each_process_makes_its_share_of_the_same_weights(
 ) -> None:
     """Fused and tied weights, uneven vocabularies, key/value heads, a new head, drawn and read."""
     build_model("bert-mlm").save_pretrained(tmp_path)
-    everyone = run_in_processes(_build, world_size, layouts, names, str(tmp_path))
+    everyone = run_in_kept_processes(_build, world_size, layouts, names, str(tmp_path))
     for position, name in enumerate(names * len(layouts)):
         values, buffers, ties, size, number = _build_plainly(name, str(tmp_path))
         for found in everyone:
@@ -281,6 +281,6 @@ def _offload_alone() -> tuple[str, list[float]]:
 
 def test_one_process_can_keep_its_state_elsewhere() -> None:
     """What --cpu-offload does on a single GPU: split over nobody, but offloaded."""
-    kind, losses = run_in_processes(_offload_alone, 1)[0]
+    kind, losses = run_in_kept_processes(_offload_alone, 1)[0]
     assert kind == "DTensor"
     assert losses == pytest.approx(get_losses(run_one(Training("gpt2"))), rel=1e-6)

@@ -40,7 +40,7 @@ from tests.parity.harness import (
 from tests.parity.limits import get_bytes
 from tests.parity.models import GIVEN_PLANS, build_model, build_rows, collate
 from tests.parity.own_models import PLAN, UnplannedModel
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 TENSOR: Settings = {"tensor_model_parallel_size": 2}
 FUSED: Settings = {"fused_loss": "on"}
@@ -134,7 +134,7 @@ def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.
 def test_whole_weights_stay_equal_under_dropout() -> None:
     """Processes that drew other masks would drift apart, unseen by any loss."""
     names = ["bert", "gpt2", "t5"]
-    first, second = run_in_processes(_train_with_dropout, 2, names)
+    first, second = run_in_kept_processes(_train_with_dropout, 2, names)
     for name in names:
         (is_split, mine), (_, others) = first[name], second[name]
         assert is_split
@@ -150,7 +150,7 @@ def test_split_models_generate_the_same_text() -> None:
     names = ["gpt2", "llama", "t5"]
     expected = generate(names, {})
     settings = {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}
-    for answers in run_in_processes(generate, 4, names, settings):
+    for answers in run_in_kept_processes(generate, 4, names, settings):
         for name in names:
             assert answers[name][1] == expected[name][1], name
             assert np.allclose(answers[name][0], expected[name][0], atol=1e-4), name
@@ -185,7 +185,7 @@ def _run_megatron_form(settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray
 
 def test_megatrons_form_computes_its_loss_from_split_logits() -> None:
     losses, gradient, logits, _ = _run_megatron_form({})
-    for mine in run_in_processes(_run_megatron_form, 2, {"tensor_model_parallel_size": 2}):
+    for mine in run_in_kept_processes(_run_megatron_form, 2, {"tensor_model_parallel_size": 2}):
         # Beside the whole, not element by element: one that is a difference of large numbers
         # consists of their rounding, which is another on every processor.
         for found, expected in zip(mine[:3], (losses, gradient, logits), strict=True):
@@ -238,7 +238,7 @@ def test_a_vocabulary_smaller_than_its_processes_allow() -> None:
     logits.requires_grad_()
     expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     (expected.view(2, 3) * factors).sum().backward()
-    results = run_in_processes(_compute_losses, 4)
+    results = run_in_kept_processes(_compute_losses, 4)
     for losses, _, _ in results:
         assert np.allclose(losses.flatten(), expected.detach().numpy(), rtol=1e-6, atol=1e-6)
     gradient = np.concatenate([gradient for _, gradient, _ in results], axis=-1)
@@ -275,7 +275,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
         ("custom", shared),
         ("t5", {**shared, "tensor_model_parallel_size": 2, "global_batch_size": 4}),
     ]
-    three = run_in_processes(_compose_all, 3, cases)[0]
+    three = run_in_kept_processes(_compose_all, 3, cases)[0]
     assert three[0] == (
         "--tensor-model-parallel-size 3 does not divide the 4 attention heads of "
         "BertForSequenceClassification: use 1, 2 or 4."
@@ -289,7 +289,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
     tokens = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     cases = [("t5", tokens), ("custom", tokens), ("unplanned", tokens)]
     cases += [("gpt2", {"tensor_model_parallel_size": 2, "optimizer": "muon"})]
-    two = run_in_processes(_compose_all, 2, cases)[0]
+    two = run_in_kept_processes(_compose_all, 2, cases)[0]
     for message, reason in zip(
         two,
         (
@@ -346,7 +346,7 @@ def _train_under(styles: dict[str, str]) -> str:
 def test_a_weight_that_the_plan_forgot_is_found_in_the_first_update() -> None:
     """Its copies would drift apart, and no loss would show it."""
     named = {"layers.*.attention.output.scale": "replicated_with_grad_allreduce"}
-    for message, second in run_in_processes(_train_forgotten, 2, {}, named):
+    for message, second in run_in_kept_processes(_train_forgotten, 2, {}, named):
         assert second == "trained"
         assert "layers.0.attention.output.scale.factor" in message
         assert "layers.1.attention.output.scale.factor" in message
@@ -369,6 +369,6 @@ def _feed_unknown_ids() -> list[str]:
 
 def test_ids_that_no_process_has_are_refused() -> None:
     """Each process takes those it does not know for another's: they would become zeros."""
-    for first, second in run_in_processes(_feed_unknown_ids, 2):
+    for first, second in run_in_kept_processes(_feed_unknown_ids, 2):
         assert "an id in the batch is outside of the 67 of the vocabulary" in first
         assert "a label is outside of the 67 of the vocabulary" in second

@@ -13,7 +13,7 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import get_fact
 from tests.accel.test_unpad import build
 from tests.parity.harness import check, keep_rate, under, zero
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ON = {"dynamic_shape": "on"}
 
@@ -32,7 +32,7 @@ def test_a_loss_that_reads_padding_on_two_processes() -> None:
     """Only the first rank has padding: it alone computes its step again, or never removes it."""
     layouts = [{}, zero(1), zero(3)]
     expected = train_reading(build_reading())
-    for processes in run_in_processes(train_layouts, 2, layouts):
+    for processes in run_in_kept_processes(train_layouts, 2, layouts):
         for layout, weights in zip(layouts, processes, strict=True):
             for name, weight in weights.items():
                 limit = {"rtol": 0, "atol": 2e-6, "msg": f"{layout} {name}"}

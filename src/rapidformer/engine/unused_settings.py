@@ -68,7 +68,7 @@ def warn_about_unused_settings(
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None or not any(changed.values()):
         return  # in a notebook, what its cells read cannot be searched
-    read = {name for path in _list_sources(main) for name in _read_attributes(path)}
+    read = {name for path in _list_sources(main) for name in _find_attributes(_read(path))}
     sentences = []
     for part, names in changed.items():
         flags = [to_flag(name) for name in names if name not in read]
@@ -89,17 +89,27 @@ def _list_sources(main: str) -> Iterator[Path]:
             yield Path(file)
 
 
-def _read_attributes(path: Path) -> Iterator[str]:
+def _read(path: Path) -> str:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+@functools.cache  # a process may compose many models
+def _find_attributes(source: str) -> frozenset[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return frozenset()
+    names = set()
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(attr=name):
-                yield name
+                names.add(name)
             case ast.Call(ast.Name("getattr"), [_, ast.Constant(str(name)), *_]):
-                yield name
+                names.add(name)
+    return frozenset(names)
 
 
 # Settings that only matter together with another one; a switch's are listed in its row.
