@@ -103,8 +103,8 @@ def change_settings(args: Settings, job: Job) -> Settings:
         train_iters=steps, epochs=None, train_samples=None, train_tokens=None,
         lr_warmup_iters=min(args.lr_warmup_iters, steps - 1), lr_warmup_samples=0,
         lr_decay_samples=None, rampup_batch_size=None,
-        eval_iters=0, tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
-        progress=False, log_level="warning",
+        eval_iters=0, tensorboard_dir=None, report_to=None, exit_interval=None,
+        exit_duration_in_mins=None, progress=False, log_level="warning",
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ class Reporter(Callback):
         run = TrackedRun(
             name=args.run_name or (folder.name if folder else "run"),
             folder=folder,
-            settings={**facts, **{name: getattr(args, name) for name in get_settings()}},
+            settings={**facts, **_list_settings(args, facts)},
             resume_step=resume_step,
             check_folder=check_folder,
             asked_name=args.run_name,
@@ -143,6 +143,12 @@ class Reporter(Callback):
         for tracker in (self._file, self._copies):
             if tracker is not None:
                 tracker.finish()
+
+
+def _list_settings(args: Settings, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """By name; one that is not given does not hide what the model's own configuration says."""
+    values = {name: getattr(args, name) for name in get_settings()}
+    return {n: value for n, value in values.items() if value is not None or n not in facts}
 
 
 def format_training_line(line: dict[str, Any], total_steps: int) -> str:

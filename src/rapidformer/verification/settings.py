@@ -121,7 +121,7 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         lr_decay_style="linear", lr_decay_iters=2 * job.updates, lr_decay_samples=None, min_lr=0.0,
         rampup_batch_size=None,
         data_parallel=None,  # it only checks the number of ranks, which differs here
-        tensorboard_dir=None, exit_interval=None, exit_duration_in_mins=None,
+        tensorboard_dir=None, report_to=None, exit_interval=None, exit_duration_in_mins=None,
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip

@@ -38,7 +38,7 @@ class MlflowTracker:
         active = mlflow.active_run() if is_imported else None
         self._active = None if active is None else active.info.run_id
         self._client: Any = None
-        self._run_id = ""
+        self._run_id, self._has_own_store = "", False
         self._sent = SentPoints()
 
     @property
@@ -74,6 +74,7 @@ class MlflowTracker:
         if asked or os.environ.get("MLFLOW_TRACKING_URI") or self._mlflow.is_tracking_uri_set():
             return asked
         run.tracker_folder.mkdir(parents=True, exist_ok=True)
+        self._has_own_store = True
         # Its own default, ./mlruns, is refused since MLflow 3.13.
         store = f"sqlite:///{(run.tracker_folder / 'mlflow.db').resolve()}"
         get_logger().info(f"mlflow has a file of its own: mlflow ui --backend-store-uri {store}")
@@ -85,8 +86,9 @@ class MlflowTracker:
         known = self._client.get_experiment_by_name(name)
         if known is not None:
             return str(known.experiment_id)
-        is_ours = self._client.tracking_uri.startswith("sqlite:") and run.folder is not None
-        place = (run.tracker_folder / "mlflow").resolve().as_uri() if is_ours else None
+        place = None
+        if self._has_own_store:
+            place = (run.tracker_folder / "mlflow").resolve().as_uri()
         return str(self._client.create_experiment(name, artifact_location=place))
 
     def _find_last_steps(self) -> dict[str, int]:

@@ -85,7 +85,8 @@ class TrackerList:
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
         self._trackers = list(trackers)
-        self._tell(lambda tracker: tracker.start(run))
+        for tracker in self._trackers:
+            tracker.start(run)  # what cannot even start is the user's mistake
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         self._tell(lambda tracker: tracker.log(values, step))

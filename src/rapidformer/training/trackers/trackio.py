@@ -38,7 +38,10 @@ class TrackioTracker:
         rows = self._trackio.SQLiteStorage.get_logs(
             project, self.handle.name, run_id=self.handle.id
         )
-        return {name: int(row["step"]) for row in rows for name in row}  # the last one counts
+        last: dict[str, int] = {}
+        for row in rows:
+            last |= {name: max(int(row["step"]), last.get(name, 0)) for name in row}
+        return last
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         named = {self._rename(name): value for name, value in values.items()}

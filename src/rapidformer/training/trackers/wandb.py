@@ -70,7 +70,9 @@ class WandbTracker:
         try:
             reason = "there is no login: `wandb login`"
             if self._wandb.login(prompt=False, verify=False):
-                return self._wandb.init(**options, settings=settings)
+                begun = self._wandb.init(**options, settings=settings)
+                get_logger().info(f"wandb     {begun.url}")
+                return begun
         except Exception as error:  # a wrong key, or no way to the server
             reason = " ".join(str(error).split())
         begun = self._wandb.init(**options, settings=settings, mode="offline")
