@@ -131,7 +131,10 @@ def test_micro_batches_know_their_sets() -> None:
     loader = build(rows)
     for micro_batch in loader.iterate_micro_batches():
         assert [int(row) // 1000 for row in micro_batch.batch] == list(micro_batch.sets)
-    assert loader.count_from_sets(2 * 46) == [46, 16, 30]
+    assert loader.describe_sets(2 * 46)[2] == (
+        "mixture   c  32.6 % = 30 samples, 0.75 epochs of 40 rows"
+    )
+    assert loader.describe_sets() == loader.describe_sets(46)
     assert rows.sets.find_row(24) == "b, row 2"
     assert rows.sets.describe([3, 1, 0])[0] == (
         "mixture   a  75.0 % = 3 samples, 0.13 epochs of 23 rows"

@@ -250,6 +250,11 @@ def _check_pretraining(args: Settings) -> Iterator[str]:
         )
     if args.data_path is not None and args.train_data_path is not None:
         yield "--data-path and --train-data-path exclude each other: give only one of them."
+    if args.data_weights is not None:
+        yield (
+            "--data-weights is not for pre-training: give weights and prefixes by turns, as in "
+            "--data-path 0.7 books 0.3 web."
+        )
 
 
 def _check_adapters(args: Settings) -> Iterator[str]:

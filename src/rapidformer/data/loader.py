@@ -171,13 +171,16 @@ class DistributedLoader:
         """The data sets that these samples are from."""
         return sorted({self.source.find_set(number) for number in numbers})
 
-    def count_from_sets(self, samples: float) -> list[float]:
-        """How many of the first so many samples of a run are from each set of a mixture."""
-        assert self.sets is not None
-        epochs = int(samples // self.num_samples)
-        rest = range(round(samples - epochs * self.num_samples))
-        begun = self.sets.count_samples(self.list_samples(epochs, rest))
-        return [epochs * a + b for a, b in zip(self.sets.counts, begun, strict=True)]
+    def describe_sets(self, samples: int | None = None) -> list[str]:
+        """What so many samples of a run, or those so far, take of each set of a mixture."""
+        if self.sets is None:
+            return []
+        if samples is None:
+            samples = self.epoch * self.num_samples + self.consumed_samples
+        epochs, rest = divmod(samples, self.num_samples)
+        begun = self.sets.count_samples(self.list_samples(epochs, range(rest)))
+        counts = [epochs * a + b for a, b in zip(self.sets.counts, begun, strict=True)]
+        return self.sets.describe(counts)
 
     def _hand_out(self, stays_on_host: Callable[[], bool] | None = None) -> Iterator[MicroBatch]:
         """Count what is handed out, and mark the last micro-batch of each update."""

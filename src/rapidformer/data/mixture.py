@@ -154,12 +154,12 @@ class Sets:
         counts: list[int] = np.bincount(sets, minlength=len(self.sizes)).tolist()
         return counts
 
-    def describe(self, counts: Sequence[float]) -> list[str]:
+    def describe(self, counts: Sequence[int]) -> list[str]:
         """A line for each set: its share of so many samples, and its epochs in them."""
         total = sum(counts) or 1
         width = max(map(len, self.names))
         return [
-            f"mixture   {name:<{width}} {100 * count / total:5.1f} % = {round(count):,} samples, "
+            f"mixture   {name:<{width}} {100 * count / total:5.1f} % = {count:,} samples, "
             f"{count / size:.2f} epochs of {size:,} rows"
             for name, count, size in zip(self.names, counts, self.sizes, strict=True)
         ]

@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.data.named_sets import NamedSet, load_set, read_sets
 from rapidformer.errors import DataError
+from rapidformer.log import warn_once
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.labels.merging import merge_classes
 from rapidformer.tasks.metrics.tally import Record, ReportTable, Tally, compute_perplexity
@@ -52,6 +53,8 @@ def prepare_sets(
             }
     parts = {name: _prepare(task, name, of_sets[name], rows) for name, rows in tables.items()}
     weights = [item.weight for item in sets if item.weight is not None]
+    if args.is_changed("data_stopping") and not weights:
+        warn_once("--data-stopping has no effect without weights: an epoch has all rows once.")
     return _join(parts, weights or None, args.data_stopping)
 
 

@@ -297,22 +297,14 @@ class TrainingLoop:
         elif self.meter.has_updates():
             self._log()
         self.reporter.close_bar()  # the lines that follow are the last on the screen
-        if self.loader.sets is not None:
-            self._say_shares()
+        for sentence in self.loader.describe_sets():
+            self.reporter.say(sentence)
         best, total = self.progress.get_best(), self.train_iters
         for sentence in describe_results(self.args, step=self.step, total=total, best=best):
             self.reporter.say(sentence)
         if self._best_folder is not None and self.progress.best_step != self.step:
             self.engine.checkpoints.load_weights(self._best_folder)
             self.reporter.say(f"loaded    the best weights, from step {self.progress.best_step}")
-
-    def _say_shares(self) -> None:
-        """What the run has taken of each data set."""
-        state, loader = self.loader.state_dict(), self.loader
-        assert loader.sets is not None
-        samples = state["epoch"] * loader.num_samples + state["consumed_samples"]
-        for line in loader.sets.describe(loader.count_from_sets(samples)):
-            self.reporter.say(line)
 
     @property
     def _best_folder(self) -> Path | None:

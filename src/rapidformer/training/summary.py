@@ -48,11 +48,10 @@ def describe_run(
         + f"; {_describe_optimizer(engine)}, clip {engine.updates.clip_grad}",
         f"switches  {'; '.join(parallelized.switches)}",
     ]
-    if loader.sets is not None:
-        samples = train_iters * loader.samples_per_update
-        if args.train_iters is None and args.epochs is not None:
-            samples = min(samples, round(args.epochs * loader.num_samples))
-        lines[3:3] = loader.sets.describe(loader.count_from_sets(samples))
+    samples = train_iters * loader.samples_per_update
+    if args.train_iters is None and args.epochs is not None:
+        samples = min(samples, round(args.epochs * loader.num_samples))
+    lines[3:3] = loader.describe_sets(samples)
     if adapter is not None:
         lines.insert(2, f"adapter   {adapter.describe()}; {describe_trained(trained, total)}")
     if args.save:
