@@ -257,7 +257,11 @@ def test_a_model_that_sees_is_refused_if_text_cannot_train_it(
     AutoConfig.for_model(kind).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").touch()
     model = str(tmp_path / "model")
-    options = {"pretrained_model_name_or_path": model, "save": "none", "train_iters": 1}
+    options: dict[str, Any] = {
+        "pretrained_model_name_or_path": model,
+        "save": "none",
+        "train_iters": 1,
+    }
     with pytest.raises(ModelError, match=problem):
         rapidformer.train(rows, task=task, **options)
     with pytest.raises(ConfigurationError, match="--train-vision and --train-projector need imag"):

@@ -149,7 +149,7 @@ def test_weights_that_would_be_lost_are_refused(tmp_path: Path) -> None:
 
     build_seeing("qwen3_5").save_pretrained(tmp_path)
     args = Settings(pretrained_model_name_or_path=str(tmp_path))
-    model = build_pretrained(TEXT, args)
+    model: Any = build_pretrained(TEXT, args)
     assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     file = tmp_path / "model.safetensors"

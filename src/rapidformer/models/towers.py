@@ -109,7 +109,8 @@ def find_towers(model: Any) -> Towers:
     outside = [head for head in heads if head is not None and id(head) not in inside]
     language = [id(part) for part in (decoder, *outside)]
     names = {id(module): name for name, module in model.named_modules()}
-    towers, projectors = [], []
+    towers: list[str] = []
+    projectors: list[str] = []
     for name, part in _list_others(model, language):
         if not is_model(part):
             projectors.append(name)
