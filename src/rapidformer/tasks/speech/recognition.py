@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.compat.patches import quieten
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
@@ -48,6 +49,9 @@ TEXT = ColumnRole(
     ("text", "sentence", "transcription", "transcript", "transcripts", "normalized_text",
      "raw_transcription", "raw_text", "target_text"),
 )  # fmt: skip
+
+_QUIET = quieten("transformers")
+"""Whisper's ``generate`` warns of settings that it passes on itself."""
 
 
 class SpeechRecognition(Task):
@@ -275,7 +279,8 @@ def _write(model: Any, batch: Batch, prepared: PreparedData) -> list[Record]:
     own = prepared.extras["generation"].build_config(model, prepared.processor)
     config.update(**own.to_diff_dict())
     config.max_length = None
-    ids = model.generate(**inputs, generation_config=config)
+    with _QUIET:
+        ids = model.generate(**inputs, generation_config=config)
     records: list[Record] = [{"transcript": row} for row in ids.cpu().numpy()]
     if "labels" in batch:
         losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
