@@ -325,6 +325,12 @@ def test_a_shard_that_vanishes(folder: Path) -> None:
         read(stream)
 
 
+def test_nodes_with_different_files(folder: Path) -> None:
+    others = ["other"]
+    with pytest.raises(DataError, match="the processes see different shards of 9 shards"):
+        read(open_stream(folder), gather_digests=lambda mine: [mine, *others])
+
+
 def test_paths_that_cannot_be_streamed(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_bytes(b"")
     for text, problem in {

@@ -27,7 +27,7 @@ from rapidformer.data.rounds import EpochOrder, MixedOrder, Rounds
 from rapidformer.data.streams.stream import Reading, StreamRows, build_worker_loader
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import DataError, RapidformerError
 
 IterableDataset.register(StreamRows)  # so that torch's DataLoader and Trainer take one as well
 Follow = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
@@ -97,6 +97,8 @@ class DistributedLoader:
         self._update_start = 0
         """Samples of the epoch before the current update."""
         self._is_resuming = False
+        self._gather_digests = gather_digests
+        """How the ranks compare their shards of a stream; None once they have."""
         self._reading: Reading | None = None
         self._cursor: dict[str, Any] | None = None
         """Where in a stream's shards the current position is."""
@@ -229,7 +231,7 @@ class DistributedLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is no longer followed: nothing is trained on what it yields."""
-        return {**self.__dict__, "follow": None, "_reading": None}
+        return {**self.__dict__, "follow": None, "_reading": None, "_gather_digests": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch's; one that was resumed in the middle stays there."""
@@ -317,6 +319,12 @@ class DistributedLoader:
     def _iterate_rows(self) -> Iterator[MicroBatch]:
         """The same for a stream that knows where its rows are."""
         assert isinstance(self.source, StreamRows)
+        gather, self._gather_digests = self._gather_digests, None
+        if gather is not None and len(set(gather(str(self.source.fingerprint)))) > 1:
+            raise DataError(
+                f"the processes see different shards of {self.source.name}: every node needs the "
+                "same files, with the same names and sizes."
+            )
         # Either samples are made before they are dealt, or by the workers that collate them.
         is_dealt_whole = self.source.is_expanded or self.has_token_budget
         before, after = (self._num_workers, 0) if is_dealt_whole else (0, self._num_workers)

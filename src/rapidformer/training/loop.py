@@ -348,7 +348,7 @@ class TrainingLoop:
         state = self.loader.state_dict()
         if self.loader.is_stream:
             return float(state["epoch"])
-        return state["epoch"] + state["consumed_samples"] / self.loader.num_samples
+        return float(state["epoch"] + state["consumed_samples"] / self.loader.num_samples)
 
     def _evaluate(self) -> None:
         assert self.evaluation is not None

@@ -122,7 +122,8 @@ class MixedReader:
         self._row = state["row"] if state else 0
         self._firsts = np.cumsum([0, *map(len, sets)]).tolist()
         """The number of each set's first shard, among the shards of all."""
-        states = state["sets"] if state else [[0, None]] * len(sets)
+        states: list[tuple[int, State | None]]
+        states = state["sets"] if state else [(0, None)] * len(sets)
         self._passes = [passes for passes, _ in states]
         self._readers = [self._open(number, inner) for number, (_, inner) in enumerate(states)]
 

@@ -123,7 +123,7 @@ class StreamRows:
         """A value of each column of the head, which tells the type that it must hold."""
         examples: dict[str, Any] = {}
         for stored in self._stored_head:
-            for name, value in self.shards[stored.shard].decode(stored.value).items():
+            for name, value in self._decode(stored).items():
                 if value is not None:
                     examples.setdefault(name, value)
         return examples
@@ -132,7 +132,7 @@ class StreamRows:
 
     def encode(self, stored: Sequence[StoredRow]) -> list[Any]:
         """The samples of these rows; an error names the file and the row."""
-        rows = [self._decode(row) for row in stored]
+        rows = [self._check_types(self._decode(row), row) for row in stored]
         try:
             return self._run_steps(rows, [row.number - 1 for row in stored])
         except Exception as error:
@@ -163,9 +163,12 @@ class StreamRows:
 
     def _decode(self, stored: StoredRow) -> Row:
         try:
-            row = self.shards[stored.shard].decode(stored.value)
+            return self.shards[stored.shard].decode(stored.value)
         except RapidformerError as error:
             raise DataError(f"{self._locate(stored)}: {error}") from None
+
+    def _check_types(self, row: Row, stored: StoredRow) -> Row:
+        """The row, if its columns hold what those of the head do."""
         for name, value in row.items():
             known = self._examples.get(name)
             if known is None or value is None or type(value) is type(known):
@@ -183,7 +186,11 @@ class StreamRows:
     def get_rows(self, numbers: Sequence[Any]) -> list[Any]:
         """The samples of what was shared out: pairs of a number and a stored row, or a sample."""
         taken = [sample for _, sample in numbers]
-        return self.encode(taken) if isinstance(taken[0], StoredRow) else taken
+        if not isinstance(taken[0], StoredRow):
+            return taken
+        samples = self.encode(taken)
+        assert len(samples) == len(taken), "a step that expands was declared one to one"
+        return samples
 
     def find_set(self, number: int) -> str:
         return self.name
@@ -196,6 +203,7 @@ class StreamRows:
 
         ``encodes``: give samples, not stored rows.
         """
+        _ = self._examples  # before workers are forked: each of them would read the head
         if cursor is None or cursor["data"] != self.fingerprint or cursor["samples"] > position:
             cursor = {"samples": 0, "state": None}
         reader: Reader

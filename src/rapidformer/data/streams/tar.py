@@ -39,9 +39,10 @@ class TarShard(FileShard):
             if offset:
                 file.seek(offset)
             with tarfile.open(fileobj=file, mode="r:" if self.can_seek else "r|") as archive:
-                stem, files = "", {}
+                stem = ""
+                files: dict[str, bytes] = {}
                 while (member := archive.next()) is not None:
-                    archive.members = []  # it would keep all of them
+                    archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
                     name = PurePosixPath(member.name)
                     if not member.isfile() or name.name.startswith("."):
                         continue

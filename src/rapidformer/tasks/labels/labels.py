@@ -43,8 +43,8 @@ class LabelSpace:
                 return float(value)
             if self.problem_type == SINGLE:
                 return self.ids[value]
-            if self.is_multi_hot and len(value) == len(self.names):
-                return [float(item) for item in value]
+            if self.is_multi_hot:
+                return [float(item) for _, item in zip(self.names, value, strict=True)]
             present = {self.ids[item] for item in value}
         except (KeyError, TypeError, ValueError):
             known = "numbers" if self.problem_type == REGRESSION else ", ".join(self.names[:10])
