@@ -6,6 +6,7 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
+from rapidformer.log import warn_once
 from rapidformer.tasks.chat.columns import ChatColumns, find_chat_columns
 from rapidformer.tasks.rows.columns import ColumnRole, find_column
 from rapidformer.tasks.rows.rows import get_column_names
@@ -27,4 +28,6 @@ def find_image_columns(
             "--task image_text needs conversations (--messages-column), or prompts with answers "
             "(--prompt-column and --response-column), and the data has plain text."
         )
+    if columns.tools is not None:
+        warn_once(f"--task image_text shows no tools to the model: {columns.tools} is not read.")
     return columns, find_column(IMAGES, get_column_names(rows), args, columns.get_names())
