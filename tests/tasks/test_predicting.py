@@ -307,7 +307,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--data-path", "x.txt"], "--input and --data-path exclude each other"),
         (["--stop-strings", ""], "--stop-strings must not be empty"),
         (["--task", "masked_lm", "--stream"], "--stream needs a task that generates text"),
-        (["--task", "seq2seq_lm", "--chat"], "--chat needs --task causal_lm, not seq2seq_lm"),
+        (["--task", "seq2seq_lm", "--chat"], "--chat needs --task causal_lm or image_text, not"),
     ],
 )
 def test_contradictions_are_found_at_once(

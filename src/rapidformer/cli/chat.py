@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from functools import cached_property
 from typing import Any
 
 from rapidformer.dist.collectives import broadcast_object, is_alone
@@ -13,7 +14,7 @@ from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
-from rapidformer.tasks.chat.features import build_encoder
+from rapidformer.tasks.chat.features import ChatEncoder, build_encoder
 from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.turns import Message
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
@@ -124,14 +125,18 @@ class Conversation:
         generation = self._prepared.extras["generation"]
         return generate(self._model, batch, self._prepared.processor, generation, self._streamer)
 
+    @cached_property
+    def _encoder(self) -> ChatEncoder:
+        columns = ChatColumns(messages="messages")
+        return build_encoder(self._prepared.processor, columns, self._engine.args, self._length)
+
     def _encode(self) -> dict[str, Any]:
         """The conversation as a row; the oldest turns are forgotten if it is too long."""
-        columns = ChatColumns(messages="messages")
-        encoder = build_encoder(self._prepared.processor, columns, self._engine.args, self._length)
-        assert encoder.template is not None
+        template = self._encoder.template
+        assert template is not None
         while True:
-            text = encoder.template.render([*self._system, *self._messages], lets_answer=True)
-            ids = list(tokenize([text], encoder.tokenizer)[0])
+            text = template.render([*self._system, *self._messages], lets_answer=True)
+            ids = list(tokenize([text], self._encoder.tokenizer)[0])
             if len(ids) <= self._length or len(self._messages) < 3:
                 ids = ids[-self._length :]
                 return {"input_ids": ids, "attention_mask": [1] * len(ids)}

@@ -5,66 +5,20 @@ The model's own processor makes the batches, in the loader's processes, so no fa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.causal_lm import add_stop
-from rapidformer.tasks.chat.columns import (
-    CONTEXT,
-    MESSAGES,
-    PROMPT,
-    RESPONSE,
-    SYSTEM,
-    ChatColumns,
-    as_optional,
-    find_chat_columns,
-)
-from rapidformer.tasks.chat.features import ChatEncoder
-from rapidformer.tasks.chat.prompts import build_system
-from rapidformer.tasks.chat.template import choose_template
-from rapidformer.tasks.chat.turns import BadRowError, name_rows
-from rapidformer.tasks.evaluation.generating import (
-    Generation,
-    check_stop_strings,
-    decode_answers,
-    generate,
-)
-from rapidformer.tasks.image_text.conversations import read_conversation
-from rapidformer.tasks.image_text.encoding import (
-    AnswerCollator,
-    ImageEncoder,
-    QuestionCollator,
-    Rendered,
-)
-from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
-from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
-from rapidformer.tasks.rows.columns import ColumnRole, find_column
-from rapidformer.tasks.rows.images import find_folders, measure_image, without_decoding
-from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits, has_columns
-from rapidformer.tasks.text.text import (
-    TEXT,
-    LanguageModel,
-    describe_blocks,
-    get_context_length,
-    get_max_length,
-    score_blocks,
-)
+from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM, as_optional
+from rapidformer.tasks.evaluation.generating import decode_answers, generate
+from rapidformer.tasks.image_text.columns import IMAGES, find_image_columns
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.text.text import LanguageModel, describe_blocks, score_blocks
 
 if TYPE_CHECKING:
     from torch import nn
-
-_DEFAULT_LENGTH = 2048
-_DEFAULT_NEW_TOKENS = 256
-IMAGES = ColumnRole(
-    "images", "image_column", "the images of a row: one, or a list",
-    ("images", "image", "img", "pictures", "picture", "image_path"), required=False,
-)  # fmt: skip
 
 
 class ImageText(LanguageModel):
@@ -88,63 +42,17 @@ class ImageText(LanguageModel):
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        _find_columns(rows, args, has_answers=has_answers)
+        find_image_columns(rows, args, has_answers=has_answers)
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = _load_parts(args)
-        tables = {
-            split: without_decoding(rows, *get_column_names(rows))
-            for split, rows in get_splits(args, splits).items()
-        }
-        columns, image_column = _find_columns(next(iter(tables.values())), args, has_answers=True)
-        chat = parts.describe_chat(columns, args)
-        features: dict[str, ImageTextRows | None] = {}
-        has_images = False
-        for split, table in tables.items():
-            rows = ImageTextRows(table, split, columns, image_column, find_folders(args))
-            is_labelled = has_columns(table, split, columns.get_names())
-            measured = measure_rows(rows, parts.encoder, chat) if is_labelled else None
-            features[split] = measured and replace(
-                rows, numbers=measured.numbers, lengths=measured.lengths
-            )
-            has_images |= measured is not None and measured.has_images
-        extras = {
-            "mode": "evaluate", "stop_id": chat.get_stop_id(),
-            "labelled": {split: rows is not None for split, rows in features.items()},
-            "placeholders": parts.get_placeholders(),
-        }  # fmt: skip
-        collate = AnswerCollator(parts.encoder, has_images)
-        return PreparedData(**features, collate=collate, extras=extras, **parts.get_processors())
+        from rapidformer.tasks.image_text.preparing import prepare_answers
+
+        return prepare_answers(args, splits)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = _load_parts(args)
-        tokenizer, limit = parts.encoder.processor.tokenizer, parts.length
-        if args.seq_length is None:
-            limit = get_context_length(tokenizer, parts.config)
-        new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
-        if new_tokens >= limit:
-            raise ConfigurationError(
-                f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
-                f"use at most {limit - 1}."
-            )
-        generation = Generation.read(args, max_new_tokens=new_tokens)
-        check_stop_strings(generation, tokenizer)
-        table = _show_images(as_rows(rows, args.prompt_column or "prompt"), args)
-        columns, image_column = _find_columns(table, args, has_answers=False)
-        questions = ImageTextRows(
-            table, "input", columns, image_column, find_folders(args), range(len(table)),
-            is_asked=True, system=build_system(args),
-        )  # fmt: skip
-        shown, expected = _check_questions(questions, parts.encoder, limit - new_tokens)
-        extras = {
-            "mode": "predict", "generation": generation, "prompt_length": limit - new_tokens,
-            "labelled": {"test": False}, "shown": shown, "expected": expected,
-            "stop_id": parts.encoder.template.get_stop_id(),
-        }  # fmt: skip
-        collate = QuestionCollator(parts.encoder)
-        return PreparedData(
-            test=questions, collate=collate, extras=extras, **parts.get_processors()
-        )
+        from rapidformer.tasks.image_text.preparing import prepare_questions
+
+        return prepare_questions(args, rows)
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
@@ -178,112 +86,3 @@ class ImageText(LanguageModel):
             more = {} if wanted is None else {"expected": wanted}
             result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
         return result
-
-
-class _Parts(NamedTuple):
-    """What every split needs."""
-
-    config: Any
-    """That of the language model."""
-    encoder: ImageEncoder
-    length: int
-
-    def describe_chat(self, columns: ChatColumns, args: Settings) -> ChatEncoder:
-        encoder = self.encoder
-        return ChatEncoder(
-            encoder.processor.tokenizer, columns, encoder.template, self.length,
-            args.train_on_prompts,
-        )  # fmt: skip
-
-    def get_processors(self) -> dict[str, Any]:
-        processor = self.encoder.processor
-        return {"processor": processor.tokenizer, "saved": processor}
-
-    def get_placeholders(self) -> frozenset[int]:
-        """The tokens that stand for images."""
-        processor = self.encoder.processor
-        token = processor.tokenizer.convert_tokens_to_ids(self.encoder.image_token)
-        return frozenset({token, *processor.image_token_ids})
-
-
-def _load_parts(args: Settings) -> _Parts:
-    from rapidformer.models.configuration import load_config
-    from rapidformer.models.location import get_model_location
-    from rapidformer.models.processors import load_processor
-
-    whole = load_config(args)
-    if getattr(whole, "vision_config", None) is None:
-        raise ModelError(
-            f"{get_model_location(args) or whole.model_type} ({whole.model_type}) reads no images, "
-            "and --task image_text is for models that do: choose one of those, or --task causal_lm."
-        )
-    config, processor = whole.get_text_config(), load_processor(args)
-    tokenizer = processor.tokenizer
-    needed = max(tokenizer.get_vocab().values(), default=0) + 1
-    if needed > config.vocab_size:
-        raise ModelError(
-            f"The tokenizer needs {needed} token embeddings, but the model has "
-            f"{config.vocab_size}: use the model's own tokenizer."
-        )
-    tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
-    template = choose_template(
-        tokenizer, args.chat_template, json.loads(args.chat_template_kwargs or "{}"),
-        needs_one=True, build=partial(ImageTemplate, image_token=get_image_token(processor)),
-    )  # fmt: skip
-    assert template is not None
-    processor.chat_template = tokenizer.chat_template
-    length = get_max_length(args, tokenizer, config, _DEFAULT_LENGTH)
-    return _Parts(config, ImageEncoder(processor, template, args.train_on_prompts), length)
-
-
-def _find_columns(
-    rows: Any, args: Settings, *, has_answers: bool
-) -> tuple[ChatColumns, str | None]:
-    columns = find_chat_columns(rows, args, TEXT, has_answers=has_answers)
-    if columns is None:
-        raise DataError(
-            "--task image_text needs conversations (--messages-column), or prompts with answers "
-            "(--prompt-column and --response-column), and the data has plain text."
-        )
-    return columns, find_column(IMAGES, get_column_names(rows), args, columns.get_names())
-
-
-def _show_images(table: list[dict[str, Any]], args: Settings) -> list[dict[str, Any]]:
-    """The rows with the pictures of --image, if they have none of their own."""
-    column = args.image_column or "images"
-    if not args.image:
-        return table
-    if any(column in row for row in table):
-        raise ConfigurationError(
-            f"--image is for texts without images, and the rows have the column {column}: leave "
-            "one of them out."
-        )
-    return [{**row, column: list(args.image)} for row in table]
-
-
-def _check_questions(
-    rows: ImageTextRows, encoder: ImageEncoder, limit: int
-) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Questions as shown next to the answers, and known answers; refuses rows that are too long."""
-    shown, expected, too_long = [], [], []
-    for number in range(len(rows)):
-        place = rows.name_row(number)
-        try:
-            asked = rows.read(number)
-            text = encoder.render_question(asked)
-            known = read_conversation(rows.rows[number], rows.columns, rows.image_column)
-        except BadRowError as reason:
-            raise DataError(f"{place}: it {reason}.") from None
-        sizes = [measure_image(image, place, rows.folders) for image in asked.images]
-        ((length, _),) = encoder.count_tokens([Rendered(text, [])], [sizes])
-        too_long += [number + 1] * (length > limit)
-        names = [name for name in rows.columns.get_names() if name != rows.columns.response]
-        shown.append({name: rows.rows[number].get(name) for name in names})
-        expected.append(known.split_answer()[1] or None)
-    if too_long:
-        raise DataError(
-            f"input, {name_rows(too_long)}: longer than {limit} tokens with the images, which "
-            "leaves no room for the answer, and images cannot be cut: use smaller images, a longer "
-            "--seq-length or fewer --max-new-tokens."
-        )
-    return shown, expected
