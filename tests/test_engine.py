@@ -16,7 +16,7 @@ from rapidformer import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from rapidformer.log import warn_once
 from tests.accel.models import make
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def make_engine(**settings: Any) -> RapidformerEngine:
@@ -149,7 +149,7 @@ def test_clipping_by_hand_is_not_done_again() -> None:
 
 
 def test_gather_joins_rows_of_unequal_numbers() -> None:
-    for result in run_in_processes(_gather_unequal, 3):
+    for result in run_in_kept_processes(_gather_unequal, 3):
         assert result == [[0.0], [1.0], [1.0], [2.0], [2.0], [2.0]]
 
 
@@ -160,7 +160,7 @@ def _gather_unequal() -> list[list[float]]:
 
 
 def test_gather_pads_on_request() -> None:
-    for result, message in run_in_processes(_gather_ragged, 2):
+    for result, message in run_in_kept_processes(_gather_ragged, 2):
         assert result == [[1, 1, 0], [1, 1, 1]]
         assert "pad_value" in message
 
@@ -176,7 +176,7 @@ def _gather_ragged() -> tuple[list[list[int]], str]:
 
 
 def test_a_stepped_optimizer_is_refused_when_parameters_are_split() -> None:
-    for message in run_in_processes(_compose_stepped_optimizer, 2):
+    for message in run_in_kept_processes(_compose_stepped_optimizer, 2):
         assert "engine.load_checkpoint" in message
 
 
@@ -211,7 +211,7 @@ def test_the_first_loader_built_is_the_training_one() -> None:
 
 def test_gathering_after_the_loop_keeps_every_row_once() -> None:
     """9 rows in batches of 2 on 3 processes: two of them end with a filler."""
-    for inside, ahead, joined, totals in run_in_processes(_gather_both_ways, 3):
+    for inside, ahead, joined, totals in run_in_kept_processes(_gather_both_ways, 3):
         assert sorted(inside) == sorted(ahead) == list(range(9))
         assert sorted(joined) == list(range(9))
         assert totals == 9
@@ -238,7 +238,7 @@ def _gather_both_ways() -> tuple[list[int], list[int], list[int], int]:
 
 
 def test_a_filler_of_the_evaluation_does_not_silence_later_training() -> None:
-    for weight in run_in_processes(_train_after_evaluation, 2):
+    for weight in run_in_kept_processes(_train_after_evaluation, 2):
         assert weight == 2.0
 
 
@@ -283,7 +283,7 @@ def test_the_global_batch_is_reached_in_the_loaders_own_batches() -> None:
 
 @pytest.mark.parametrize("switch", [{}, {"zero_1_memory_optimization": True}])
 def test_every_process_starts_from_the_first_ones_weights(switch: dict[str, Any]) -> None:
-    first, second = run_in_processes(_compose_other_weights, 2, switch)
+    first, second = run_in_kept_processes(_compose_other_weights, 2, switch)
     assert first == second == [[0.0, 0.0, 0.0]]
 
 
@@ -321,7 +321,7 @@ def test_a_weight_of_zero_may_be_a_tensor() -> None:
 
 def test_fp16_needs_no_smaller_scale_on_two_processes() -> None:
     """Weights are counted in a shared unit: many labels do not use up fp16's range."""
-    for skipped, scale in run_in_processes(_train_in_fp16, 2):
+    for skipped, scale in run_in_kept_processes(_train_in_fp16, 2):
         assert (skipped, scale) == (0, 2.0**16)
 
 
@@ -341,7 +341,7 @@ def _train_in_fp16() -> tuple[int, float]:
 
 
 def test_training_on_several_processes_without_compose_is_refused() -> None:
-    for looked, batches, message in run_in_processes(_train_without_compose, 2):
+    for looked, batches, message in run_in_kept_processes(_train_without_compose, 2):
         assert looked == 2, "a look at one batch is no training"
         assert batches == 1
         assert "the model was not passed to engine.compose()" in message
@@ -371,7 +371,7 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def test_a_stream_that_shards_itself_is_refused_and_a_whole_one_is_dealt_out() -> None:
-    messages, rows = zip(*run_in_processes(_read_streams, 2), strict=True)
+    messages, rows = zip(*run_in_kept_processes(_read_streams, 2), strict=True)
     for built, adopted in messages:
         assert "the processes read different rows from Stream" in built
         assert "split_dataset_by_node" in adopted

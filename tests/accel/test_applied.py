@@ -158,7 +158,7 @@ def count_everything(model: nn.Module) -> tuple[int, ...]:
     )
 
 
-def test_twenty_engines_in_a_row_leave_nothing_and_train_as_new_ones() -> None:
+def test_six_engines_in_a_row_leave_nothing_and_train_as_new_ones() -> None:
     def run(model: nn.Module) -> list[torch.Tensor]:
         engine = train(model, "gpt2", {"checkpoint_activations": True})
         engine.close()
@@ -168,7 +168,7 @@ def test_twenty_engines_in_a_row_leave_nothing_and_train_as_new_ones() -> None:
     start = copy.deepcopy(model.state_dict())
     first = run(copy.deepcopy(model))
     counts = []
-    for _ in range(20):
+    for _ in range(6):
         model.load_state_dict(start)
         weights = run(model)
         assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))

@@ -15,7 +15,7 @@ from rapidformer.models.adapters import forget_base
 from rapidformer.overlay import find_fact
 from tests.parity.harness import SETTINGS, make_sgd, run_updates
 from tests.parity.models import build_model, build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def train(is_rounded: bool, settings: dict[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
@@ -66,5 +66,5 @@ def run_sharded() -> list[list[torch.Tensor]]:
 
 
 def test_rounded_frozen_weights_are_sharded_too() -> None:
-    expected, found = run_in_processes(run_sharded, 2)[0]
+    expected, found = run_in_kept_processes(run_sharded, 2)[0]
     check_close(found, expected)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from rapidformer.engine import RapidformerEngine
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 from .models import make, make_batch
 
@@ -48,9 +48,9 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_16_bit_weights_become_fp32_before_they_are_split(stage: str) -> None:
     """Hugging Face loads a bf16 checkpoint as bf16: under ZeRO it must train as without."""
     flags = ["--bf16"]
-    ((_, expected),) = run_in_processes(train, 1, flags, torch.bfloat16)
+    ((_, expected),) = run_in_kept_processes(train, 1, flags, torch.bfloat16)
     flags += [f"--zero-{stage}-memory-optimization"]
-    dtypes, weights = run_in_processes(train, 2, flags, torch.bfloat16)[0]
+    dtypes, weights = run_in_kept_processes(train, 2, flags, torch.bfloat16)[0]
     assert dtypes == ["torch.float32"]
     assert_close(weights, expected)
 
@@ -58,9 +58,9 @@ def test_16_bit_weights_become_fp32_before_they_are_split(stage: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_optimizers_that_work_on_split_weights(optimizer: str) -> None:
     flags = ["--optimizer", optimizer]
-    ((_, expected),) = run_in_processes(train, 1, flags, torch.float32)
+    ((_, expected),) = run_in_kept_processes(train, 1, flags, torch.float32)
     flags += ["--zero-3-memory-optimization"]
-    _, weights = run_in_processes(train, 2, flags, torch.float32)[0]
+    _, weights = run_in_kept_processes(train, 2, flags, torch.float32)[0]
     assert_close(weights, expected)
 
 
@@ -70,4 +70,4 @@ def test_optimizers_that_need_whole_matrices_say_so(optimizer: str) -> None:
     with pytest.raises(
         AssertionError, match=f"--optimizer {optimizer} cannot be comb.*whole matrices"
     ):
-        run_in_processes(train, 2, flags, torch.float32)
+        run_in_kept_processes(train, 2, flags, torch.float32)

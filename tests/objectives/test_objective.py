@@ -18,7 +18,7 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives import BoundObjective, Context, Objective, Term, Terms, take_value
 from rapidformer.objectives.loss_function import LossFunction
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS, WIDTH, TOKENS = 8, 6, 5
 
@@ -171,7 +171,7 @@ def test_gradient_is_the_same_on_two_processes() -> None:
         {"micro_batch_size": 2},
         {"micro_batch_size": 3, "global_batch_size": 12, "keep_last": True},
     ]
-    for results in run_in_processes(run_cuts, 2, cuts):
+    for results in run_in_kept_processes(run_cuts, 2, cuts):
         for name, result in results:
             check_equal(result, run_bare(name))
 

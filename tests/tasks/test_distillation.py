@@ -23,7 +23,7 @@ from rapidformer.objectives import BoundObjective, Context
 from rapidformer.objectives.distillation import Distillation
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.tasks.runner import train_task
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 from .conftest import make_args, write_jsonl
 
@@ -181,7 +181,7 @@ def test_layouts_learn_the_same(files: SimpleNamespace) -> None:
         {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
     ]  # fmt: skip
-    runs = run_in_processes(train_all, 2, [{**mixed, **layout} for layout in layouts])[0]
+    runs = run_in_kept_processes(train_all, 2, [{**mixed, **layout} for layout in layouts])[0]
     for layout, metrics in zip(layouts, runs, strict=True):
         assert metrics == pytest.approx(expected, rel=3e-6), layout
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.tasks.preference_rig import Recorder, make_answers, make_model, make_pairs, run_ours
 
 # 10 samples: the second update has 2 of 8, so that a process may be left without any.
@@ -94,6 +94,6 @@ def run_layouts(folder: Path) -> list[Recorder]:
 @pytest.mark.slow
 def test_layouts_change_nothing(folder: Path, expected: dict[str, Recorder]) -> None:
     """Two processes: whole models, sharded ones, split layers, split sequences, stages."""
-    for results in run_in_processes(run_layouts, 2, folder):
+    for results in run_in_kept_processes(run_layouts, 2, folder):
         for (name, _), result in zip(_LAYOUTS, results, strict=True):
             check_equal(result, expected[name])

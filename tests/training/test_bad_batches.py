@@ -21,7 +21,7 @@ from rapidformer.errors import TrainingError
 from rapidformer.optim.guard import LEAST, RecentValues
 from rapidformer.training.bad_batches import find_first_bad
 from rapidformer.training.meter import Measurement
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.training.test_templates import read_lines
 
 NAN, INF = float("nan"), float("inf")
@@ -344,5 +344,5 @@ def _compare_in_layouts(folder: Path) -> dict[str, bool]:
 
 
 def test_all_ranks_agree_in_every_layout(tmp_path: Path) -> None:
-    for found in run_in_processes(_compare_in_layouts, 2, tmp_path):
+    for found in run_in_kept_processes(_compare_in_layouts, 2, tmp_path):
         assert found == dict.fromkeys(found, True) and len(found) == 2 * len(LAYOUTS)

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.training.preferring import (
     SETTINGS,
     Dpo,
@@ -146,7 +146,7 @@ def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path
         ({"tensor_model_parallel_size": 2, **LORA}, None, fresh),
         ({ZERO.format(3): True, "load": begun["save"], "save": str(tmp_path / "on")}, None, whole),
     ]
-    results = run_in_processes(run_layouts, 2, [case[:2] for case in cases])
+    results = run_in_kept_processes(run_layouts, 2, [case[:2] for case in cases])
     for number, (settings, _, expected) in enumerate(cases):
         seen: Seen = {}
         for process in results:  # each may have seen some of the pairs, or all of them

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rapidformer.training.template import Template
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.training.test_templates import LineFinetuner, make_engine, make_rows
 
 
@@ -46,7 +46,7 @@ def test_another_batch_size_trains_on_every_sample_once(processes: int, tmp_path
     if processes == 1:
         results = [train_on_two(tmp_path, settings)]
     else:
-        results = run_in_processes(train_on_two, 2, tmp_path, settings)
+        results = run_in_kept_processes(train_on_two, 2, tmp_path, settings)
     seen = [sample for samples, _, _ in results for sample in samples]
     # A rank without samples in the last round repeats one, with weight 0.
     assert set(seen) == {float(row["labels"]) for row in make_rows(40)} - set(first.seen)

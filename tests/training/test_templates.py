@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from rapidformer import Finetuner, PreTrainer, Pretrainer, RapidformerEngine, get_args, get_timers
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
 from rapidformer.log import warn_once
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 class Regression(nn.Module):
@@ -121,7 +121,7 @@ def test_finetune_is_train(tmp_path: Path) -> None:
 
 def test_every_example_is_evaluated_once_on_three_processes() -> None:
     """13 examples in batches of 4 on 3 processes: the last round has fillers."""
-    for result in run_in_processes(_finetune_line, 3):
+    for result in run_in_kept_processes(_finetune_line, 3):
         assert result["examples"] == 13
 
 
@@ -231,7 +231,7 @@ def test_the_perplexity_of_bert_is_of_its_words_alone() -> None:
     assert result["loss"] > result["lm_loss"] + 0.1
     # A slice of the layers, blocks or tokens: the words are counted as they are in one process.
     untrained = measure_untrained_bert({})
-    for found in run_in_processes(measure_split_berts, 2):
+    for found in run_in_kept_processes(measure_split_berts, 2):
         assert found == [pytest.approx(untrained, rel=1e-5)] * 3
 
 
@@ -403,7 +403,7 @@ def test_scripts_can_ask_for_the_current_run() -> None:
 
 def test_processes_that_measure_differently_do_not_part_ways(tmp_path: Path) -> None:
     """A metrics hook without ``gather``: rank 0 decides which model is best."""
-    results = run_in_processes(_finetune_with_own_numbers, 2, str(tmp_path))
+    results = run_in_kept_processes(_finetune_with_own_numbers, 2, str(tmp_path))
     assert results[0] == results[1] == {"accuracy": 1.0}
     assert (tmp_path / "best").is_dir()
 

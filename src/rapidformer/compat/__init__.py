@@ -9,14 +9,14 @@ private methods that classes of ours replace, wherever they are.
 _MODEL = "transformers.PreTrainedModel"
 _STAGE = "torch.distributed.pipelining.PipelineStage"
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
-ONLY_BEFORE = "before torch 2.12: "
-"""How the reason begins if later versions have no such method."""
+_BEFORE_2_12, _BEFORE_2_15 = "before torch 2.12: ", "before torch 2.15: "
+"""How a reason begins if that version has no such method."""
 
 OVERRIDDEN = {
-    f"{_STAGE}._get_init_p2p_neighbors_ops": "a rank with two neighbouring stages: gloo cannot "
-    "connect it to itself",
-    f"{_STAGE}._validate_fwd_input": f"{ONLY_BEFORE}micro-batches of different shapes",
-    f"{_STAGE}._validate_fwd_outputs": f"{ONLY_BEFORE}micro-batches of different shapes",
+    f"{_STAGE}._get_init_p2p_neighbors_ops": f"{_BEFORE_2_15}a rank with two neighbouring stages: "
+    "gloo cannot connect it to itself, and torch 2.11 tries to",
+    f"{_STAGE}._validate_fwd_input": f"{_BEFORE_2_12}micro-batches of different shapes",
+    f"{_STAGE}._validate_fwd_outputs": f"{_BEFORE_2_12}micro-batches of different shapes",
     f"{_AGENT}._rendezvous": "counting restarts the same way on all nodes",
     f"{_AGENT}._start_workers": "watching the workers of a round",
     f"{_AGENT}._set_local_rank_env": "several agents on one node",

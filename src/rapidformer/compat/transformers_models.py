@@ -87,11 +87,16 @@ def find_unknown_attention() -> str | None:
     """How transformers' attention by torch differs from the one we know; None if it does not."""
     from transformers.integrations import sdpa_attention
 
-    takes = [
+    older = [
         "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal",
         "position_bias", "kwargs",
     ]  # fmt: skip
-    return describe_difference("transformers", sdpa_attention, "sdpa_attention_forward", takes)
+    newer = [*older[:-1], "cache", "kwargs"]  # a paged cache, which only generation passes
+    differences = [
+        describe_difference("transformers", sdpa_attention, "sdpa_attention_forward", takes)
+        for takes in (newer, older)
+    ]
+    return None if None in differences else differences[0]
 
 
 def get_mask_table() -> dict[str, Any]:

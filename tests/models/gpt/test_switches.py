@@ -15,7 +15,7 @@ from rapidformer.verification.recorder import Recorder, collect_weights
 from rapidformer.verification.trace import Trace
 from tests.parity.bare import note_bare_gradients, start_bare_trace
 from tests.parity.limits import ALL, Limits, check_equal
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 from .small import MODERN, make_config, make_tokens
 
@@ -105,12 +105,12 @@ def check(traces: list[Trace], shape: str) -> None:
 )
 def test_two_processes_equal_one(shape: str, stage: int) -> None:
     settings = {f"zero_{stage}_memory_optimization": True} if stage else {}
-    check(run_in_processes(run_switched, 2, shape, settings), shape)
+    check(run_in_kept_processes(run_switched, 2, shape, settings), shape)
 
 
 def test_recompute_under_sharding_changes_nothing() -> None:
     settings = {"zero_3_memory_optimization": True, "checkpoint_activations": True}
-    check(run_in_processes(run_switched, 2, "experts", settings), "experts")
+    check(run_in_kept_processes(run_switched, 2, "experts", settings), "experts")
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])

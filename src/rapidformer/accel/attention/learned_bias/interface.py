@@ -74,6 +74,7 @@ def build_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         asked = getattr(module, "is_causal", True) if asked is None else asked
         is_causal = attention_mask is None and bool(asked)
         is_plain = bias is None or dropout >= 1 or (is_causal and query.shape[2] != key.shape[2])
+        is_plain = is_plain or options.get("cache") is not None  # has more keys than these
         if is_plain or not suits(query, key, value, bias):
             return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling")
