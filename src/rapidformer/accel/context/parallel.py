@@ -125,8 +125,8 @@ def apply(assembly: Assembly) -> str:
                 module.context_region = region  # type: ignore[assignment]
     head = apply_split_loss(model, plan, region, mesh)
     inner = list_inner_modules(model, plan.blocks)
-    place = _WholeModel(region=region, head=head, inner=inner, takes_cache=takes_use_cache(model))
-    extend_module(model, SplitModel, place)
+    whole = _WholeModel(region=region, head=head, inner=inner, takes_cache=takes_use_cache(model))
+    extend_module(model, SplitModel, whole)
     prove_context(model, region)
     refuse_double_gradients(model, _FLAG)
     return f"{mesh.size()} ranks"

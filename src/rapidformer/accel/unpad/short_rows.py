@@ -77,27 +77,27 @@ def _keep(seed, tokens, keys, heads, head, limit):  # type: ignore[no-untyped-de
     return (numbers >> 1).to(tl.int32) >= limit  # 31 bits: an argument of 32 has two types
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _find(start, of_token, block: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     # Where the tokens of a row are, in 64 bits: [block, size].
     tokens = (start + tl.arange(0, block)).to(tl.int64)
     return tokens[:, None] * of_token + tl.arange(0, size)[None, :]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _read(tensor, start, count, of_token, block: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     is_token = (tl.arange(0, block) < count)[:, None]
     return tl.load(tensor + _find(start, of_token, block, size), mask=is_token, other=0.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _write(tensor, tile, start, count, of_token, block: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     is_token = (tl.arange(0, block) < count)[:, None]
     tile = tile.to(tensor.dtype.element_ty)
     tl.store(tensor + _find(start, of_token, block, size), tile, mask=is_token)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _weigh(q_tile, k_tile, keys, before, after, scale, block: tl.constexpr, slides: tl.constexpr):  # type: ignore[no-untyped-def]
     # The softmax of scores, in fp32: exponentials, and the inverse of each query's sum.
     rows, places = tl.arange(0, block)[:, None], tl.arange(0, block)[None, :]

@@ -105,7 +105,7 @@ class AudioClassification(Classifier):
 
 
 def _finish(
-    parts: AudioParts, rows: Mapping[str, AudioRows], extras: Mapping[str, Any],
+    parts: AudioParts, rows: Mapping[str, Any], extras: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> PreparedData:  # fmt: skip
     from rapidformer.tasks.speech.losses import OwnLoss

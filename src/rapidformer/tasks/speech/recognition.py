@@ -164,7 +164,7 @@ class SpeechRecognition(Task):
 
 
 def _finish(
-    transcripts: Transcripts, args: Settings, rows: Mapping[str, AudioRows],
+    transcripts: Transcripts, args: Settings, rows: Mapping[str, Any],
     extras: Mapping[str, Any],
 ) -> PreparedData:  # fmt: skip
     from rapidformer.models.audio import build_processor
