@@ -131,6 +131,9 @@ def test_prompts_may_be_left_out_of_vectors(folder: Path, tmp_path: Path) -> Non
     np.testing.assert_allclose(model.encode_query(texts), peer.encode_query(texts), atol=1e-6)
     again = ours.SentenceTransformer(str(tmp_path), device="cpu")
     np.testing.assert_allclose(again.encode_query(texts), peer.encode_query(texts), atol=1e-6)
+    with pytest.raises(ConfigurationError, match="the model's prompts are query"):
+        again.encode(texts, prompt_name="qeury")
+    assert len(again.encode([])) == 0
 
 
 def test_functions_of_losses_may_be_the_defaults() -> None:
@@ -226,3 +229,10 @@ def test_what_cross_encoders_do_not_support_is_refused(tmp_path: Path) -> None:
     model = ours.CrossEncoder(str(make_folder(tmp_path)), device="cpu")
     with pytest.raises(ConfigurationError, match="several train_datasets: join them"):
         ours.CrossEncoderTrainer(model, train_dataset={"a": [], "b": []})
+    with pytest.raises(ConfigurationError, match=r"predict\(apply_softmax=True\) is not supported"):
+        model.predict(PAIRS, apply_softmax=True, show_progress_bar=True)
+    assert model.rank("w1", []) == []
+    model.config.num_labels = 3
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="has a head for 3 classes, and a CrossEncoder"):
+        ours.CrossEncoder(str(tmp_path))
