@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,16 @@ def test_their_own_cross_encoder_is_trained(tmp_path: Path) -> None:
     before = model.predict(PAIRS)
     trainer.train()
     assert not np.allclose(model.predict(PAIRS), before)
+    last = tmp_path / "run" / "last"
     for library in (theirs, ours):
-        again = library.CrossEncoder(str(tmp_path / "run" / "last"), device="cpu")
+        again = library.CrossEncoder(str(last), device="cpu")
         np.testing.assert_allclose(again.predict(PAIRS), model.predict(PAIRS), atol=1e-6)
+    config = json.loads((last / "config.json").read_text())
+    old = config.pop("sentence_transformers")["activation_fn"]
+    config["sbert_ce_default_activation_function"] = old  # as before version 4
+    (last / "config.json").write_text(json.dumps(config))
+    again = ours.CrossEncoder(str(last), device="cpu")
+    np.testing.assert_allclose(again.predict(PAIRS), model.predict(PAIRS), atol=1e-6)
 
 
 def test_what_cross_encoders_do_not_support_is_refused(tmp_path: Path) -> None:
