@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -74,6 +73,8 @@ def reduce_remaining_gradients(root: Any) -> None:
     if hasattr(root, "finalize_backward"):  # torch 2.15
         root.finalize_backward()
     else:  # torch's end of a pipeline stage, for the whole model
+        from torch.distributed.pipelining import PipelineStage
+
         stage: Any = SimpleNamespace(submod=root)
         PipelineStage.perform_reduce_grad(stage, 1)
 
