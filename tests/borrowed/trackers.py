@@ -50,11 +50,12 @@ def main() -> None:
 
     lines = _read_lines(tracked)
     _check_same_numbers(lines, _read_lines(plain))
-    for name, read, rename in (
+    readers = (
         ("wandb", _read_wandb, _name_by_phase), ("mlflow", _read_mlflow, _name_plainly),
         ("trackio", _read_trackio, _name_by_phase), ("tensorboard", _read_board, _name_by_phase),
-    ):  # fmt: skip
-        _compare(name, read(tracked), lines, rename)
+    )  # fmt: skip
+    results = [_compare(name, read(tracked), lines, rename) for name, read, rename in readers]
+    sys.exit(0 if all(results) else 1)
 
 
 def _run(words: list[str], kill_at: int | None = None) -> None:
@@ -90,7 +91,8 @@ def _check_same_numbers(lines: list[dict[str, Any]], plain: list[dict[str, Any]]
     print(f"metrics.jsonl: {len(ours)} losses, norms, rates and evaluations, the same to the bit")
 
 
-def _compare(name: str, curves: Curves, lines: list[dict[str, Any]], rename: Any) -> None:
+def _compare(name: str, curves: Curves, lines: list[dict[str, Any]], rename: Any) -> bool:
+    """Whether all points are there, with their values; those of times may differ."""
     expected: Curves = defaultdict(lambda: defaultdict(list))
     for line in lines:
         for key, value in line.items():
@@ -101,7 +103,7 @@ def _compare(name: str, curves: Curves, lines: list[dict[str, Any]], rename: Any
         for step, values in steps.items():
             points += len(values)
             found = curves.get(rename(key), {}).get(step, [])
-            missing += max(0, len(values) - len(found))
+            missing += not found
             twice += max(0, len(found) - len(values))
             # TensorBoard keeps 32 bits.
             pairs = [(one, value) for one in found for value in values]
@@ -120,7 +122,8 @@ def _compare(name: str, curves: Curves, lines: list[dict[str, Any]], rename: Any
         for found in [curves.get(rename(key), {}).get(step, [])]
         if not found or any(abs(one - values[0]) > 1e-6 * abs(values[0]) for one in found)
     ]
-    print(f"{'':<12} {'no' if not wrong else wrong[:3]} difference beside times")
+    print(f"{'':<12} {'no' if not wrong else wrong[:3]} difference except in times")
+    return not (missing or twice or extra or wrong)
 
 
 def _name_plainly(name: str) -> str:

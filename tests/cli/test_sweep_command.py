@@ -78,6 +78,7 @@ def test_a_sweep_from_beginning_to_end(sweep: Any, tmp_path: Path) -> None:
     assert status == 1 and "has another sweep (--metric: eval_loss, now eval_f1" in said
 
 
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_an_interrupted_trial_goes_on_under_its_number(sweep: Any, tmp_path: Path) -> None:
     words = ["--sweep", "lr=0.1,0.25", "--save", "found"]
     status, _, said = sweep(*words)

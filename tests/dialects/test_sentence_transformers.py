@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ def test_prompts_may_be_left_out_of_vectors(folder: Path, tmp_path: Path) -> Non
     np.testing.assert_allclose(model.encode_query(texts), peer.encode_query(texts), atol=1e-6)
     again = ours.SentenceTransformer(str(tmp_path), device="cpu")
     np.testing.assert_allclose(again.encode_query(texts), peer.encode_query(texts), atol=1e-6)
+    with pytest.raises(ConfigurationError, match="the model's prompts are query"):
+        again.encode(texts, prompt_name="qeury")
+    assert len(again.encode([])) == 0
 
 
 def test_functions_of_losses_may_be_the_defaults() -> None:
@@ -206,9 +210,16 @@ def test_their_own_cross_encoder_is_trained(tmp_path: Path) -> None:
     before = model.predict(PAIRS)
     trainer.train()
     assert not np.allclose(model.predict(PAIRS), before)
+    last = tmp_path / "run" / "last"
     for library in (theirs, ours):
-        again = library.CrossEncoder(str(tmp_path / "run" / "last"), device="cpu")
+        again = library.CrossEncoder(str(last), device="cpu")
         np.testing.assert_allclose(again.predict(PAIRS), model.predict(PAIRS), atol=1e-6)
+    config = json.loads((last / "config.json").read_text())
+    old = config.pop("sentence_transformers")["activation_fn"]
+    config["sbert_ce_default_activation_function"] = old  # as before version 4
+    (last / "config.json").write_text(json.dumps(config))
+    again = ours.CrossEncoder(str(last), device="cpu")
+    np.testing.assert_allclose(again.predict(PAIRS), model.predict(PAIRS), atol=1e-6)
 
 
 def test_what_cross_encoders_do_not_support_is_refused(tmp_path: Path) -> None:
@@ -226,3 +237,10 @@ def test_what_cross_encoders_do_not_support_is_refused(tmp_path: Path) -> None:
     model = ours.CrossEncoder(str(make_folder(tmp_path)), device="cpu")
     with pytest.raises(ConfigurationError, match="several train_datasets: join them"):
         ours.CrossEncoderTrainer(model, train_dataset={"a": [], "b": []})
+    with pytest.raises(ConfigurationError, match=r"predict\(apply_softmax=True\) is not supported"):
+        model.predict(PAIRS, apply_softmax=True, show_progress_bar=True)
+    assert model.rank("w1", []) == []
+    model.config.num_labels = 3
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="has a head for 3 classes, and a CrossEncoder"):
+        ours.CrossEncoder(str(tmp_path))

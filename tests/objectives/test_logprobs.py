@@ -18,6 +18,7 @@ from rapidformer import RapidformerEngine
 from rapidformer.accel.fused_loss import chunked, layered
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.fused_loss.fused_loss import apply_fused_loss, find_head
+from rapidformer.accel.fused_loss.scoring import score
 from rapidformer.accel.unpad import on_demand
 from rapidformer.objectives.logprobs import get_logits, get_token_logprobs, get_token_scores
 
@@ -122,7 +123,14 @@ def test_labels_of_their_own_positions() -> None:
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])
-def test_statistics(has_gradient: bool) -> None:
+def test_statistics(has_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[bool] = []
+
+    def score_and_note(*args: Any, has_statistics: bool, **options: Any) -> Any:
+        passes.append(has_statistics)
+        return score(*args, has_statistics=has_statistics, **options)
+
+    monkeypatch.setattr("rapidformer.accel.fused_loss.chunked.score", score_and_note)
     model = build()
     expected, exact = compute_plainly(model)
     apply_fused_loss(find_head(model))
@@ -136,6 +144,10 @@ def test_statistics(has_gradient: bool) -> None:
     for mine, plain in zip(scores, (expected, entropies, logits.mean(-1), is_best), strict=True):
         plain = plain.float().masked_fill(labels == -100, 0.0)
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    if has_gradient:
+        weigh(scores.logprobs).backward()
+        half = len(passes) // 2  # the gradient of the head takes a second pass, without them
+        assert passes == [True] * half + [False] * half
 
 
 def test_a_frozen_head_and_a_second_backward_pass() -> None:

@@ -7,6 +7,8 @@ import math
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,14 @@ from rapidformer.sweeping.sweep import run_trials
 
 pytest.importorskip("optuna", reason="the extra rapidformer[search] is not installed")
 SPACE = {"lr": Range(1e-5, 1e-1, False, True), "micro_batch_size": Choices((8, 16, 32))}
+
+
+@contextmanager
+def in_memory() -> Iterator[None]:
+    """Optuna's file is slow, and not every test needs one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rapidformer.sweeping.study.locate_storage", lambda folder: None)
+        yield
 
 
 class KilledError(Exception):
@@ -55,7 +65,8 @@ def sweep(folder: Path, count: int = 13, parallel: int = 1, killed_at: int = -1)
 
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_killed_twice_is_the_same_sweep(tmp_path: Path, parallel: int) -> None:
-    whole = sweep(tmp_path / "whole", parallel=parallel)
+    with in_memory():
+        whole = sweep(tmp_path / "whole", parallel=parallel)
     for killed_at in (4, 11):
         with pytest.raises(KilledError):
             sweep(tmp_path / "killed", parallel=parallel, killed_at=killed_at)
@@ -72,12 +83,12 @@ def test_killed_twice_is_the_same_sweep(tmp_path: Path, parallel: int) -> None:
     assert len(sweep(tmp_path / "killed", count=3, parallel=parallel)) == 14
 
 
+@in_memory()
 def test_results_decide_what_is_tried_next(tmp_path: Path) -> None:
     """After ten trials at random, which do not depend on any."""
     drawn = []
-    for name, sign in (("up", 1), ("down", -1), ("same", 1)):
-        (tmp_path / name).mkdir()
-        study = Study(tmp_path / name, SPACE, is_greater_better=False, seed=3)
+    for sign in (1, -1, 1):
+        study = Study(tmp_path, SPACE, is_greater_better=False, seed=3)
         for number in range(12):
             values = compute(study.choose(number))
             study.add(number, Outcome("complete", [sign * value for value in values]))
@@ -86,6 +97,7 @@ def test_results_decide_what_is_tried_next(tmp_path: Path) -> None:
     assert up == same and up[:10] == down[:10] and up[10:] != down[10:]
 
 
+@in_memory()
 def test_several_trials_run_at_once(tmp_path: Path) -> None:
     study = Study(tmp_path, SPACE, is_greater_better=False, seed=1, parallel=2)
     meeting = threading.Barrier(2, timeout=30)
@@ -98,6 +110,7 @@ def test_several_trials_run_at_once(tmp_path: Path) -> None:
     assert study.ended == 4
 
 
+@in_memory()
 def test_choices_are_tried_once_each(tmp_path: Path) -> None:
     space = {"lr": Choices((0.1, 0.2)), "micro_batch_size": Choices((1, 2, 4))}
     combined = list_choices(space, seed=3)
@@ -111,6 +124,7 @@ def test_choices_are_tried_once_each(tmp_path: Path) -> None:
     assert study.most == 6 and study.best is not None and study.best.value == 0.2
 
 
+@in_memory()
 def test_a_trial_without_a_finite_value_has_failed(tmp_path: Path) -> None:
     study = Study(tmp_path, SPACE, is_greater_better=False, seed=1)
     study.choose(0)

@@ -19,7 +19,12 @@ from rapidformer.training.report import Reporter
 from rapidformer.training.trackers import TrackedRun, background
 from rapidformer.training.trackers.background import Background
 from rapidformer.training.trackers.build import build_tracker
-from rapidformer.training.trackers.tracker import SentPoints, name_by_phase, name_plainly
+from rapidformer.training.trackers.tracker import (
+    SentPoints,
+    name_by_phase,
+    name_plainly,
+    warn_of_loss,
+)
 
 MODULE = """
 from pathlib import Path
@@ -157,7 +162,14 @@ def test_lines_that_do_not_fit_are_counted(monkeypatch: pytest.MonkeyPatch, capl
 
 
 @pytest.mark.parametrize("verb", ["start", "log", "finish"])
-def test_a_broken_tracker_is_left_out(verb: str, caplog: Any) -> None:
+def test_a_broken_tracker_is_left_out(
+    verb: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def warn_late(name: str, reason: BaseException) -> None:
+        time.sleep(0.05)  # the end of the run waits for the warning, too
+        warn_of_loss(name, reason)
+
+    monkeypatch.setattr(background, "warn_of_loss", warn_late)
     recorder = Recorder(fails_at=verb)
     feed = Background(recorder, "broken")
     feed.start(TrackedRun())
@@ -168,7 +180,8 @@ def test_a_broken_tracker_is_left_out(verb: str, caplog: Any) -> None:
     assert not feed.wait_until_started(0.1)
 
 
-def test_a_tracker_hears_that_the_run_has_failed() -> None:
+def test_a_tracker_hears_that_the_run_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "PATIENCE", 600)  # on a busy machine
     recorder = Recorder()
     feed = Background(recorder)
     feed.start(TrackedRun())

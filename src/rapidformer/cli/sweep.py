@@ -227,8 +227,8 @@ class _Sweep:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "rapidformer", "train", *words, "--no-progress"],
                     stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env={**os.environ, PARENT_VARIABLE: str(os.getpid()),
-                         "WANDB_RUN_GROUP": self.folder.name, **self._choose_gpus(slot)},
+                    env={"WANDB_RUN_GROUP": self.folder.name, **os.environ,
+                         PARENT_VARIABLE: str(os.getpid()), **self._choose_gpus(slot)},
                 )  # fmt: skip
             try:
                 return self._follow(number, process, log, stop)
@@ -259,8 +259,11 @@ class _Sweep:
     def _read_evaluations(self, folder: Path, *, has_ended: bool) -> list[float]:
         path = folder / METRICS_FILE
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = [parse_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        evaluated = [line for line in lines if any(name.startswith("eval_") for name in line)]
+        evaluated = [
+            parse_json(line)
+            for line in text.splitlines(keepends=True)
+            if '"eval_' in line and line.endswith("\n")
+        ]
         if has_ended and not evaluated:
             raise ConfigurationError(
                 f"{folder} has no evaluation to compare: give validation data, such as "

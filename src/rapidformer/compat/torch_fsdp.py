@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -59,6 +60,23 @@ def wait_for_reductions(root: FSDPModule) -> None:
     context = root._get_fsdp_state()._comm_ctx
     for stream in (context.reduce_scatter_stream, context.all_reduce_stream):
         torch.cuda.current_stream().wait_stream(stream)
+
+
+def reduce_gradients_when_told(root: Any) -> None:
+    """Before the first forward pass: `reduce_remaining_gradients` will end every update."""
+    if hasattr(root, "set_manual_backward_finalization"):  # torch 2.15
+        root.set_manual_backward_finalization(True)
+
+
+def reduce_remaining_gradients(root: Any) -> None:
+    """Reduce and scatter what the backward passes of an update have left, once."""
+    if hasattr(root, "finalize_backward"):  # torch 2.15
+        root.finalize_backward()
+    else:  # torch's end of a pipeline stage, for the whole model
+        from torch.distributed.pipelining import PipelineStage
+
+        stage: Any = SimpleNamespace(submod=root)
+        PipelineStage.perform_reduce_grad(stage, 1)
 
 
 def forget_sharding(module: FSDPModule) -> None:

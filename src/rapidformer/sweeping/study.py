@@ -34,6 +34,11 @@ def load_optuna(what: str) -> Any:
     return optuna
 
 
+def locate_storage(folder: Path) -> str | None:
+    """The address of Optuna's file; None would be memory."""
+    return f"sqlite:///{folder / STUDY_FILE}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a trial ended."""
@@ -80,7 +85,7 @@ class Study:
         self._listed = None if count is None else list_choices(space, seed)
         self._distributions = {name: self._describe(name) for name in space}
         self._study: Any = optuna.create_study(
-            storage=f"sqlite:///{folder / STUDY_FILE}", study_name="sweep", load_if_exists=True,
+            storage=locate_storage(folder), study_name="sweep", load_if_exists=True,
             direction=self._direction, sampler=optuna.samplers.RandomSampler(seed),
         )  # fmt: skip
         self._keep_description(folder, description or {})

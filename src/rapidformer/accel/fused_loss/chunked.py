@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -145,7 +145,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: this gradient will be differentiated too
             return *_differentiate_plainly(ctx, gradient), None, None, None
         hidden, weight, bias, labels = ctx.saved_tensors
-        compute = functools.partial(_compute, hidden, weight, bias, labels, ctx.recipe, ctx.teacher)
+        recipe = replace(ctx.recipe, has_statistics=False, noted=None)  # the forward pass had them
+        compute = functools.partial(_compute, hidden, weight, bias, labels, recipe, ctx.teacher)
         # Drop our reference, so that a gradient can become ``.grad`` without a copy. A second
         # backward pass through the same graph computes them again.
         gradients, ctx.gradients = ctx.gradients, None

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.pipeline.cut import Holdings, apply_cut, find_holdings
@@ -40,6 +38,7 @@ from rapidformer.accel.pipeline.refusals import (
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule, Wires
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_call
 from rapidformer.compat.torch_clipping import find_unknown_norm
+from rapidformer.compat.torch_fsdp import reduce_gradients_when_told, reduce_remaining_gradients
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.topology import Topology
@@ -103,6 +102,8 @@ class Pipeline:
     def attach(self, model: nn.Module) -> None:
         """Put the gates around everything that has been applied."""
         self.model = model
+        if isinstance(model, FSDPModule):
+            reduce_gradients_when_told(model)
         self._far_modules = list_far_modules(model, self.layout, self.plan)
         apply_gates(self.plan.get_blocks(model), self._context)
         apply_staged_calls(model, self._context, self.relay, len(self.plan.blocks))
@@ -152,9 +153,7 @@ class Pipeline:
             self._seed_all(count, 0)
         synchronizer.before_backward(True)
         if isinstance(self.model, FSDPModule):
-            # Reduce and scatter the remaining gradients, once: torch's end of a stage, for all.
-            stage: Any = SimpleNamespace(submod=self.model)
-            PipelineStage.perform_reduce_grad(stage, 1)
+            reduce_remaining_gradients(self.model)
         synchronizer.after_backward()
         self.shared.sum(self.model)
 

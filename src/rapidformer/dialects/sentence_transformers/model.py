@@ -117,13 +117,19 @@ class SentenceTransformer:
         for name, default in _OPTIONS.items():
             if others.get(name) not in (None, default):
                 raise ConfigurationError(f"encode({name}={others[name]!r}) is not supported.")
+        if prompt_name is not None and prompt is None and prompt_name not in self.prompts:
+            raise ConfigurationError(
+                f"encode(prompt_name={prompt_name!r}): the model's prompts are "
+                f"{', '.join(self.prompts) or 'none'}."
+            )
         before = prompt if prompt is not None else self.prompts.get(prompt_name or "", "")
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
         was_training = self.transformers_model.training
         self.transformers_model.eval()
         batches = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
-        vectors = torch.cat([self._embed(batch, before) for batch in batches])
+        embedded = [self._embed(batch, before) for batch in batches]
         self.transformers_model.train(was_training)
+        vectors = torch.cat(embedded) if embedded else torch.zeros(0)
         if normalize_embeddings:
             vectors = nn.functional.normalize(vectors, dim=-1)
         result = vectors[0] if isinstance(sentences, str) else vectors
@@ -131,11 +137,15 @@ class SentenceTransformer:
 
     def encode_query(self, sentences: str | Sequence[str], **options: Any) -> Any:
         """The vectors of queries, with their prompt."""
-        return self.encode(sentences, **{"prompt_name": QUERY, **options})
+        return self._encode_as(QUERY, sentences, options)
 
     def encode_document(self, sentences: str | Sequence[str], **options: Any) -> Any:
         """The vectors of documents, with their prompt."""
-        return self.encode(sentences, **{"prompt_name": DOCUMENT, **options})
+        return self._encode_as(DOCUMENT, sentences, options)
+
+    def _encode_as(self, kind: str, sentences: str | Sequence[str], options: dict[str, Any]) -> Any:
+        known = {"prompt_name": kind} if kind in self.prompts else {}
+        return self.encode(sentences, **{**known, **options})
 
     def similarity(self, first: Any, second: Any) -> torch.Tensor:
         """The cosine of each vector and each other one."""

@@ -142,7 +142,9 @@ def _describe_head(activation: str) -> dict[str, Any]:
 def read_activation(config: Any) -> str:
     """What turns a model's output into a score, by its Python name."""
     saved = getattr(config, "sentence_transformers", None) or {}
-    return str(saved.get("activation_fn", _SIGMOID))
+    # Versions before 4 wrote it under another name, which many published models have.
+    old = getattr(config, "sbert_ce_default_activation_function", None)
+    return str(saved.get("activation_fn") or old or _SIGMOID)
 
 
 def _describe(logits: Any, *, is_raw: bool) -> dict[str, Any]:

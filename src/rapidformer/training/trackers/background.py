@@ -48,7 +48,8 @@ class Background:
 
     def finish(self) -> None:
         """Wait for what is still to be sent, but not for ever."""
-        if self._thread is None or self._is_over:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return
         has_failed = sys.exc_info()[0] is not None
         patience = PATIENCE / 6 if has_failed else PATIENCE
@@ -58,9 +59,9 @@ class Background:
         for call in (self.tracker.finish, None):
             with suppress(queue.Full):
                 self._calls.put(call, timeout=max(0.0, deadline - time.monotonic()))
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
         waiting = self._calls.qsize()
-        if self._thread.is_alive():
+        if thread.is_alive():
             get_logger().warning(
                 "%s has not taken everything within %g s: about %d lines are missing there. "
                 "metrics.jsonl has them all.", self.name, patience, self._left_out + waiting,
@@ -79,11 +80,11 @@ class Background:
             self._left_out += 1
 
     def _work(self) -> None:
-        try:
-            while (call := self._calls.get()) is not None:
-                call()
-        except (Exception, SystemExit) as reason:
-            self._is_over = True
-            warn_of_loss(self.name, reason)
-        finally:
-            self._has_started.set()
+        while (call := self._calls.get()) is not None:
+            if not self._is_over:
+                try:
+                    call()
+                except (Exception, SystemExit) as reason:
+                    warn_of_loss(self.name, reason)
+                    self._is_over = True
+                    self._has_started.set()

@@ -136,7 +136,10 @@ class SentPoints:
         self._last_steps, self._everything = dict(last_steps or {}), everything
 
     def knows(self, name: str) -> bool:
-        """Whether the tracker may have points of this name; one with no points at all may."""
+        """Whether the tracker may have points of this name; one with no points at all may.
+
+        ``metrics.jsonl`` also has what another system's trainer does not report.
+        """
         return not self._last_steps or name in self._last_steps
 
     def drop_from(self, values: Mapping[str, Any], step: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rapidformer.errors import ConfigurationError
 
 _MISSING = {
     "CrossEntropyLoss": "classes of pairs are learnt by `rapidformer --task "
-    "sequence_classification`, whose model CrossEncoder(folder) loads",
+    "sequence_classification`",
     **dict.fromkeys(
         ("MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"),
         "use BinaryCrossEntropyLoss or ListNetLoss with negatives in the data",

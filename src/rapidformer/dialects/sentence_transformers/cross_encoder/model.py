@@ -17,6 +17,8 @@ from rapidformer.tasks.text.text import get_context_length
 
 Activation = Callable[[Tensor], Tensor]
 _ACTIVATIONS = {"Sigmoid": nn.Sigmoid, "Identity": nn.Identity}
+_HARMLESS = {"show_progress_bar", "convert_to_numpy", "num_workers"}
+"""Options of ``predict`` that do not change the scores."""
 
 
 class Parts(NamedTuple):
@@ -49,7 +51,15 @@ class CrossEncoder:
                 "Classes are learnt by `rapidformer --task sequence_classification`."
             )
         code = {"trust_remote_code": trust_remote_code}
-        config = AutoConfig.from_pretrained(model_name_or_path, num_labels=1, **code)
+        config = AutoConfig.from_pretrained(model_name_or_path, **code)
+        architectures = getattr(config, "architectures", None) or ()
+        if config.num_labels != 1 and any("Classification" in kind for kind in architectures):
+            raise ConfigurationError(
+                f"{model_name_or_path} has a head for {config.num_labels} classes, and a "
+                "CrossEncoder has one score: use it with `rapidformer predict --load`, or start "
+                "from a model without such a head."
+            )
+        config.num_labels = 1
         self.model: Any = AutoModelForSequenceClassification.from_pretrained(
             model_name_or_path, config=config, **code, **(model_kwargs or {})
         )
@@ -80,15 +90,19 @@ class CrossEncoder:
         **others: Any,
     ) -> Any:
         """The scores of pairs, as an array or a tensor; of a single pair, its score."""
-        is_single = isinstance(inputs[0], str)
+        for name, value in others.items():
+            if name not in _HARMLESS and value not in (None, False):
+                raise ConfigurationError(f"predict({name}={value!r}) is not supported.")
+        is_single = len(inputs) > 0 and isinstance(inputs[0], str)
         pairs = [inputs] if is_single else list(inputs)
         activation = activation_fn or self.activation_fn
         was_training = self.model.training
         self.model.eval()
         batches = [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
-        scores = torch.cat([activation(self._score(batch)) for batch in batches])
+        scores = [activation(self._score(batch)) for batch in batches]
         self.model.train(was_training)
-        result = scores[0] if is_single else scores
+        found = torch.cat(scores) if scores else torch.zeros(0)
+        result = found[0] if is_single else found
         return result if convert_to_tensor else result.cpu().numpy()
 
     def rank(
