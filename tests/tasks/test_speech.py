@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,14 @@ def test_whisper_loss_is_that_of_the_script(whisper_folder: Path) -> None:
     compare_with_script(prepared, whisper_folder, rows, {**batch, "labels": labels[:, 1:]})
 
 
-def test_masks_belong_to_samples(tmp_path: Path) -> None:
-    """A row is masked as transformers masks it alone; afterwards, all is as it was."""
-    import transformers.models.wav2vec2.modeling_wav2vec2 as modeling
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert"])
+def test_masks_belong_to_samples(kind: str, tmp_path: Path) -> None:
+    """A row is masked as transformers masks it alone; afterwards, all is as it was.
 
-    folder = make_ctc_model(tmp_path, mask_time_prob=0.5, mask_time_length=2)
+    HuBERT does not tell which steps are padding.
+    """
+    modeling = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    folder = make_ctc_model(tmp_path, kind, mask_time_prob=0.5, mask_time_length=2)
     rows = make_rows(3)
     prepared = prepare(folder, rows)
     args = make_args(pretrained_model_name_or_path=folder)
@@ -266,8 +270,8 @@ def test_masks_belong_to_samples(tmp_path: Path) -> None:
     for row in range(3):
         part = prepared.collate([prepared.train[row]])
         part[SEEDS] = batch[SEEDS][row : row + 1]
-        alone.append(float(prepared.objective.compute(model, part, None)["loss"].mean))
-    assert abs(float(whole) - sum(alone) / 3) < 1e-5
+        alone.append(prepared.objective.compute(model, part, None)["loss"].mean.item())
+    assert abs(whole.item() - sum(alone) / 3) < 1e-5
     batch[SEEDS] = batch[SEEDS] + 1
     assert prepared.objective.compute(model, batch, None)["loss"].mean != whole
     assert modeling._compute_mask_indices is original
