@@ -111,8 +111,8 @@ def open_clip(
             raise ValueError
     except (TypeError, ValueError):
         raise DataError(
-            f"{place}: the column {column} must hold a path, bytes or samples, not a "
-            f"{type(value).__name__}."
+            f"{place}: the column {column} must hold paths, bytes or samples, and is "
+            f"{value!r:.60} here."
         ) from None
     if not rate:
         raise DataError(
