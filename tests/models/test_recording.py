@@ -49,6 +49,7 @@ class Awkward(nn.Module):
         with torch.no_grad():
             self.layers[1].weight[1:3].mul_(self.scale.sum())
             self.layers[1].weight[:, 0] = torch.arange(6.0)
+            self.layers[1].weight[4, 1:] = 0.25
         rates = [rate.item() for rate in torch.linspace(0, 0.3, 3)]
         self.dropout = nn.Dropout(rates[-1])
         self.register_buffer("table", torch.outer(torch.arange(4.0), 0.5 ** torch.arange(3.0)))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import csv
+from importlib import import_module
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import jiwer
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import transformers
 
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.checkpoint.exporting import plain_process, proof
+from rapidformer.checkpoint.exporting.export import export
+from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.metrics.transcripts import count_edits
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.speech.audio import open_clip
@@ -91,6 +96,17 @@ def test_bad_audio_names_its_row(
     data = write_jsonl(tmp_path / "train.jsonl", rows)
     with pytest.raises(DataError, match=reason):
         RECOGNITION.prepare(make_args(pretrained_model_name_or_path=ctc_folder, data_path=data))
+
+
+def test_a_path_must_mean_one_file(tmp_path: Path) -> None:
+    """Two data files, each with an a.wav beside it: neither may be taken for the other."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        soundfile.write(folder / "a.wav", make_tones("low"), RATE)
+    with pytest.raises(DataError, match=r"train, row 1: a\.wav may be .*first/a\.wav or .*second"):
+        open_clip({"audio": "a.wav"}, "audio", "train, row 1", folders)
+    assert open_clip({"audio": "a.wav"}, "audio", "train, row 1", folders[:1] * 2).measure()
 
 
 def test_samples_without_a_rate_are_refused(ctc_folder: Path) -> None:
@@ -248,11 +264,14 @@ def test_whisper_loss_is_that_of_the_script(whisper_folder: Path) -> None:
     compare_with_script(prepared, whisper_folder, rows, {**batch, "labels": labels[:, 1:]})
 
 
-def test_masks_belong_to_samples(tmp_path: Path) -> None:
-    """A row is masked as transformers masks it alone; afterwards, all is as it was."""
-    import transformers.models.wav2vec2.modeling_wav2vec2 as modeling
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert"])
+def test_masks_belong_to_samples(kind: str, tmp_path: Path) -> None:
+    """A row is masked as transformers masks it alone; afterwards, all is as it was.
 
-    folder = make_ctc_model(tmp_path, mask_time_prob=0.5, mask_time_length=2)
+    HuBERT does not tell which steps are padding.
+    """
+    modeling = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    folder = make_ctc_model(tmp_path, kind, mask_time_prob=0.5, mask_time_length=2)
     rows = make_rows(3)
     prepared = prepare(folder, rows)
     args = make_args(pretrained_model_name_or_path=folder)
@@ -266,8 +285,8 @@ def test_masks_belong_to_samples(tmp_path: Path) -> None:
     for row in range(3):
         part = prepared.collate([prepared.train[row]])
         part[SEEDS] = batch[SEEDS][row : row + 1]
-        alone.append(float(prepared.objective.compute(model, part, None)["loss"].mean))
-    assert abs(float(whole) - sum(alone) / 3) < 1e-5
+        alone.append(prepared.objective.compute(model, part, None)["loss"].mean.item())
+    assert abs(whole.item() - sum(alone) / 3) < 1e-5
     batch[SEEDS] = batch[SEEDS] + 1
     assert prepared.objective.compute(model, batch, None)["loss"].mean != whole
     assert modeling._compute_mask_indices is original
@@ -309,6 +328,38 @@ def test_evaluation_equals_jiwer(kind: str, ctc_folder: Path, whisper_folder: Pa
     batch = prepared.collate([prepared.validation[n] for n in range(5)])
     loss = prepared.objective.compute(model, batch, None)["loss"].mean
     assert abs(metrics["loss"] - float(loss)) < 1e-4
+
+
+def compute_plainly(folder: Path, rows: plain_process.Rows) -> dict[str, torch.Tensor]:
+    """The proof of an export without a new process, which would import transformers again."""
+    return plain_process.compute_outputs(plain_process.load_model(folder), rows)
+
+
+def test_export_is_the_whole_model(
+    whisper_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_compute_plainly", compute_plainly)
+    export(whisper_folder, tmp_path / "out")
+    auto = transformers.AutoModelForSpeechSeq2Seq
+    model, exported = (auto.from_pretrained(f).eval() for f in (whisper_folder, tmp_path / "out"))
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out")
+    inputs = processor(make_tones("low mid"), sampling_rate=RATE, return_tensors="pt")
+    ids = torch.tensor([processor.tokenizer("low mid").input_ids])
+    logits = [m(**inputs, decoder_input_ids=ids).logits for m in (model, exported)]
+    assert torch.equal(*logits)
+    config = exported.generation_config
+    assert config.is_multilingual and config.lang_to_id == model.generation_config.lang_to_id
+
+
+def test_export_needs_a_feature_extractor(
+    ctc_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nobody knows what the model would hear."""
+    monkeypatch.setattr(proof, "_compute_plainly", compute_plainly)
+    for name in ("config.json", "model.safetensors"):
+        copy(ctc_folder / name, tmp_path)
+    with pytest.raises(ModelError, match="no feature extractor that reads audio for Wav2Vec2ForC"):
+        export(tmp_path, tmp_path / "out")
 
 
 def test_whisper_hears_long_recordings_in_windows(whisper_folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.tasks.preference_rig import Recorder, run_ours
 from tests.tasks.speech_rig import make_ctc_model, make_rows, make_whisper
 
@@ -29,7 +29,6 @@ _LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("wav2vec2", {"micro_batch_size": 4, "zero_3_memory_optimization": True}),
     ("wav2vec2-bert", {"micro_batch_size": 2, "zero_1_memory_optimization": True}),
     ("whisper", {"micro_batch_size": 2, "zero_3_memory_optimization": True}),
-    ("whisper", {"micro_batch_size": 1}),
 ]
 
 
@@ -78,6 +77,6 @@ def run_layouts(folder: Path) -> list[Recorder]:
 @pytest.mark.slow
 def test_layouts_change_nothing(folder: Path, expected: dict[str, Recorder]) -> None:
     """Two processes: whole models and sharded ones."""
-    for results in run_in_processes(run_layouts, 2, folder):
+    for results in run_in_kept_processes(run_layouts, 2, folder):
         for (name, _), result in zip(_LAYOUTS, results, strict=True):
             check_equal(result, expected[name])

@@ -41,10 +41,18 @@ def count_steps(model: Any, sizes: Tensor) -> Tensor | None:
 
 
 class _Draw:
-    """The seeds of the rows in a model's call, and how often masks were drawn in it."""
+    """The seeds and the steps of the rows in a model's call, and how often masks were drawn."""
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self.seeds, self.calls = seeds, 0
+    def __init__(self, seeds: Sequence[int], steps: Sequence[int] | None) -> None:
+        self.seeds, self.steps, self.calls = seeds, steps, 0
+
+    def get_sizes(self, rows: int, width: int, attention_mask: Tensor | None) -> Sequence[int]:
+        """How much of each row is not padding."""
+        if attention_mask is not None:
+            return attention_mask.sum(-1).tolist()
+        if self.steps is not None and self.calls == 0:
+            return self.steps  # time comes first, and HuBERT and SEW pass no mask for it
+        return [width] * rows
 
 
 _CURRENT: ContextVar[_Draw | None] = ContextVar("draw", default=None)
@@ -63,9 +71,9 @@ class RowMasks:
         self._patch = Patch(lambda: [Entry(owner, _MASKS, _draw_by_row) for owner in owners])
 
     @contextmanager
-    def drawing(self, seeds: Sequence[int]) -> Iterator[None]:
-        """Inside, row i of a batch is masked by seed i."""
-        token = _CURRENT.set(_Draw(seeds))
+    def drawing(self, seeds: Sequence[int], steps: Sequence[int] | None) -> Iterator[None]:
+        """Inside, row i of a batch is masked by seed i; ``steps`` that time is masked in."""
+        token = _CURRENT.set(_Draw(seeds, steps))
         try:
             with self._patch:
                 yield
@@ -82,7 +90,7 @@ def _draw_by_row(original: Callable[..., np.ndarray]) -> Callable[..., np.ndarra
         if draw is None:  # somebody else's model
             return original(shape, mask_prob, mask_length, attention_mask, min_masks)
         rows, width = shape
-        sizes = [width] * rows if attention_mask is None else attention_mask.sum(-1).tolist()
+        sizes = draw.get_sizes(rows, width, attention_mask)
         masks, before = np.zeros(shape, dtype=bool), np.random.get_state()
         for row, (size, seed) in enumerate(zip(sizes, draw.seeds, strict=True)):
             if size < mask_length:

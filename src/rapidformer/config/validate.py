@@ -28,12 +28,13 @@ _AT_LEAST_ONE = (
     "max_new_tokens", "n_best", "max_answer_length", "exit_interval", "lr_decay_iters",
     "lr_decay_samples", "preprocessing_workers", "ssh_port", "train_tokens",
     "make_vocab_size_divisible_by", "num_query_groups", "moe_layer_freq", "moe_router_topk",
-    "lora_rank", "updates_per_generation", "shuffle_buffer",
+    "lora_rank", "updates_per_generation", "shuffle_buffer", "mask_time_length",
+    "mask_feature_length",
 )  # fmt: skip
 _INTERVALS = ("eval_interval", "save_interval", "log_interval")
 _POSITIVE = (
     "distributed_timeout_minutes", "neftune_noise_alpha", "lora_alpha", "distillation_temperature",
-    *_INTERVALS,
+    "max_audio_seconds", *_INTERVALS,
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "epochs", "lr", "min_lr", "lr_warmup_iters", "lr_warmup_samples", "weight_decay", "clip_grad",
@@ -46,7 +47,7 @@ _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
     "label_smoothing", "validation_split", "lora_dropout", "adam_beta1", "adam_beta2",
 )  # fmt: skip
-_SHARES = ("distillation_alpha", "distillation_beta")
+_SHARES = ("distillation_alpha", "distillation_beta", "mask_time_prob", "mask_feature_prob")
 # Settings of which only one may be given.
 _SAME = (
     ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),

@@ -65,6 +65,8 @@ def load_generation_config(args: Settings) -> Any | None:
 
 def build_processor(config: Any, extractor: Any, tokenizer: Any) -> Any:
     """Feature extractor and tokenizer as the one object that ``AutoProcessor`` loads."""
-    from transformers import PROCESSOR_MAPPING
+    from transformers import PROCESSOR_MAPPING, Wav2Vec2Processor
 
-    return PROCESSOR_MAPPING[type(config)](feature_extractor=extractor, tokenizer=tokenizer)
+    # Not every relative of wav2vec 2.0 is in the table (Data2VecAudio).
+    processor_class: Any = PROCESSOR_MAPPING.get(type(config), Wav2Vec2Processor)
+    return processor_class(feature_extractor=extractor, tokenizer=tokenizer)

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any, Protocol, cast
 
 import torch
@@ -340,7 +341,20 @@ class _Disguise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (_GET_IS_META, _GET_DEVICE) and self.recording.holds(args[0]):
             return _CPU if func == _GET_DEVICE else False
+        if func is Tensor.__setitem__ and _fills_view(*args) and self.recording.holds(args[0]):
+            # torch makes a tensor of the number where no mode sees it: without a value, on meta.
+            return args[0][args[1]].fill_(args[2])
         return func(*args, **(kwargs or {}))
+
+
+def _fills_view(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether ``tensor[index] = value`` writes one number to a view."""
+    places = index if isinstance(index, tuple) else (index,)
+    is_basic = all(
+        isinstance(place, (int, slice, EllipsisType)) and not isinstance(place, bool)
+        for place in places
+    )
+    return is_basic and isinstance(value, (bool, int, float))
 
 
 @contextmanager

@@ -194,9 +194,12 @@ class Trunk:
 def find_trunk(model: Any) -> Trunk:
     """The trunk of a model of transformers, by the name that its class says."""
     prefix = getattr(model, "base_model_prefix", "")
+    class_name = type(model).__name__
+    if not hasattr(model, prefix) and "For" in class_name and hasattr(model, "encoder"):
+        prefix = "encoder"  # a Whisper that classifies has no decoder
     has_head = bool(prefix) and hasattr(model, prefix)
     return Trunk(
-        class_name=type(model).__name__,
+        class_name=class_name,
         prefix=f"{prefix}." if has_head else "",
         shapes={name: tuple(weight.shape) for name, weight in model.state_dict().items()},
     )

@@ -8,6 +8,7 @@ lost by rounding, and then the export is the base model although training did ch
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Proof:
 def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proof:
     """Compare the trained model with the folder, one after the other: only one is in memory."""
     model: Any = build_model(source, config)
-    rows = _build_rows(model)
+    rows = _build_rows(model, folder)
     expected = plain_process.compute_outputs(model, rows)
     limit = _ROUND_OFF
     if dtype.itemsize < torch.float32.itemsize:
@@ -83,7 +84,7 @@ def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proo
     return proof
 
 
-def _build_rows(model: Any) -> plain_process.Rows:
+def _build_rows(model: Any, folder: Path) -> plain_process.Rows:
     """A few fixed inputs, each a batch of its own: not every model has a padding token."""
     config, kind = get_text_config(model.config), model.main_input_name
     generator = torch.Generator().manual_seed(0)
@@ -92,6 +93,8 @@ def _build_rows(model: Any) -> plain_process.Rows:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         shape = (1, getattr(config, "num_channels", 3), height, width)
         return [{kind: torch.rand(shape, generator=generator)} for _ in _LENGTHS]
+    if kind in ("input_values", "input_features"):
+        return _build_audio_rows(model, folder)
     if kind != "input_ids":
         raise ModelError(
             f"no inputs are known for {type(model).__name__}, which takes {kind}: {_SKIP}."
@@ -113,6 +116,29 @@ def _build_rows(model: Any) -> plain_process.Rows:
         # Heads that label whole inputs shift them for the decoder by themselves.
         if model.config.is_encoder_decoder and not type(model).__name__.endswith(_SHIFTING_HEADS):
             rows[-1]["decoder_input_ids"] = ids.clone()
+    return rows
+
+
+def _build_audio_rows(model: Any, folder: Path) -> plain_process.Rows:
+    """Noise of a few lengths, as the exported feature extractor hands it to the model."""
+    from transformers import AutoFeatureExtractor
+
+    try:
+        extractor = AutoFeatureExtractor.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the export has no feature extractor that reads audio for {type(model).__name__} "
+            f"({error}): {_SKIP}."
+        ) from error
+    generator, rate = torch.Generator().manual_seed(0), extractor.sampling_rate
+    rows = []
+    for length in _LENGTHS:
+        noise = torch.rand(length * rate // 20, generator=generator) - 0.5
+        features = extractor(noise.numpy(), sampling_rate=rate, return_tensors="pt")
+        rows.append(dict(features))
+        if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+            shape, most = (1, length), model.config.vocab_size
+            rows[-1]["decoder_input_ids"] = torch.randint(most, shape, generator=generator)
     return rows
 
 

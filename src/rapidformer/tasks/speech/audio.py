@@ -107,10 +107,12 @@ def open_clip(
     try:
         samples = np.asarray(value)
         samples = samples if samples.dtype.kind == "i" else samples.astype(np.float32)
+        if not samples.ndim:
+            raise ValueError
     except (TypeError, ValueError):
         raise DataError(
-            f"{place}: the column {column} must hold a path, bytes or samples, not a "
-            f"{type(value).__name__}."
+            f"{place}: the column {column} must hold paths, bytes or samples, and is "
+            f"{value!r:.60} here."
         ) from None
     if not rate:
         raise DataError(
@@ -121,9 +123,14 @@ def open_clip(
 
 
 def _find_file(path: Path, place: str, folders: Sequence[Path]) -> Path:
-    for folder in (*folders, Path()):
-        if (folder / path).is_file():
-            return folder / path
+    found = [folder / path for folder in folders if (folder / path).is_file()]
+    if len(found) > 1 and len({file.resolve() for file in found}) > 1:
+        raise DataError(
+            f"{place}: {path} may be {found[0]} or {found[1]}. Write its whole path, or name the "
+            "data as a mixture: each set then reads its own files (--data-weights)."
+        )
+    if found or path.is_file():
+        return found[0] if found else path
     where = "" if path.is_absolute() or not folders else f" in {' or '.join(map(str, folders))}"
     raise DataError(f"{place}: there is no audio file {path}{where}.")
 

@@ -43,7 +43,7 @@ class CtcLoss(Objective):
         losses = compute_row_losses(logits, labels, steps, model.config, self._reduction)
         short = (steps < count_needed_steps(labels)).to(losses.dtype)
         return {
-            "loss": Term.from_sum(losses.sum(), len(losses)),
+            "loss": Term.from_rows(losses),
             "too_short": Term.from_sum(short.sum(), len(losses), weight=0.0),
         }
 

@@ -21,8 +21,9 @@ Encode = Callable[[Columns, int], Columns]
 Refuse = Callable[[Mapping[str, Any]], str | None]
 """Why a row is left out; None if it is not."""
 
-
 _LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+_LEAKY = ("data2vec-audio", "moonshine", "sew", "sew-d", "speech_to_text")
+"""Families whose convolutions or norms read what padding became."""
 
 
 class AudioParts(NamedTuple):
@@ -68,13 +69,17 @@ def load_audio_parts(args: Settings) -> AudioParts:
             f"--max-audio-seconds {args.max_audio_seconds:g}: the model hears {parts.window:g} s "
             "at once. Use at most that, and cut longer recordings."
         )
-    if getattr(config, "feat_extract_norm", None) == "group" and args.micro_batch_size != 1:
+    if _hears_padding(config) and args.micro_batch_size != 1:
         warn(
-            "the model normalises each recording together with its padding (feat_extract_norm is "
-            "group): what it hears depends a little on the longest one of the micro-batch. "
-            "--micro-batch-size 1 or a model with layer norm avoids this."
+            f"{config.model_type} models of this kind read the padding too: what they hear depends "
+            "a little on the longest recording of the micro-batch. --micro-batch-size 1 avoids it."
         )
     return parts
+
+
+def _hears_padding(config: Any) -> bool:
+    """Whether the outputs of the model depend on padding, masked or not."""
+    return getattr(config, "feat_extract_norm", None) == "group" or config.model_type in _LEAKY
 
 
 @dataclass(frozen=True, eq=False)

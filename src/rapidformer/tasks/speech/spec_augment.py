@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rapidformer.compat.transformers_speech import RowMasks
+from rapidformer.compat.transformers_speech import RowMasks, count_steps
 from rapidformer.data.batch import get_host_copy
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.random_numbers import get_sample_seeds
@@ -88,8 +88,18 @@ class Masker:
                     f"SpecAugment cannot be drawn by sample: {self._masks.problem}. Turn it off "
                     "with --no-apply-spec-augment."
                 )
-        with self._masks.drawing(get_host_copy(batch[SEEDS]).flatten().tolist()):
+        seeds = get_host_copy(batch[SEEDS]).flatten().tolist()
+        with self._masks.drawing(seeds, _count_steps(model, batch)):
             yield inputs
+
+
+def _count_steps(model: Any, batch: Mapping[str, Any]) -> list[int] | None:
+    """The steps of each row that are not padding, if time is masked and the model says."""
+    mask = batch.get("attention_mask")
+    if mask is None or not masks_time(model.config):
+        return None
+    steps = count_steps(model, get_host_copy(mask).sum(-1))
+    return None if steps is None else steps.tolist()
 
 
 def drop_seeds(batch: Mapping[str, Any]) -> dict[str, Any]:
