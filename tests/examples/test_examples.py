@@ -218,7 +218,7 @@ def test_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_image_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Pictures of shapes: what is learnt from them shows in the loss, and one is described."""
+    """Pictures of shapes: an epoch teaches it the form of an answer, and one is described."""
 
     def run(command: list[str], *, cwd: Path, check: bool) -> None:
         monkeypatch.chdir(cwd)
@@ -226,13 +226,13 @@ def test_image_text(
 
     folder = tmp_path / "out"
     namespace = runpy.run_path(str(EXAMPLES / "image_text.py"))
-    monkeypatch.setattr(sys, "argv", ["image_text.py", str(folder), "--epochs", "2"])
+    monkeypatch.setattr(sys, "argv", ["image_text.py", str(folder), "--epochs", "1"])
     monkeypatch.setattr(subprocess, "run", run)
     namespace["main"]()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     assert losses[0] > 2.5
-    assert losses[-1] < 1.2
+    assert losses[-1] < 2
     assert '"generated": "a ' in capfd.readouterr().out
 
 

@@ -455,7 +455,11 @@ def test_bad_rows_are_named(folder: Path) -> None:
     for value, told in (
         ([{"content": "x"}], r"without a role \(its keys: content\)"),
         (["x"], r"has a str instead of a message"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"whose content is not text"),
+        ([{"role": "user", "content": 7}], r"whose content is not text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
+            r"row 2: .* a part of type image, and this task reads text alone: --task image_text",
+        ),
         ("hello", r"must hold a list of messages, not a plain string"),
     ):
         with pytest.raises(DataError, match=told):

@@ -130,6 +130,18 @@ def test_bad_rows(row: dict[str, Any], message: str, folder: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_rows_without_images_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepare(folder, [_say("what ?")])
+    assert "no row has an image and no column of them was found (--image-column)" in caplog.text
+    with pytest.raises(DataError, match=r"no images to show there \(--image-column names the"):
+        prepare(folder, [{**_say("<image>what ?"), "photos": ["a.png"]}])
+    for row in ({"text": "what ?"}, {"label": 1}):
+        with pytest.raises(
+            DataError, match=f"needs conversations .* The data has {next(iter(row))}"
+        ):
+            prepare(folder, [row])
+
+
 def test_a_truncated_image_is_reported_when_it_is_read(folder: Path) -> None:
     image = _encode(build_image("red", 40, 40))
     prepared = prepare(folder, [{**_say(_PARTS), "images": [image[: len(image) - 40]]}])

@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from rapidformer.config import Settings
 from rapidformer.engine import RapidformerEngine
+from rapidformer.errors import DataError
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from tests.parity.seeing import IMAGE, build_images, build_seeing
@@ -88,3 +90,33 @@ def test_plain_peft_loads_the_adapter_on_the_whole_model(tmp_path: Path) -> None
         "lora" in name for name, _ in saved.get_base_model().model.visual.named_modules()
     )
     assert (tmp_path / "run" / "last" / "processor_config.json").read_bytes() == PROCESSOR
+
+
+# SmolVLM's, with its tokens replaced: a message is a list of parts.
+_PARTS = (
+    "{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'][0]"
+    "['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}"
+    "{% if line['type'] == 'text' %}{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' "
+    "}}{% endif %}{% endfor %}</s>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}"
+    "{% endif %}"
+)
+
+
+def prepare(folder: Path, task: str, rows: list[dict[str, Any]]) -> Any:
+    args = Settings(task=task, pretrained_model_name_or_path=str(folder), chat_template=_PARTS)
+    return get_task(task).prepare(args, {"train": rows})
+
+
+def test_text_and_images_in_rows(tmp_path: Path) -> None:
+    """Text is shown as parts to a template that takes nothing else; images are not dropped."""
+    make_checkpoint("llava", tmp_path)
+    row = {"prompt": "w4 w5", "response": "w6 w7"}
+    prepared = prepare(tmp_path, "causal_lm", [{**row, "images": []}])
+    labels = [label for label in prepared.train[0]["labels"] if label >= 0]
+    assert labels == [6, 7, 2]
+    seen = [{**row, "images": []}, {**row, "images": ["a.png"]}]
+    with pytest.raises(DataError, match=r"row 2: it has images .* causal_lm reads text alone"):
+        prepare(tmp_path, "causal_lm", seen)
+    pair = {"prompt": "w4", "chosen": "w5", "rejected": "w6", "image": b"\x89PNG"}
+    with pytest.raises(DataError, match=r"row 1: .*column image\), and --task preference reads"):
+        prepare(tmp_path, "preference", [pair])

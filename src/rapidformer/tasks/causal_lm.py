@@ -38,7 +38,6 @@ from rapidformer.tasks.rows.rows import (
     get_column,
     get_column_names,
     get_first_table,
-    get_splits,
     is_row_stream,
     take_rows,
 )
@@ -84,7 +83,7 @@ class CausalLM(LanguageModel):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args, allows_towers=True)
         check_is_causal(parts.config, args)
-        tables = get_splits(args, splits)
+        tables = parts.get_splits(splits)
         columns = find_chat_columns(get_first_table(tables), args, TEXT, has_answers=True)
         collate: Any = build_text_collator(parts.tokenizer, side="right")
         is_packed = args.packing and not (columns is None and args.group_texts)

@@ -61,6 +61,7 @@ class ChatTemplate:
         """What the template gets besides the messages."""
         self.text: str = tokenizer.get_chat_template()
         self.has_marks = _MARKED.search(self.text) is not None
+        self._takes_parts = self._find_takes_parts()
         self._tail = self._find_tail()
         self.end_of_turn = self._cut_after_special(self._tail)
         self._end_between_turns = self._find_end_between_turns()
@@ -93,9 +94,35 @@ class ChatTemplate:
         variables = {**self.variables, **variables}
         with _reporting_refusals():
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=lets_answer, **variables
-            )
+                self._shape(messages), tokenize=False, add_generation_prompt=lets_answer,
+                **variables,
+            )  # fmt: skip
         return text
+
+    def _shape(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the form that the template takes."""
+        return [{**turn, "content": self._shape_content(turn["content"])} for turn in messages]
+
+    def _shape_content(self, content: str) -> Any:
+        return [{"type": "text", "text": content}] if self._takes_parts else content
+
+    def _find_takes_parts(self) -> bool:
+        """Whether it shows messages only as lists of parts, as for many models that also see."""
+        return (
+            "type" in self.text
+            and not self._shows(_EXAMPLE, _ANSWER, takes_parts=False)
+            and self._shows(_EXAMPLE, _ANSWER, takes_parts=True)
+        )
+
+    def _shows(self, messages: Sequence[Message], text: str, *, takes_parts: bool) -> bool:
+        """Whether the messages in this form are rendered with the text."""
+        self._takes_parts = takes_parts
+        try:
+            shown = self.render(messages)
+        except BadRowError:
+            return False
+        # A template for text alone may print a list of parts as it is.
+        return text in shown and not (takes_parts and "'type'" in shown)
 
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The conversation as text, and the span of each answer in it."""
@@ -162,7 +189,7 @@ class ChatTemplate:
         with _reporting_refusals():
             # The annotation mentions only the text.
             rendered: Any = render_jinja_template(
-                conversations=[list(messages)], chat_template=self.text,
+                conversations=[self._shape(messages)], chat_template=self.text,
                 return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map,
                 **self.variables,
             )  # fmt: skip

@@ -172,8 +172,12 @@ def _read_message(item: Any, read_content: Callable[[Any], str]) -> Message:
 def _read_content(content: Any) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
+        if all(isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+        if other := {str(part.get("type")) for part in content} - {"None", "text"}:
+            raise BadRowError(
+                f"has a message with a part of type {' and '.join(sorted(other))}, and this task "
+                "reads text alone: --task image_text reads images"
+            )
     raise BadRowError("has a message whose content is not text")

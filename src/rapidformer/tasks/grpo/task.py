@@ -34,7 +34,7 @@ from rapidformer.tasks.grpo.rewards import (
 )
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import RowList, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import RowList, get_column_names
 from rapidformer.tasks.text.text import (
     TEXT,
     TextParts,
@@ -82,7 +82,7 @@ class Grpo(CausalLM):
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         self._get_functions(args)  # before anything slow
         parts = load_text_parts(args, allows_towers=True)
-        return self.prepare_tables(parts, get_splits(args, splits))
+        return self.prepare_tables(parts, parts.get_splits(splits))
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""

@@ -69,9 +69,10 @@ def read_conversation(
         return Conversation(messages, given)
     places = sum(image is None for image in reader.images)
     if places != len(given):
+        hint = "" if image_column else " (--image-column names the column with images)"
         raise BadRowError(
             f"names {_count(places, 'place')} for images (<image>, or parts of type image), but "
-            f"has {_count(len(given), 'image')} to show there"
+            f"has {_count(len(given), 'image')} to show there{hint}"
         )
     waiting = iter(given)
     images = [next(waiting) if image is None else image for image in reader.images]

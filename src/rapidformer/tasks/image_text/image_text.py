@@ -13,8 +13,9 @@ from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.causal_lm import add_stop
 from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM, as_optional
 from rapidformer.tasks.evaluation.generating import decode_answers, generate
-from rapidformer.tasks.image_text.columns import IMAGES, find_image_columns
+from rapidformer.tasks.image_text.columns import find_image_columns
 from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.images import IMAGES
 from rapidformer.tasks.text.text import LanguageModel, describe_blocks, score_blocks
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ImageText(LanguageModel):
     answer_keys = frozenset({"generated"})
     metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
+    streams = False
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.log import warn_once
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location
 from rapidformer.models.processors import load_processor
@@ -57,6 +58,9 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
             rows, numbers=measured.numbers, lengths=measured.lengths
         )
         has_images |= measured is not None and measured.has_images
+    if not has_images:
+        hint = "" if image_column else " and no column of them was found (--image-column)"
+        warn_once(f"no row has an image{hint}: the model learns from text alone.")
     extras = {
         "mode": "evaluate", "stop_id": chat.get_stop_id(),
         "labelled": {split: rows is not None for split, rows in features.items()},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rapidformer.errors import ModelError
-from rapidformer.tasks.chat.template import ChatTemplate, Span
-from rapidformer.tasks.chat.turns import BadRowError, Message
+from rapidformer.tasks.chat.template import ChatTemplate
+from rapidformer.tasks.chat.turns import BadRowError
 from rapidformer.tasks.image_text.conversations import MARK
 
 
@@ -19,23 +19,7 @@ class ImageTemplate(ChatTemplate):
 
     def __init__(self, tokenizer: Any, variables: Mapping[str, Any], image_token: str) -> None:
         self._image_token = image_token
-        self._tokenizer = tokenizer
-        self.variables = dict(variables)
-        self._takes_parts = True
-        self._takes_parts = self._shows_parts()
         super().__init__(tokenizer, variables)
-
-    def render(
-        self, messages: Sequence[Message], *, lets_answer: bool = False, **variables: Any
-    ) -> str:
-        return super().render(self._shape(messages), lets_answer=lets_answer, **variables)
-
-    def _render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        return super()._render_marked(self._shape(messages))
-
-    def _shape(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the form that the template takes."""
-        return [{**turn, "content": self._shape_content(turn["content"])} for turn in messages]
 
     def _shape_content(self, content: str) -> Any:
         if not self._takes_parts:
@@ -46,14 +30,10 @@ class ImageTemplate(ChatTemplate):
             parts += [{"type": "text", "text": text}] * bool(text)
         return parts
 
-    def _shows_parts(self) -> bool:
+    def _find_takes_parts(self) -> bool:
         """Whether an image that is a part of a message appears in the text."""
-        try:
-            text = self.render([{"role": "user", "content": f"{MARK}?"}])
-        except BadRowError:
-            return False
-        # A template for text alone may print the list of parts as it is.
-        return self._image_token in text and "'type'" not in text
+        question = {"role": "user", "content": f"{MARK}?"}
+        return self._shows([question], self._image_token, takes_parts=True)
 
 
 def check_shows_images(text: str, image_token: str, count: int) -> None:

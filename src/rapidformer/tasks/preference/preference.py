@@ -19,7 +19,7 @@ from rapidformer.tasks.preference.columns import (
     PAIR_ROLES,
     find_preference_columns,
 )
-from rapidformer.tasks.rows.rows import get_splits, to_rows
+from rapidformer.tasks.rows.rows import to_rows
 from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Preference(CausalLM):
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = load_text_parts(args, allows_towers=True)
-        return self.prepare_tables(parts, get_splits(args, splits))
+        return self.prepare_tables(parts, parts.get_splits(splits))
 
     def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
         """The rows of these splits, with this tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,34 @@ from urllib.request import urlopen
 from rapidformer.config import Settings
 from rapidformer.data.sources import as_list
 from rapidformer.errors import DataError, MissingPackageError
+from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.rows import as_table, get_column, get_column_names, take_rows
 
+IMAGES = ColumnRole(
+    "images", "image_column", "the images of a row: one, or a list",
+    ("images", "image", "img", "pictures", "picture", "image_path"), required=False,
+)  # fmt: skip
 _SECONDS = 30
+_LOOKED_AT = 1_000
 _ORIENTATION = 0x0112
 """The EXIF tag of how a camera was held; from 5 on, width and height are exchanged."""
 _PATHS = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
+
+
+def check_no_images(tables: Mapping[str, Any], args: Settings) -> None:
+    """Refuse rows with images for a task that would train a model that sees on their text alone."""
+    for split, rows in tables.items():
+        column = find_column(IMAGES, get_column_names(rows), args)
+        if column is None:
+            continue
+        first = without_decoding(take_rows(as_table(rows), 0, _LOOKED_AT), column)
+        number = next((n for n, value in enumerate(get_column(first, column), start=1) if value), 0)
+        if number:
+            raise DataError(
+                f"{split}, row {number}: it has images (in the column {column}), and --task "
+                f"{args.task} reads text alone: use --task image_text, or take the column out of "
+                "the data."
+            )
 
 
 def without_decoding(rows: Any, *columns: str) -> Any:

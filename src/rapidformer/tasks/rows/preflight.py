@@ -192,6 +192,8 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
             f"--chat needs --task causal_lm or image_text, not {task.name}: only their models "
             "answer in turns."
         )
+    if args.image and task.name != "image_text":
+        yield f"--image needs --task image_text, not {task.name}."
     if args.stream and "generated" not in task.answer_keys:
         yield f"--stream needs a task that generates text; {task.name} does not."
     # A run's own --config file may name its training data.

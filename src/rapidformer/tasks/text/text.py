@@ -17,7 +17,8 @@ from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import RowFunction, as_table, map_rows, to_rows
+from rapidformer.tasks.rows.images import check_no_images
+from rapidformer.tasks.rows.rows import RowFunction, as_table, get_splits, map_rows, to_rows
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,20 @@ class TextParts(NamedTuple):
     """Tokens per row."""
     args: Settings
 
+    def get_splits(self, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The given or loaded splits, in which nothing is for the model's towers."""
+        tables = get_splits(self.args, splits)
+        if self.has_towers:
+            check_no_images(tables, self.args)
+        return tables
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether the model also sees or hears."""
+        from rapidformer.models.towers import reads_more_than_text
+
+        return reads_more_than_text(self.config)
+
     def map_rows(
         self, rows: Any, encode: RowFunction, *key: Any, is_one_to_one: bool = False
     ) -> Any:
@@ -61,13 +76,11 @@ class TextParts(NamedTuple):
     ) -> PreparedData:
         """The splits of a task, padded with the tokenizer's ids, and the settings of its model."""
         from rapidformer.models.processor_files import keep_processor_files
-        from rapidformer.models.towers import reads_more_than_text
 
-        has_towers = reads_more_than_text(self.config)
         return PreparedData(
             **features, collate=collate or build_text_collator(self.tokenizer, side),
             processor=self.tokenizer,
-            saved=keep_processor_files(self.tokenizer, self.args) if has_towers else None,
+            saved=keep_processor_files(self.tokenizer, self.args) if self.has_towers else None,
             model_settings={**(settings or {}), **self._get_model_settings()}, extras=extras,
         )  # fmt: skip
 
