@@ -116,6 +116,10 @@ class DistributedLoader:
         left = -(-self._cut.count_after(self.consumed_samples) // self._cut.per_update)
         return (self.epoch + 1) * self.updates_per_epoch - left
 
+    def count_epochs_done(self) -> float:
+        """Epochs until here; of a stream, whole ones."""
+        return self.epoch + (self.consumed_samples / self.num_samples if self.num_samples else 0.0)
+
     def __len__(self) -> int:
         """Rounds in an epoch."""
         if self.is_stream:
