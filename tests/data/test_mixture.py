@@ -13,7 +13,7 @@ import torch
 
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.mixture import JoinedRows, Sets, choose_sets
+from rapidformer.data.mixture import JoinedRows, Sets, choose_sets, count_sets
 from rapidformer.data.named_sets import load_set, read_sets
 from rapidformer.data.rounds import MixedOrder
 from rapidformer.data.update import MicroBatch
@@ -48,6 +48,12 @@ def test_choose_sets_depends_on_the_number_alone() -> None:
     # The shares are exact in every block, and far away too.
     assert abs(int((whole[1024:2048] == 1).sum()) - 0.3 * 1024) < 1
     assert abs((choose_sets([0.7, 0.3], 5, 10**12, 10240) == 1).mean() - 0.3) < 1e-3
+
+
+def test_samples_of_sets_are_counted_over_periods() -> None:
+    count = 2**20 + 1500
+    chosen = choose_sets([0.7, 0.3], 5, 0, count)
+    assert count_sets([0.7, 0.3], 5, count) == np.bincount(chosen).tolist()
 
 
 @pytest.mark.parametrize("stopping", ["first", "all"])
