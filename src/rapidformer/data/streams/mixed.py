@@ -82,7 +82,7 @@ class MixedStream(StreamRows):
 
     def read(
         self, seed: int, epoch: int, position: int, *, cursor: State | None = None,
-        num_workers: int = 0, encodes: bool = False,
+        num_workers: int = 0, encodes: bool = False, repeats: bool = True,
     ) -> MixedReading:  # fmt: skip
         if cursor is None or cursor["data"] != self.fingerprint or cursor["samples"] > position:
             cursor = {"samples": 0, "state": [(0, None)] * len(self._parts)}

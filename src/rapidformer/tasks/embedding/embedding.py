@@ -101,7 +101,8 @@ class Embedding(PairTask):
         features = encode_splits(tables, columns, parts, encode, "embedding", recipe, loss.name)
         extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
         collate = build_collator(features, parts)
-        if is_row_stream(train := features.get("train")):
+        train: Any = features.get("train")
+        if is_row_stream(train):
             features["train"] = train.map(collate.check)
         prepared = parts.prepare(features, extras, collate=collate)
         return _add_recipe(prepared, parts, recipe, loss)
