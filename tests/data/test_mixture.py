@@ -224,6 +224,18 @@ def test_all_problems_of_a_yaml_list_at_once(
         assert error.match(problem)
 
 
+def test_sets_of_a_stream(tmp_path: Path) -> None:
+    paths = [str(write(tmp_path / f"{n}.jsonl", as_lines([{"text": n}]))) for n in "ab"]
+    assert read_sets(Settings(data_path=paths, streaming=True)) == []
+    sets = read_sets(Settings(data_path=paths, data_weights=[2.0, 1.0], streaming=True))
+    assert [(s.label, s.weight) for s in sets] == [("a", 2.0), ("b", 1.0)]
+    with pytest.raises(ConfigurationError, match=r"caps \(#1000\) and splits"):
+        read_sets(Settings(data_path=[f"{paths[0]}#1", paths[1]], streaming=True))
+    listed = write(tmp_path / "mix.yaml", "- a.jsonl\n- b.jsonl\n")
+    with pytest.raises(ConfigurationError, match=r"mix\.yaml has no weights"):
+        read_sets(Settings(data_path=[str(listed)], streaming=True))
+
+
 def test_all_problems_of_a_command_at_once() -> None:
     with pytest.raises(ConfigurationError) as error:
         read_sets(

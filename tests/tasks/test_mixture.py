@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer.config import Settings
+from rapidformer.data.mixture import choose_sets
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
 from rapidformer.tasks.metrics.tally import Tally
@@ -190,6 +191,29 @@ def test_classes_are_joined_by_name(tmp_path: Path, bert_folder: Path) -> None:
     assert {row["labels"] for row in prepared.parts["y"].train} == {1, 2}
     numbered = prepare(tmp_path, bert_folder, {"x": [0, 1], "y": [2, 0]})
     assert numbered.model_settings["num_labels"] == 3
+
+
+def test_streams_have_their_own_columns_and_join_classes(tmp_path: Path, bert_folder: Path) -> None:
+    names = {"x": ["pos", "neg"], "y": ["neutral", "pos"]}
+    write_reviews(tmp_path, names)
+    sets = [{"path": f"{n}.jsonl", "columns": {"label": f"label_{n}"}, "weight": 1} for n in names]
+    (tmp_path / "mix.yaml").write_text(json.dumps(sets), encoding="utf-8")
+    settings = {
+        "task": "sequence_classification", "data_path": [str(tmp_path / "mix.yaml")],
+        "pretrained_model_name_or_path": str(bert_folder), "streaming": True, "train_iters": 3,
+        "chat_template": None, "group_texts": True, "epochs": None, "micro_batch_size": 4,
+        "valid_data": [str(tmp_path / "x.jsonl"), str(tmp_path / "y.jsonl")],
+    }  # fmt: skip
+    prepared: Any = prepare_data(get_task("sequence_classification"), Settings(**settings))
+    assert prepared.extras["names"] == ("neg", "neutral", "pos")
+    assert {row["labels"] for row in prepared.train.head[:10]} == {0, 2}
+    assert {row["labels"] for row in prepared.train.head[10:]} == {1, 2}
+    recorder, metrics = run(tmp_path, **settings)
+    for start, line in zip((0, 8, 16), recorder.lines, strict=False):
+        share = choose_sets([1, 1], Settings().seed, start, 8).mean()
+        wanted = (1 - share) * line["x_loss"] + share * line["y_loss"]
+        assert line["loss"] == pytest.approx(wanted, abs=1e-6)
+    assert metrics["loss"] == pytest.approx((metrics["x_loss"] + metrics["y_loss"]) / 2)
 
 
 def test_tags_are_joined_by_name(tmp_path: Path, bert_folder: Path) -> None:
