@@ -13,7 +13,7 @@ import torch
 
 from rapidformer.config import Settings
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.mixture import JoinedRows, Sets, choose_sets
+from rapidformer.data.mixture import JoinedRows, Sets, choose_sets, count_sets
 from rapidformer.data.named_sets import load_set, read_sets
 from rapidformer.data.rounds import MixedOrder
 from rapidformer.data.update import MicroBatch
@@ -48,6 +48,12 @@ def test_choose_sets_depends_on_the_number_alone() -> None:
     # The shares are exact in every block, and far away too.
     assert abs(int((whole[1024:2048] == 1).sum()) - 0.3 * 1024) < 1
     assert abs((choose_sets([0.7, 0.3], 5, 10**12, 10240) == 1).mean() - 0.3) < 1e-3
+
+
+def test_samples_of_sets_are_counted_over_periods() -> None:
+    count = 2**20 + 1500
+    chosen = choose_sets([0.7, 0.3], 5, 0, count)
+    assert count_sets([0.7, 0.3], 5, count) == np.bincount(chosen).tolist()
 
 
 @pytest.mark.parametrize("stopping", ["first", "all"])
@@ -216,6 +222,18 @@ def test_all_problems_of_a_yaml_list_at_once(
         read_sets(make_args(data_path=write(tmp_path / "mix.yaml", entries)))
     for problem in problems:
         assert error.match(problem)
+
+
+def test_sets_of_a_stream(tmp_path: Path) -> None:
+    paths = [str(write(tmp_path / f"{n}.jsonl", as_lines([{"text": n}]))) for n in "ab"]
+    assert read_sets(Settings(data_path=paths, streaming=True)) == []
+    sets = read_sets(Settings(data_path=paths, data_weights=[2.0, 1.0], streaming=True))
+    assert [(s.label, s.weight) for s in sets] == [("a", 2.0), ("b", 1.0)]
+    with pytest.raises(ConfigurationError, match=r"caps \(#1000\) and splits"):
+        read_sets(Settings(data_path=[f"{paths[0]}#1", paths[1]], streaming=True))
+    listed = write(tmp_path / "mix.yaml", "- a.jsonl\n- b.jsonl\n")
+    with pytest.raises(ConfigurationError, match=r"mix\.yaml has no weights"):
+        read_sets(Settings(data_path=[str(listed)], streaming=True))
 
 
 def test_all_problems_of_a_command_at_once() -> None:

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import rapidformer.data.streams.reader as reader
 from rapidformer.data.adopting import adopt_loader
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.mixture import choose_sets
 from rapidformer.data.streams.listing import open_stream
+from rapidformer.data.streams.mixed import MixedStream
 from rapidformer.data.streams.stream import StreamRows
 from rapidformer.errors import DataError
 
@@ -220,11 +222,42 @@ def test_several_sets_by_the_number_of_the_row(tmp_path: Path) -> None:
     share = sum(n < 1000 for n in whole) / len(whole)
     assert 0.7 < share < 0.8
     assert {n for n in whole if n < 1000} == set(range(30)), "the small set begins again"
-    first, state = read(stream, 2, stop=40)
-    rest, _ = read(stream, 4, state=state, stop=10)
-    assert first + rest == whole
+    assert [n >= 1000 for n in whole] == list(choose_sets([3, 1], 5, 0, len(whole)))
     with pytest.raises(DataError, match="1 weights for 2 data sets"):
         open_stream(paths, weights=[1])
+
+
+@pytest.mark.parametrize("case", ["rows", "expanded", "token budget"])
+def test_sets_with_columns_of_their_own_after_a_kill(tmp_path: Path, case: str) -> None:
+    """Each set has its own steps; the small one begins again and again."""
+
+    def rename(row: dict[str, Any]) -> dict[str, Any]:
+        return {"n": row["number"], "input_ids": [1] * (row["number"] % 9 + 1)}
+
+    lines = "".join(json.dumps({"number": n}) + "\n" for n in range(1000, 1030))
+    (tmp_path / "b.jsonl").write_text(lines)
+    write_lines(tmp_path / "a.jsonl", make_rows(500))
+    parts = [open_stream(tmp_path / name, shuffle_buffer=16) for name in ("a.jsonl", "b.jsonl")]
+    if case == "expanded":
+        parts[0] = expand(parts[0])
+    given = parts[0].map(lambda row: {"n": row["n"], "input_ids": [1]})
+    stream = MixedStream({"a": given, "b": parts[1].map(rename)}, [3, 1])
+    options: Any = {"token_budget": 40} if case == "token budget" else {}
+    ranks = (1, 1) if options else (2, 4)
+    whole, _ = read(stream, ranks[0] if options else 1, stop=120, **options)
+    assert sorted({n for n in whole if n >= 1000}) == list(range(1000, 1030))
+    if case != "token budget":  # which orders the samples of an update by length
+        chosen = choose_sets([3, 1], 5, 0, len(whole)).tolist()
+        assert [int(n >= 1000) for n in whole] == chosen
+    first, state = read(stream, ranks[0], stop=40, **options)
+    rest, _ = read(stream, ranks[1], 3, state=state, stop=80 // ranks[1] // ranks[0] * 1, **options)
+    assert first + rest == whole[: len(first) + len(rest)] and len(rest) > 90
+    sets = [batch.sets for batch, _ in zip(
+        DistributedLoader(
+            stream, collate=collate, micro_batch_size=10, seed=5, tells_sets=True
+        ).iterate_micro_batches(), range(3), strict=False,
+    )]  # fmt: skip
+    assert [s for each in sets for s in each] == choose_sets([3, 1], 5, 0, 30).tolist()
 
 
 def test_hugging_face_streams_lose_no_rows() -> None:

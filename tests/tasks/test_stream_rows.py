@@ -130,7 +130,9 @@ def test_pictures_in_a_tar(vit_folder: Path, tmp_path: Path) -> None:
     for number in range(4):
         (row,) = next(batches)
         assert row["pixel_values"].shape == (3, 8, 8) and row["labels"] == number % 2
-    with pytest.raises(DataError, match=r"train-00\.tar, row 5: 4.png cannot be read"):
+    with pytest.raises(
+        DataError, match=r"train-00\.tar, row 5: 4\.png cannot be read as an image\.$"
+    ):
         next(batches)
 
 
@@ -207,7 +209,23 @@ def test_later_rows_that_a_task_cannot_use(bert_folder: Path, tmp_path: Path) ->
 
 
 def test_which_tasks_stream() -> None:
-    assert [task.name for task in list_tasks() if not task.streams] == ["grpo"]
+    loaded_whole = {"grpo", "image_text", "speech_recognition", "audio_classification"}
+    assert {task.name for task in list_tasks() if not task.streams} == loaded_whole
+
+
+@pytest.mark.usefixtures("short_head")
+def test_items_of_a_stream_have_room_for_the_texts_of_the_first_rows(
+    bert_folder: Path, tmp_path: Path
+) -> None:
+    rows: list[Any] = [{"anchor": "a", "positive": "b", "negative": ["c"]} for _ in range(6)]
+    rows[5]["negative"] = ["c", "d", "e"]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    args = make_args(
+        pretrained_model_name_or_path=bert_folder, data_path=path, streaming=True,
+        dataloader_type="single",
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"row 6: 5 texts .* the stream have at most 3"):
+        collect(get_task("embedding").prepare(args))
 
 
 def test_rules() -> None:

@@ -30,7 +30,9 @@ def find_length_problems(args: Settings) -> Iterator[str]:
     """What is missing for a run whose data has no known length."""
     if not args.streaming or any((args.train_iters, args.train_samples, args.train_tokens)):
         return
-    has_several = len(getattr(args, "data_weights", None) or ()) > 1
+    paths = [args.data_path] if isinstance(args.data_path, str) else args.data_path or ()
+    has_list = any(str(path).endswith((".yaml", ".yml")) for path in paths)
+    has_several = has_list or len(args.data_weights or ()) > 1
     if has_several or not (args.is_given("epochs") and args.epochs):
         other = "" if has_several else ", or --epochs 1 --lr-decay-style constant for one pass"
         yield f"--streaming: the data has no known length: give --train-iters N{other}."

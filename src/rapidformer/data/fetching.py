@@ -18,6 +18,7 @@ from rapidformer.data.batch import describe_batch, fits_numpy
 from rapidformer.data.data_source import DataSource
 from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from, sample_seeds
+from rapidformer.data.streams.mixed import StreamSets
 from rapidformer.errors import RapidformerError
 
 Collate = Callable[[list[Any]], Any]
@@ -41,7 +42,7 @@ class Fetcher:
     source: DataSource
     collate: Collate
     seed: tuple[int, int, int]
-    sets: Sets | None = None
+    sets: Sets | StreamSets | None = None
     """Given if a batch is to know the sets of its rows."""
 
     def __getitem__(self, key: Dealt) -> Fetched:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rapidformer.data.mixture import FromSet
 from rapidformer.errors import DataError
 
 _BATCHES_PER_GROUP = 50
@@ -38,6 +39,8 @@ def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") 
 
 def measure_sample(sample: Any) -> int:
     """The tokens of a stream's sample."""
+    if isinstance(sample, FromSet):
+        sample = sample.sample
     try:
         return len(sample["input_ids"])
     except (TypeError, KeyError, IndexError):

@@ -24,6 +24,7 @@ from rapidformer.data.fetching import Collate, Dealt, Fetcher, Parcel
 from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import EpochOrder, MixedOrder, Rounds
+from rapidformer.data.streams.mixed import StreamSets
 from rapidformer.data.streams.stream import Reading, StreamRows, build_worker_loader
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat
@@ -67,7 +68,7 @@ class DistributedLoader:
         size = self.source.size
         self._order = EpochOrder(size or 0, self.seed, shuffle=shuffle, draw=order)
         self.is_shuffled = shuffle
-        self.sets: Sets | None = getattr(dataset, "sets", None)
+        self.sets: Sets | StreamSets | None = getattr(dataset, "sets", None)
         """The data sets that it is a mixture of."""
         self._tells_sets = tells_sets and self.sets is not None
         self.sampler: Any = None
@@ -115,6 +116,10 @@ class DistributedLoader:
         """Updates until here, if all had been as large as they are now."""
         left = -(-self._cut.count_after(self.consumed_samples) // self._cut.per_update)
         return (self.epoch + 1) * self.updates_per_epoch - left
+
+    def count_epochs_done(self) -> float:
+        """Epochs until here; of a stream, whole ones."""
+        return self.epoch + (self.consumed_samples / self.num_samples if self.num_samples else 0.0)
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
@@ -179,6 +184,8 @@ class DistributedLoader:
             return []
         if samples is None:
             samples = self.epoch * self.num_samples + self.consumed_samples
+        if isinstance(self.sets, StreamSets):
+            return self.sets.describe(self.seed, samples)
         epochs, rest = divmod(samples, self.num_samples)
         begun = self.sets.count_samples(self.list_samples(epochs, range(rest)))
         counts = [epochs * a + b for a, b in zip(self.sets.counts, begun, strict=True)]

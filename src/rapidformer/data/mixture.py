@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,23 @@ def _spread(weights: tuple[float, ...], size: int) -> np.ndarray:
 @lru_cache(maxsize=8)
 def _compute_spread(weights: tuple[float, ...], size: int) -> np.ndarray:
     return choose_datasets(np.asarray(weights), size)
+
+
+def count_sets(weights: Sequence[float], seed: int | None, count: int) -> list[int]:
+    """How many of the first samples are from each set."""
+    whole = count // _PERIOD * _PERIOD
+    counts = np.bincount(choose_sets(weights, seed, whole, count - whole), minlength=len(weights))
+    if whole:  # all periods have the same sets, in whatever order
+        period = np.bincount(choose_sets(weights, None, 0, _PERIOD), minlength=len(weights))
+        counts = counts + whole // _PERIOD * period
+    return [int(number) for number in counts]
+
+
+class FromSet(NamedTuple):
+    """A sample of a mixture of streams, and the number of its set."""
+
+    number: int
+    sample: Any
 
 
 @dataclass(frozen=True)
@@ -156,13 +173,21 @@ class Sets:
 
     def describe(self, counts: Sequence[int]) -> list[str]:
         """A line for each set: its share of so many samples, and its epochs in them."""
-        total = sum(counts) or 1
-        width = max(map(len, self.names))
         return [
-            f"mixture   {name:<{width}} {100 * count / total:5.1f} % = {count:,} samples, "
-            f"{count / size:.2f} epochs of {size:,} rows"
-            for name, count, size in zip(self.names, counts, self.sizes, strict=True)
+            f"{line}, {count / size:.2f} epochs of {size:,} rows"
+            for line, count, size in zip(
+                describe_share(self.names, counts), counts, self.sizes, strict=True
+            )
         ]
+
+
+def describe_share(names: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """A line for each set: its share of the samples."""
+    total, width = sum(counts) or 1, max(map(len, names))
+    return [
+        f"mixture   {name:<{width}} {100 * count / total:5.1f} % = {count:,} samples"
+        for name, count in zip(names, counts, strict=True)
+    ]
 
 
 class JoinedRows:

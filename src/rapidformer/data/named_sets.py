@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.data.folders import load_split
-from rapidformer.data.sources import as_list, check_exists, hold_out, is_hub_name, load_location
+from rapidformer.data.sources import (
+    as_list,
+    check_exists,
+    hold_out,
+    is_hub_name,
+    load_location,
+    load_splits,
+)
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.nearest import suggest
 
@@ -74,26 +81,31 @@ def read_sets(args: Settings) -> list[NamedSet]:
         return []
     problems += _check_weights(sets, weights, file)
     problems += _check_settings(args, sets)
-    if args.streaming and (file or any(item.cap or item.split for item in sets)):
+    has_weights = weights is not None or any(item.weight is not None for item in sets)
+    if args.streaming and any(item.cap or item.split for item in sets):
         problems.append(
-            "--streaming: lists in YAML, caps (#1000) and splits (:train) need rows that can be "
-            "counted. Give paths alone, with --data-weights, or leave out --streaming."
+            "--streaming: caps (#1000) and splits (:train) of a set need rows that can be counted. "
+            "Leave them out, or --streaming."
         )
+    if args.streaming and file is not None and not has_weights:
+        problems.append(f"--streaming: {file} has no weights: give one to every set.")
     if problems:
         raise ConfigurationError(problems)
-    if args.streaming:  # the stream itself draws the set of each row
+    if args.streaming and not has_weights:  # one stream with the shards of all
         return []
     if weights is not None:
         sets = [_change(item, weight=w) for item, w in zip(sets, weights, strict=True)]
     return _label(sets)
 
 
-def load_set(item: NamedSet, number: int, args: Settings) -> dict[str, Dataset]:
+def load_set(item: NamedSet, number: int, args: Settings) -> dict[str, Any]:
     """The splits of a set; ``args`` are the run's."""
     own, path = item.apply(args), Path(item.path).expanduser()
+    if args.streaming:
+        return _load_stream(item, number, own, args)
     if path.is_file():
         # Whatever its name says: it was named as something to train on.
-        splits = {"train": load_split([path], args.cache_dir)}
+        splits: dict[str, Dataset] = {"train": load_split([path], args.cache_dir)}
     else:
         splits = load_location(item.path, own, item.split)
     for setting, split in (("valid_data", "validation"), ("test_data", "test")):
@@ -104,6 +116,14 @@ def load_set(item: NamedSet, number: int, args: Settings) -> dict[str, Dataset]:
     if item.cap is not None:
         splits["train"] = splits["train"].select(range(min(item.cap, len(splits["train"]))))
     return hold_out(splits, args.validation_split, args.seed) if args.validation_split else splits
+
+
+def _load_stream(item: NamedSet, number: int, own: Settings, args: Settings) -> dict[str, Any]:
+    given = {s: as_list(getattr(args, s)) for s in ("valid_data", "test_data")}
+    chosen: dict[str, Any] = {name: files[number] for name, files in given.items() if files}
+    if Path(item.path).expanduser().is_file():
+        chosen |= {"data_path": None, "train_data": item.path}
+    return load_splits(own.replace(f"the data set {item.label}", **chosen))
 
 
 def _read_item(text: str, problems: list[str]) -> NamedSet:

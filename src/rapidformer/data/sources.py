@@ -76,7 +76,6 @@ def _load_streams(args: Settings, *, may_stream: bool) -> dict[str, Any]:
         if texts := as_list(getattr(args, name)):
             sets[split] = [build_shards(expand(text, name)) for text in texts]
     _check_given(sets)
-    weights = getattr(args, "data_weights", None)
     splits: dict[str, Any] = {}
     for split, groups in sets.items():
         shards = [shard for group in groups for shard in group]
@@ -84,10 +83,7 @@ def _load_streams(args: Settings, *, may_stream: bool) -> dict[str, Any]:
             limit = args.max_predict_samples if split == "test" else args.max_eval_samples
             splits[split] = load_table(shards, limit)
         else:
-            buffer = choose_buffer(args)
-            splits[split] = StreamRows(
-                groups if weights else [shards], buffer=buffer, weights=weights
-            )
+            splits[split] = StreamRows(shards, buffer=choose_buffer(args))
     return splits
 
 

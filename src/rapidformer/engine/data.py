@@ -21,6 +21,7 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.mixture import Sets
 from rapidformer.data.rounds import MixedOrder, RepeatedOrder
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
@@ -109,7 +110,7 @@ class RunData:
         if listed is not None:
             return lambda: listed
         sets = getattr(dataset, "sets", None)
-        if is_training and sets is not None and sets.weights is not None:
+        if is_training and isinstance(sets, Sets) and sets.weights is not None:
             return MixedOrder(sets, shuffles)
         repeats = self.args.updates_per_generation
         if is_training and repeats > 1:

@@ -7,6 +7,7 @@ the same for all of them. Evaluations give the metrics of each set, and those of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -19,7 +20,7 @@ from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.labels.merging import merge_classes
 from rapidformer.tasks.metrics.tally import Record, ReportTable, Tally, compute_perplexity
 from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import get_column_names
+from rapidformer.tasks.rows.rows import get_column_names, is_row_stream
 
 _SPLITS = ("train", "validation", "test")
 _NOT_MEANS = ("loss", "perplexity", "bleu")
@@ -45,12 +46,10 @@ def prepare_sets(
     """The splits of several sets, prepared one by one and joined; ``tables`` may be changed."""
     of_sets = {item.label: item.apply(args) for item in sets if item.label in tables}
     if task.learns_classes:
-        count = _merge_classes(task, of_sets, tables)
-        if count and args.num_labels is None:
-            of_sets = {
-                name: own.replace("the classes of all sets", num_labels=count)
-                for name, own in of_sets.items()
-            }
+        found = _merge_classes(task, of_sets, tables)
+        of_sets = {
+            name: own.replace("the classes of all sets", **found) for name, own in of_sets.items()
+        }
     parts = {name: _prepare(task, name, of_sets[name], rows) for name, rows in tables.items()}
     weights = [item.weight for item in sets if item.weight is not None]
     if args.is_changed("data_stopping") and not weights:
@@ -60,18 +59,29 @@ def prepare_sets(
 
 def _merge_classes(
     task: Task, of_sets: Mapping[str, Settings], tables: Mapping[str, dict[str, Any]]
-) -> int | None:
+) -> dict[str, Any]:
+    """Settings that let labels mean the same in all sets, unless the user has given them."""
     role = next(role for role in task.columns if role.setting == "label_column")
-    columns = [
-        find_column(role, get_column_names(next(iter(splits.values()))), of_sets[name])
-        for name, splits in tables.items()
-    ]
-    return merge_classes(tables, [str(column) for column in columns])
+    columns = []
+    for name, splits in tables.items():
+        with _naming(name):
+            available = get_column_names(next(iter(splits.values())))
+            columns.append(str(find_column(role, available, of_sets[name])))
+    args = next(iter(of_sets.values()))
+    found = merge_classes(tables, columns)
+    return {key: value for key, value in found.items() if getattr(args, key) is None}
 
 
 def _prepare(task: Task, name: str, args: Settings, splits: Mapping[str, Any]) -> PreparedData:
-    try:
+    with _naming(name):
         return task.prepare(args, splits)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say which set an error is about."""
+    try:
+        yield
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
 
@@ -79,12 +89,17 @@ def _prepare(task: Task, name: str, args: Settings, splits: Mapping[str, Any]) -
 def _join(
     parts: Mapping[str, PreparedData], weights: Sequence[float] | None, stopping: str
 ) -> PreparedData:
+    from rapidformer.data.streams.mixed import MixedStream
+
     first = next(iter(parts.values()))
     for name, part in parts.items():
         _check_same(first, part, next(iter(parts)), name)
     joined = {split: _join_split(parts, split) for split in _SPLITS}
-    train = joined["train"]
-    if train is not None and weights is not None:
+    if weights is not None and is_row_stream(first.train):
+        streams: dict[str, Any] = {name: part.train for name, part in parts.items()}
+        joined["train"] = MixedStream(streams, weights)
+    elif joined["train"] is not None and weights is not None:
+        train = joined["train"]
         train.sets = replace(train.sets, weights=tuple(weights), stopping=stopping)
     labelled = {
         split: all(p.is_labelled(split) for p in parts.values() if p.get_split(split) is not None)
@@ -101,7 +116,7 @@ def _join_split(parts: Mapping[str, PreparedData], split: str) -> Any:
     from rapidformer.data.mixture import JoinedRows, Sets
 
     found: dict[str, Any] = {name: part.get_split(split) for name, part in parts.items()}
-    found = {name: rows for name, rows in found.items() if rows is not None}
+    found = {n: rows for n, rows in found.items() if rows is not None and not is_row_stream(rows)}
     if not found:
         return None
     sizes = tuple(len(rows) for rows in found.values())

@@ -46,9 +46,12 @@ class TaskFinetuner(Finetuner):
         self.best_metric, self.greater_is_better = self.task.get_best_metric(prepared)
         validation = prepared.validation if prepared.is_labelled("validation") else None
         if validation is None:
+            remedy = "--validation-split 0.1 holds out rows for validation."
+            if not hasattr(prepared.train, "__len__"):
+                remedy = "--valid-data FILE names one."
             warn(
                 "there is no labelled validation split: the model is not evaluated, and only the "
-                "last one is saved. --validation-split 0.1 holds out rows for validation."
+                f"last one is saved. {remedy}"
             )
         return prepared.train, validation, prepared.test, prepared.collate
 

@@ -345,10 +345,7 @@ class TrainingLoop:
     @property
     def epoch(self) -> float:
         """Epochs done, including the fraction of the current one."""
-        state = self.loader.state_dict()
-        if self.loader.is_stream:
-            return float(state["epoch"])
-        return float(state["epoch"] + state["consumed_samples"] / self.loader.num_samples)
+        return self.loader.count_epochs_done()
 
     def _evaluate(self) -> None:
         assert self.evaluation is not None
@@ -376,19 +373,15 @@ class TrainingLoop:
         # Logging raises an error if a loss is NaN: such a state is never saved.
         self._log()
         with self.meter.paused():
+            extra = {
+                "attempts": self._attempts, "train_iters": self.train_iters,
+                "bad_batches": self._bad_batches.state_dict(),
+                "objective": self.forward.state_dict(),
+            }  # fmt: skip
             self._saves.start(
-                self.step,
-                self.progress,
-                {
-                    "attempts": self._attempts,
-                    "train_iters": self.train_iters,
-                    "bad_batches": self._bad_batches.state_dict(),
-                    "objective": self.forward.state_dict(),
-                },
-                protected=self._best_folder,
-                processor=self.processor,
-                wait=wait,
-            )
+                self.step, self.progress, extra, protected=self._best_folder,
+                processor=self.processor, wait=wait,
+            )  # fmt: skip
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Restore what a checkpoint holds beyond the engine's state."""

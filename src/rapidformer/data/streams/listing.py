@@ -16,6 +16,7 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.data.files import build_table, get_format
 from rapidformer.data.folders import get_split_name, load_split
+from rapidformer.data.streams.mixed import MixedStream
 from rapidformer.data.streams.shards import (
     ColumnShard,
     IterableShard,
@@ -54,14 +55,16 @@ def open_stream(
     if isinstance(data, (str, Path)):
         data = [data]
     elif is_stream(data):
-        return StreamRows([list_shards_of(data, type(data).__name__)], buffer=shuffle_buffer)
+        return StreamRows(list_shards_of(data, type(data).__name__), buffer=shuffle_buffer)
     texts = [str(path) for path in data]
     sets = [build_shards(expand(text, "data")) for text in texts]
     if weights is None:
-        sets = [[shard for shards in sets for shard in shards]]
-    elif len(weights) != len(sets):
+        return StreamRows([shard for shards in sets for shard in shards], buffer=shuffle_buffer)
+    if len(weights) != len(sets):
         raise DataError(f"{len(weights)} weights for {len(sets)} data sets: give one for each.")
-    return StreamRows(sets, buffer=shuffle_buffer, weights=weights)
+    names = [f"{Path(text).stem}_{number}" for number, text in enumerate(texts, start=1)]
+    parts = (StreamRows(shards, buffer=shuffle_buffer) for shards in sets)
+    return MixedStream(dict(zip(names, parts, strict=True)), weights)
 
 
 def expand(text: str, setting: str) -> list[Path]:
@@ -128,7 +131,7 @@ def load_table(shards: Sequence[Shard], limit: int | None) -> Any:
     paths = [getattr(shard, "path", None) for shard in shards]
     if all(path is not None and get_format(path) for path in paths):
         return load_split([path for path in paths if path is not None], None)
-    return build_table(list(islice(iter(StreamRows([shards])), limit)), shards[0].name)
+    return build_table(list(islice(iter(StreamRows(shards)), limit)), shards[0].name)
 
 
 def choose_buffer(args: Settings) -> int:

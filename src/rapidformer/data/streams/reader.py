@@ -9,12 +9,12 @@ taken: a few numbers, valid for any number of ranks and workers. To resume, one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rapidformer.data.files import get_first_line
-from rapidformer.data.mixture import choose_sets
 from rapidformer.data.streams.shards import Shard
 from rapidformer.errors import DataError, RapidformerError
 
@@ -108,50 +108,32 @@ class SetReader:
             place = _Place()
 
 
-class MixedReader:
-    """Rows of several data sets, without an end: which set a row is from depends on its number.
-
-    A set that is at its end begins again, in another order.
-    """
+class EndlessReader:
+    """The rows of a data set again and again, each time in another order."""
 
     def __init__(
-        self, sets: Sequence[Sequence[Shard]], weights: Sequence[float], buffer: int, seed: int,
-        state: State | None,
-    ) -> None:  # fmt: skip
-        self._sets, self._weights, self._buffer, self._seed = sets, weights, buffer, seed
-        self._row = state["row"] if state else 0
-        self._firsts = np.cumsum([0, *map(len, sets)]).tolist()
-        """The number of each set's first shard, among the shards of all."""
-        states: list[tuple[int, State | None]]
-        states = state["sets"] if state else [(0, None)] * len(sets)
-        self._passes = [passes for passes, _ in states]
-        self._readers = [self._open(number, inner) for number, (_, inner) in enumerate(states)]
-
-    def _open(self, number: int, state: State | None = None) -> SetReader:
-        seed = int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
-        return SetReader(self._sets[number], self._buffer, seed, self._passes[number], state)
+        self, shards: Sequence[Shard], buffer: int, seed: int, state: State | None
+    ) -> None:
+        self._name, self._open = shards[0].name, partial(SetReader, shards, buffer, seed)
+        state = state or {"pass": 0, "inner": None}
+        self._pass: int = state["pass"]
+        self._reader = self._open(self._pass, state["inner"])
 
     def tell(self) -> State:
-        states = [[p, r.tell()] for p, r in zip(self._passes, self._readers, strict=True)]
-        return {"row": self._row, "sets": states}
+        return {"pass": self._pass, "inner": self._reader.tell()}
 
     def take(self, count: int) -> list[StoredRow]:
-        chosen = choose_sets(self._weights, self._seed, self._row, count)
-        self._row += count
-        return [self._take_from(int(number)) for number in chosen]
-
-    def _take_from(self, number: int) -> StoredRow:
-        rows = self._readers[number].take(1)
-        if not rows:
-            self._passes[number] += 1
-            self._readers[number] = self._open(number)
-            rows = self._readers[number].take(1)
-        if not rows:
-            raise DataError(f"{self._sets[number][0].name} holds no rows.")
-        return rows[0]._replace(shard=rows[0].shard + self._firsts[number])
+        rows = self._reader.take(count)
+        while len(rows) < count:
+            self._pass += 1
+            self._reader = self._open(self._pass, None)
+            if not (more := self._reader.take(count - len(rows))):
+                raise DataError(f"{self._name} holds no rows.")
+            rows += more
+        return rows
 
 
-Reader = SetReader | MixedReader
+Reader = SetReader | EndlessReader
 
 
 def read_shard(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.data.streams.reader import (
-    MixedReader,
+    EndlessReader,
     Reader,
     SetReader,
     State,
@@ -51,29 +51,20 @@ class StreamRows:
 
     size: int | None = None
 
-    def __init__(
-        self, sets: Sequence[Sequence[Shard]], *, buffer: int = 0,
-        weights: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
-        """Data sets of shards, with ``weights`` if there are several; ``buffer`` 0: unshuffled."""
-        self._sets, self._weights, self._buffer = sets, weights, buffer
-        self.shards = [shard for shards in sets for shard in shards]
+    def __init__(self, shards: Sequence[Shard], *, buffer: int = 0) -> None:
+        """``buffer`` is the number of rows that are shuffled together; 0: unshuffled."""
+        self.shards, self._buffer = shards, buffer
         self._steps: tuple[Step, ...] = ()
         self.is_expanded = False
         """Whether a row may have become none or several samples."""
+        self.is_shuffled = buffer > 0
         count = len(self.shards)
         self.name = self.shards[0].name if count == 1 else f"{count} shards"
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether data sets begin again when they are at their end."""
-        return len(self._sets) > 1
 
     @cached_property
     def fingerprint(self) -> str | None:
         """Of what decides the order of rows, besides the seed."""
-        shards = [[(Path(s.name).name, s.size) for s in shards] for shards in self._sets]
-        text = repr((shards, self._buffer, self._weights))
+        text = repr(([(Path(s.name).name, s.size) for s in self.shards], self._buffer))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     # ---- what a task does with it ---------------------------------------------------------------
@@ -98,17 +89,13 @@ class StreamRows:
     @cached_property
     def _stored_head(self) -> list[StoredRow]:
         rows: list[StoredRow] = []
-        first = 0
-        for shards in self._sets:
-            numbers = range(first, first + len(shards))
-            first += len(shards)
-            stored = (row for n in numbers for row, _ in read_shard(self.shards, n))
-            room = _HEAD_BYTES // len(self._sets)
-            for row in islice(stored, -(-_HEAD_ROWS // len(self._sets))):
-                rows.append(row)
-                room -= measure(row.value)
-                if room <= 0:
-                    break
+        room = _HEAD_BYTES
+        stored = (row for n in range(len(self.shards)) for row, _ in read_shard(self.shards, n))
+        for row in islice(stored, _HEAD_ROWS):
+            rows.append(row)
+            room -= measure(row.value)
+            if room <= 0:
+                break
         if not rows:
             raise DataError(f"{self.name}: the stream holds no rows.")
         return rows
@@ -197,21 +184,20 @@ class StreamRows:
 
     def read(
         self, seed: int, epoch: int, position: int, *, cursor: State | None = None,
-        num_workers: int = 0, encodes: bool = False,
+        num_workers: int = 0, encodes: bool = False, repeats: bool = False,
     ) -> Reading:  # fmt: skip
         """Read a pass from after this many samples, near which a ``cursor`` of ``Reading`` is.
 
-        ``encodes``: give samples, not stored rows.
+        ``encodes``: give samples, not stored rows. ``repeats``: read pass after pass.
         """
         _ = self._examples  # before workers are forked: each of them would read the head
         if cursor is None or cursor["data"] != self.fingerprint or cursor["samples"] > position:
             cursor = {"samples": 0, "state": None}
         reader: Reader
-        if self.is_endless:
-            weights = self._weights or [1.0] * len(self._sets)
-            reader = MixedReader(self._sets, weights, self._buffer, seed, cursor["state"])
+        if repeats:
+            reader = EndlessReader(self.shards, self._buffer, seed, cursor["state"])
         else:
-            reader = SetReader(self._sets[0], self._buffer, seed, epoch, cursor["state"])
+            reader = SetReader(self.shards, self._buffer, seed, epoch, cursor["state"])
         workers = num_workers if self.is_expanded or encodes else None
         reading = Reading(self, reader, cursor["samples"], workers)
         reading.skip(position - cursor["samples"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rapidformer.data.collate import PadCollator
+from rapidformer.errors import DataError
 
 Batch = dict[str, torch.Tensor]
 _FIELDS = ("input_ids", "token_type_ids")
@@ -34,6 +35,15 @@ class ItemCollator:
         joined._texts = max(self._texts, other._texts)
         joined._scores = max(self._scores, other._scores)
         return joined
+
+    def check(self, item: dict[str, Any]) -> dict[str, Any]:
+        """An item of a stream, if there is room for it."""
+        if (texts := len(item["text_ids"])) > self._texts:
+            raise DataError(
+                f"{texts} texts (the query and its documents), but the first rows of the stream "
+                f"have at most {self._texts}: a row with the most texts must be among them."
+            )
+        return item
 
     def __call__(self, items: list[dict[str, Any]]) -> Batch:
         counts = torch.tensor([len(item["input_ids"]) for item in items])

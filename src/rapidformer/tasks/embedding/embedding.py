@@ -33,6 +33,7 @@ from rapidformer.tasks.rows.rows import (
     get_column_names,
     get_first_table,
     get_splits,
+    is_row_stream,
 )
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
 
@@ -99,7 +100,11 @@ class Embedding(PairTask):
 
         features = encode_splits(tables, columns, parts, encode, "embedding", recipe, loss.name)
         extras = {"rows": tables, "loss": loss, "text_names": ("query", "positive", "negative {}")}
-        prepared = parts.prepare(features, extras, collate=build_collator(features, parts))
+        collate = build_collator(features, parts)
+        train: Any = features.get("train")
+        if is_row_stream(train):
+            features["train"] = train.map(collate.check)
+        prepared = parts.prepare(features, extras, collate=collate)
         return _add_recipe(prepared, parts, recipe, loss)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:

@@ -7,15 +7,15 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.rows.rows import get_class_names, get_column, quiet_datasets
+from rapidformer.tasks.rows.rows import get_class_names, get_column, is_row_stream, quiet_datasets
 
 Splits = dict[str, Any]
 
 
-def merge_classes(sets: Mapping[str, Splits], columns: Sequence[str]) -> int | None:
+def merge_classes(sets: Mapping[str, Splits], columns: Sequence[str]) -> dict[str, Any]:
     """Let the ``columns`` of labels, one for each set, have the same classes in all sets.
 
-    Changes the splits. Returns the number of classes if they are numbered only.
+    Changes the splits, and returns what has to be set besides.
     """
     labels = zip(sets.items(), columns, strict=True)
     found = {
@@ -24,7 +24,8 @@ def merge_classes(sets: Mapping[str, Splits], columns: Sequence[str]) -> int | N
     }
     names = {name: classes for name, classes in found.items() if not isinstance(classes, int)}
     if not names:
-        return max((classes for classes in found.values() if isinstance(classes, int)), default=0)
+        count = max((classes for classes in found.values() if isinstance(classes, int)), default=0)
+        return {"num_labels": count} if count else {}
     if len(names) < len(found):
         named, numbered = next(iter(names)), next(name for name in found if name not in names)
         raise DataError(
@@ -32,14 +33,16 @@ def merge_classes(sets: Mapping[str, Splits], columns: Sequence[str]) -> int | N
             "their classes cannot be compared. Write the names into the rows of both."
         )
     if len(set(names.values())) == 1:
-        return None
+        return {}
     union = _order({label for classes in names.values() for label in classes})
     get_logger().info("labels    %d classes in all sets: %s", len(union), _list(union))
+    if any(is_row_stream(rows) for splits in sets.values() for rows in splits.values()):
+        return {"label_names": list(union)}
     for (name, splits), column in zip(sets.items(), columns, strict=True):
         for split, rows in splits.items():
             if column in rows.column_names:
                 splits[split] = _name_labels(rows, column, union, f"{name}, {split}")
-    return None
+    return {}
 
 
 def _find_classes(rows: Any, column: str) -> tuple[str, ...] | int:

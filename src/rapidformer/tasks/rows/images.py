@@ -117,7 +117,9 @@ def _open(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
     except FileNotFoundError:
         raise DataError(f"{place}: there is no image file {describe_image(value)}.") from None
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        reason = "" if isinstance(value, str) and len(value) > 200 else f" ({error})"
+        # PIL calls a file in memory by its address, and one on disk by its whole path.
+        is_named = isinstance(error, UnidentifiedImageError) or len(str(error)) > 200
+        reason = "" if is_named else f" ({error})"
         raise DataError(
             f"{place}: {describe_image(value)} cannot be read as an image{reason}."
         ) from None

@@ -46,6 +46,7 @@ class AudioClassification(Classifier):
     auto_class = "AutoModelForAudioClassification"
     metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
+    streams = False
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts, tables = load_audio_parts(args), get_splits(args, splits)
