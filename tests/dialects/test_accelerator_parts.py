@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from rapidformer import Accelerator, DistributedType, ProjectConfiguration
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from tests.dialects.test_accelerator import OwnTracker, get_weights, make_parts
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def test_a_model_that_is_not_trained_is_saved_as_itself(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def evaluate(batch_size: int) -> Any:
 
 def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
     outputs, gradients, *_ = evaluate(4)
-    found = run_in_processes(evaluate, 2, 2)
+    found = run_in_kept_processes(evaluate, 2, 2)
     for rank, (rows, summed, reduced, padded, said, shown) in enumerate(found):
         torch.testing.assert_close(rows, outputs)
         assert summed == pytest.approx(gradients, abs=1e-6)
