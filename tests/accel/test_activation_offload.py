@@ -177,7 +177,9 @@ def train_each(layouts: list[list[str]]) -> list[dict[str, np.ndarray]]:
 
 def test_sharded_and_split_weights_train_alike() -> None:
     layouts = [["--zero-3-memory-optimization"], ["--tensor-model-parallel-size", "2"]]
-    sharded, offloaded, split, split_and_offloaded = run_in_kept_processes(train_each, 2, layouts)[0]
+    sharded, offloaded, split, split_and_offloaded = run_in_kept_processes(train_each, 2, layouts)[
+        0
+    ]
     for expected, found in ((sharded, offloaded), (split, split_and_offloaded)):
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,7 +258,7 @@ def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
         assert shown == (2, rank, DistributedType.MULTI_CPU)
 
 
-def test_what_was_prepared_can_be_pickled() -> None:
+def test_what_was_prepared_can_be_pickled(python: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -281,7 +280,7 @@ def test_what_was_prepared_can_be_pickled() -> None:
     assert float(copied.state[copied.param_groups[0]["params"][0]]["step"]) == 5
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).is_main_process)"
     elsewhere = subprocess.run(
-        [sys.executable, "-c", code],
+        [python, "-c", code],
         input=pickle.dumps(accelerator),
         capture_output=True,
         check=True,
