@@ -16,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The tests of 16-bit arithmetic are small: they run on processors that must emulate it too.
 os.environ.setdefault("RAPIDFORMER_EMULATE_16_BIT", "1")
+# With more, inductor starts a process that imports torch, and workers in it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -19,7 +19,7 @@ from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.overlay import list_layers
 from tests.parity.harness import SETTINGS, make_adamw, make_sgd, run_updates
 from tests.parity.models import build_model, build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 Settings = dict[str, Any]
 
@@ -313,7 +313,7 @@ def close_on_two_ranks(cases: list[tuple[str, Settings]]) -> None:
 
 @pytest.mark.slow
 def test_a_closed_model_is_whole_and_plain_on_every_rank() -> None:
-    run_in_processes(close_on_two_ranks, 2, TWO_RANKS)
+    run_in_kept_processes(close_on_two_ranks, 2, TWO_RANKS)
 
 
 def stay_sharded() -> str:
@@ -330,7 +330,7 @@ def stay_sharded() -> str:
 
 @pytest.mark.slow
 def test_weights_that_do_not_fit_whole_stay_sharded() -> None:
-    assert run_in_processes(stay_sharded, 2) == ["FSDPGPT2LMHeadModel"] * 2
+    assert run_in_kept_processes(stay_sharded, 2) == ["FSDPGPT2LMHeadModel"] * 2
 
 
 def test_a_row_copies_the_tables_of_a_model_once() -> None:

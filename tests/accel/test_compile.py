@@ -31,6 +31,7 @@ from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import ModelPlan, find_plan
 from rapidformer.overlay import get_fact
 from tests.parity.models import build_model
+from tests.test_process_state import COMPILED, list_changes, look, look_at_torch
 
 from .models import make
 
@@ -368,11 +369,17 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
 
 
 def test_generated_code_computes_the_same() -> None:
-    """The one test with inductor, the default: generating code for a graph takes seconds."""
+    """The one test with inductor's code, the default: generating it takes many seconds.
+
+    The process is left as it was, too.
+    """
     model = build_model("small-bert", 0.0, layers=2).train()
     expected = run(model, "small-bert", FIXED)
+    before = look() | look_at_torch()
     compiled = compile_blocks(model, backend="inductor")
     found = run(model, "small-bert", FIXED)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
+    changes = list_changes(before, look() | look_at_torch())
+    assert not [change for change in changes if not change.startswith(tuple(COMPILED))]

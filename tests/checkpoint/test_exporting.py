@@ -75,9 +75,11 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_checkpoint_is_proven_by_a_process_of_plain_transformers(
+@pytest.mark.usefixtures("in_process")
+def test_checkpoint_is_exported_and_proven(
     base: Path, tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
+    """The LoRA example (tests/tasks/test_adapters.py) has the process of plain transformers."""
     model = load(base)
     run = train(model, tmp_path / "run")
     done = command("export", run, tmp_path / "out", "--max-shard-size", "2KB")

@@ -12,11 +12,10 @@ from transformers import GPT2LMHeadModel
 
 import rapidformer
 from rapidformer.checkpoint.tensors import StoredTensors, load_tensors
-from rapidformer.dist.processes import stop_processes
 from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model, build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 LARGER: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_model_parallel_size": 2},
@@ -45,7 +44,6 @@ def _save_all(folder: Path) -> None:
     for name, settings in LARGER.items():
         partial = {"load": str(folder / "saved"), "allow_partial_load": True}
         _train(3, {**settings, **partial}).save_checkpoint(folder / name)
-    stop_processes()
 
 
 def read(run: Path) -> dict[str, Tensor]:
@@ -59,7 +57,7 @@ def read(run: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run_in_processes(_save_all, 2, folder)
+    run_in_kept_processes(_save_all, 2, folder)
     return folder
 
 

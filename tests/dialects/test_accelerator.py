@@ -21,7 +21,7 @@ from rapidformer.config import resolve
 from rapidformer.dialects.accelerate.settings import build_accelerator_settings
 from rapidformer.errors import ConfigurationError, RapidformerError
 from tests.dialects.small import make_classifier
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.small import make_model_folder, make_pair_data
 
 ROWS = 24
@@ -76,7 +76,7 @@ def test_accumulating_by_hand_on_two_processes(stage: int | None) -> None:
     elif stage is not None:
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=stage)
     alone, rates = train_by_hand(None, 3)
-    for weights, own_rates in run_in_processes(_train_by_hand_with, 2, arguments):
+    for weights, own_rates in run_in_kept_processes(_train_by_hand_with, 2, arguments):
         assert weights == pytest.approx(alone, abs=1e-6)
         assert own_rates == rates
 
@@ -161,7 +161,7 @@ def _get_prepared_rates() -> list[float]:
 
 
 def test_a_prepared_scheduler_ends_with_the_epoch_on_any_number_of_processes() -> None:
-    alone, (first, second) = _get_prepared_rates(), run_in_processes(_get_prepared_rates, 2)
+    alone, (first, second) = _get_prepared_rates(), run_in_kept_processes(_get_prepared_rates, 2)
     assert first == second == alone[1::2]
     assert first[-1] == 0.0
 
@@ -185,7 +185,7 @@ def _gather_everything() -> Any:
 
 
 def test_verbs_between_processes() -> None:
-    first, second = run_in_processes(_gather_everything, 2)
+    first, second = run_in_kept_processes(_gather_everything, 2)
     assert first[0] == second[0] == list(range(7))
     assert first[1] == ["process 0", "process 1"]
     assert first[2] == 0.5
@@ -209,7 +209,7 @@ def _gather_repeated_losses(rows: int, batch_size: int) -> Any:
 def test_a_repeated_loss_counts_each_example_once() -> None:
     losses, texts = _gather_repeated_losses(9, 8)
     assert losses == [7] * 8 + [8] and texts == [str(i) for i in range(9)]
-    for losses, texts in run_in_processes(_gather_repeated_losses, 2, 5, 2):
+    for losses, texts in run_in_kept_processes(_gather_repeated_losses, 2, 5, 2):
         assert losses == [1, 1, 3, 3, 4] and texts == [str(i) for i in range(5)]
 
 
@@ -328,7 +328,7 @@ def distil(batch_size: int = 4, **arguments: Any) -> list[float]:
 
 
 def test_a_teacher_on_two_processes_is_as_on_one() -> None:
-    for found in run_in_processes(_distil_twice, 2):
+    for found in run_in_kept_processes(_distil_twice, 2):
         for weights, expected in zip(found, (distil(4), distil(4)), strict=True):
             assert weights == pytest.approx(expected, abs=1e-6)
 
@@ -338,7 +338,7 @@ def _distil_twice() -> tuple[list[float], list[float]]:
 
 
 def test_processes_apart() -> None:
-    first, second = run_in_processes(_work_apart, 2)
+    first, second = run_in_kept_processes(_work_apart, 2)
     assert first == ([0, 1, 2], [0, 1, 2], True, False, ["main", "local"])
     assert second == ([3, 4, 4], [3, 4], True, False, ["local", "last", "one"])
 
@@ -466,7 +466,7 @@ def save_sharded(folder: str) -> bool:
 
 
 def test_save_pretrained_of_a_sharded_model_saves_it_whole(tmp_path: Path) -> None:
-    assert run_in_processes(save_sharded, 2, str(tmp_path)) == [True, True]
+    assert run_in_kept_processes(save_sharded, 2, str(tmp_path)) == [True, True]
     saved = BertForSequenceClassification.from_pretrained(tmp_path).state_dict()
     torch.testing.assert_close(dict(saved), dict(make_classifier().state_dict()), rtol=0, atol=0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from rapidformer import Accelerator, DistributedType, ProjectConfiguration
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
 from tests.dialects.test_accelerator import OwnTracker, get_weights, make_parts
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def test_a_model_that_is_not_trained_is_saved_as_itself(tmp_path: Path) -> None:
@@ -249,7 +248,7 @@ def evaluate(batch_size: int) -> Any:
 
 def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
     outputs, gradients, *_ = evaluate(4)
-    found = run_in_processes(evaluate, 2, 2)
+    found = run_in_kept_processes(evaluate, 2, 2)
     for rank, (rows, summed, reduced, padded, said, shown) in enumerate(found):
         torch.testing.assert_close(rows, outputs)
         assert summed == pytest.approx(gradients, abs=1e-6)
@@ -259,7 +258,7 @@ def test_evaluation_without_an_optimizer_is_as_on_one_process() -> None:
         assert shown == (2, rank, DistributedType.MULTI_CPU)
 
 
-def test_what_was_prepared_can_be_pickled() -> None:
+def test_what_was_prepared_can_be_pickled(python: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -281,7 +280,7 @@ def test_what_was_prepared_can_be_pickled() -> None:
     assert float(copied.state[copied.param_groups[0]["params"][0]]["step"]) == 5
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).is_main_process)"
     elsewhere = subprocess.run(
-        [sys.executable, "-c", code],
+        [python, "-c", code],
         input=pickle.dumps(accelerator),
         capture_output=True,
         check=True,

@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from rapidformer import Trainer
 from tests.dialects.test_trainer import make_trainer, read_losses
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 class Watcher(TrainerCallback):
@@ -255,7 +255,7 @@ class AsksOnFirstRank(TrainerCallback):
 
 
 def test_the_first_process_decides_for_all(tmp_path: Path) -> None:
-    for steps, folders in run_in_processes(_ask_on_first_rank, 2, str(tmp_path)):
+    for steps, folders in run_in_kept_processes(_ask_on_first_rank, 2, str(tmp_path)):
         assert steps == 3
         assert "iter_0000002" in folders
 

@@ -19,7 +19,7 @@ from rapidformer.checkpoint.loading import check_checkpoint
 from rapidformer.errors import CheckpointError
 from tests.dialects.small import make_classifier
 from tests.dialects.test_trainer import make_trainer, read_losses
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.small import make_model_folder
 
 
@@ -133,7 +133,7 @@ def test_tied_weights_and_fused_experts_are_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_split_weights_are_joined(tmp_path: Path) -> None:
     """Fused and tied ones of GPT-2, split over layers and within them."""
-    run_in_processes(_save_split, 2, str(tmp_path))
+    run_in_kept_processes(_save_split, 2, str(tmp_path))
     for layout in ("tensor", "pipeline"):
         [saved] = (tmp_path / layout).glob("iter_*")
         check_checkpoint(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -42,6 +43,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def find_words() -> dict[str, list[str]]:
     """The dialects' words outside their room, by file."""
     places: dict[str, list[str]] = {}

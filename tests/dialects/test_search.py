@@ -11,7 +11,7 @@ import pytest
 from rapidformer.errors import ConfigurationError, MissingPackageError
 from tests.dialects.small import make_classifier
 from tests.dialects.test_trainer import make_trainer
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 optuna = pytest.importorskip("optuna", reason="the extra rapidformer[search] is not installed")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -57,7 +57,7 @@ def test_the_best_trial_is_found(tmp_path: Path) -> None:
 
 
 def test_every_process_trains_the_same_trials(tmp_path: Path) -> None:
-    for best, seen in run_in_processes(run_search, 2, str(tmp_path)):
+    for best, seen in run_in_kept_processes(run_search, 2, str(tmp_path)):
         check_best(best, seen)
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rapidformer import Accelerator, DeepSpeedPlugin
 from rapidformer.errors import CheckpointError, RapidformerError
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 ROWS = 22
 """The last batch is smaller."""
@@ -121,7 +121,7 @@ def test_two_processes_are_as_one(tmp_path: Path) -> None:
         play(None), play(None), play(Accelerator(cpu=True, gradient_accumulation_steps=2), steps=2),
         play(Accelerator(cpu=True), folder=one),
     ]  # fmt: skip
-    for found in run_in_processes(_play_in_two_processes, 2, str(tmp_path / "two")):
+    for found in run_in_kept_processes(_play_in_two_processes, 2, str(tmp_path / "two")):
         for (weights, norms), (expected, expected_norms) in zip(found, alone, strict=True):
             assert weights == pytest.approx(expected, abs=1e-5)
             assert norms == pytest.approx(expected_norms, rel=1e-4)

@@ -24,7 +24,7 @@ from rapidformer.dialects.huggingface.loss import call_with_count
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.errors import CheckpointError, ConfigurationError, DataError, RapidformerError
 from tests.dialects.small import collate, compute_accuracy, make_classifier, make_dataset, make_rows
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes, run_in_processes
 
 
 def make_arguments(folder: Path | str, **settings: Any) -> TrainingArguments:
@@ -106,8 +106,8 @@ def test_accumulation_is_exact(tmp_path: Path) -> None:
 
 def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
     kinds = ["", "full_shard auto_wrap", "shard_grad_op"]
-    [[alone]] = run_in_processes(_train_each, 1, str(tmp_path / "one"), 4, [""])
-    everyone = run_in_processes(_train_each, 2, str(tmp_path / "two"), 2, kinds)
+    [[alone]] = run_in_kept_processes(_train_each, 1, str(tmp_path / "one"), 4, [""])
+    everyone = run_in_kept_processes(_train_each, 2, str(tmp_path / "two"), 2, kinds)
     for kind, *results in zip(kinds, *everyone, strict=True):
         for result in results:
             assert result["shapes"] == alone["shapes"] == [(13, 2), (13,)], kind
@@ -394,7 +394,7 @@ def attack_in_trainer(folder: Path | str, kind: type[Trainer], **given: Any) -> 
 
 def test_an_attack_reads_the_gradient_of_all_processes(tmp_path: Path) -> None:
     """Also if the weights are sharded."""
-    found = run_in_processes(_attack_sharded, 2, str(tmp_path))[0]
+    found = run_in_kept_processes(_attack_sharded, 2, str(tmp_path))[0]
     assert found == pytest.approx(run_plainly(FastGradient, 4), abs=1e-6)
 
 

@@ -12,7 +12,7 @@ from rapidformer.dist import mpu
 from rapidformer.dist.processes import start_processes
 from rapidformer.dist.topology import build_topology
 from rapidformer.errors import RapidformerError
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 
 def build_batch() -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_a_group_gets_what_its_first_process_has() -> None:
     """The others pass None; what is wrong with the batch is said on all of them."""
     batch = build_batch()
     expected = {"rows": batch["rows"].tolist(), "text": batch["text"].tolist()}
-    for rank, (got, error, ranks) in enumerate(run_in_processes(_broadcast, 2)):
+    for rank, (got, error, ranks) in enumerate(run_in_kept_processes(_broadcast, 2)):
         assert got == expected
         assert "'rows' is torch.float32, not torch.int64" in error
         assert ranks == (rank, 2)
@@ -90,7 +90,7 @@ def _look_at_groups() -> dict[str, Any]:
 
 def test_an_axis_of_one_process_has_a_group_of_one() -> None:
     """None would be all processes to torch: their values would be summed without a word."""
-    for rank, found in enumerate(run_in_processes(_look_at_groups, 4)):
+    for rank, found in enumerate(run_in_kept_processes(_look_at_groups, 4)):
         stage, replica = divmod(rank, 2)
         assert found["alone"] == rank
         assert found["data"] == 4 * stage + 1

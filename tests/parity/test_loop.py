@@ -107,27 +107,28 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "switches"),
+    ("world_size", "updates", "switches"),
     [
-        (1, {}),
-        (1, {"mixed_precision": "bf16", "micro_batch_size": 1, "global_batch_size": 2}),
-        (1, {"fp16": True, "micro_batch_size": 1}),
-        (1, {"optimizer": "muon"}),
-        (2, {}),
-        (2, {"zero_1_memory_optimization": True, "global_batch_size": 16}),
-        (2, {"zero_3_memory_optimization": True}),
+        (1, 12, {}),
+        (1, 5, {"mixed_precision": "bf16", "micro_batch_size": 1, "global_batch_size": 2}),
+        (1, 5, {"fp16": True, "micro_batch_size": 1}),
+        (1, 12, {"optimizer": "muon"}),
+        (2, 7, {}),
+        (2, 4, {"zero_1_memory_optimization": True, "global_batch_size": 16}),
+        (2, 7, {"zero_3_memory_optimization": True}),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(
-    world_size: int, switches: dict[str, Any], tmp_path: Path
+    world_size: int, updates: int, switches: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Interrupted in the middle of an epoch, with dropout: every later loss is bit-equal."""
-    # An epoch has eleven updates in one process, and six or three in two. Processors that have no
-    # 16 bits take forty times as long.
-    updates = 5 if {"mixed_precision", "fp16"} & set(switches) else 14 if world_size == 1 else 8
+    """Interrupted in the middle of an epoch, with dropout: every later loss is bit-equal.
+
+    One update of the second epoch follows: the first has eleven in one process, and six or three in
+    two. In 16 bits there is one epoch only: some processors take forty times as long.
+    """
     settings = {"train_iters": updates, "lr_warmup_iters": 2, "seed": 3, **switches}
     whole = {**settings, "save": str(tmp_path / "whole")}
-    first = {**settings, "save": str(tmp_path / "part"), "exit_interval": 3}
+    first = {**settings, "save": str(tmp_path / "part"), "exit_interval": 2}
     second = {**settings, "save": str(tmp_path / "part"), "load": str(tmp_path / "part")}
     runs = [whole, first, second]
     losses, interrupted, resumed = (
@@ -136,7 +137,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         else run_in_kept_processes(_run_each, world_size, runs)[0]
     )
     assert len(losses) == updates
-    assert interrupted == losses[:3]
+    assert interrupted == losses[:2]
     assert resumed == losses
 
 

@@ -30,7 +30,7 @@ from rapidformer.engine import RapidformerEngine, predict_rows
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.evaluation import predicting
 from rapidformer.tasks.evaluation.predicting import iterate_predictions, predict_task, show_progress
-from tests.processes import PATIENCE, run_in_processes
+from tests.processes import PATIENCE, run_in_kept_processes
 
 from .test_chat import CHATML, build_tokenizer
 
@@ -94,7 +94,7 @@ def test_two_ranks_answer_as_one(chat_folder: Path) -> None:
         "zero_3_memory_optimization", "tensor_model_parallel_size", "context_parallel_size",
         "pipeline_model_parallel_size",
     ]  # fmt: skip
-    for answers in run_in_processes(_predict_each, 2, settings, layouts, rows):
+    for answers in run_in_kept_processes(_predict_each, 2, settings, layouts, rows):
         assert dict(zip(layouts, answers, strict=True)) == dict.fromkeys(layouts, alone)
 
 
@@ -121,7 +121,7 @@ def _count(settings: dict[str, Any]) -> tuple[list[Any], list[int]]:
 
 
 def test_the_engine_predicts_every_sample_once() -> None:
-    results = run_in_processes(_count, 2, {"micro_batch_size": 2})
+    results = run_in_kept_processes(_count, 2, {"micro_batch_size": 2})
     for found, _ in results:
         assert found == list(range(45))
     first, second = (seen for _, seen in results)
@@ -331,7 +331,7 @@ def _save(folder: Path, target: Path) -> None:
 
 
 def test_a_checkpoint_of_any_layout_answers(chat_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    run_in_processes(_save, 2, chat_folder, tmp_path / "run")
+    run_in_kept_processes(_save, 2, chat_folder, tmp_path / "run")
     words = ["--chat-template", "none", "--max-new-tokens", "6", "--input", "the sky"]
     answers = []
     for location in (chat_folder, tmp_path / "run", tmp_path / "run" / "iter_0000000"):

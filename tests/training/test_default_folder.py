@@ -11,7 +11,7 @@ from rapidformer import get_args
 from rapidformer.config import parse_arguments
 from rapidformer.errors import RapidformerError
 from rapidformer.training.run_folder import RUNS_VARIABLE, choose_folder
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.training.test_templates import LineFinetuner, make_engine, read_lines
 
 
@@ -94,6 +94,6 @@ def _train_without_save() -> str | None:
 
 
 def test_all_processes_agree_on_the_folder(runs: Path) -> None:
-    first, second = run_in_processes(_train_without_save, 2)
+    first, second = run_in_kept_processes(_train_without_save, 2)
     assert first == second
     assert [str(path) for path in runs.iterdir()] == [first]

@@ -18,7 +18,7 @@ from rapidformer.config import parse_arguments
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import CheckpointError, RapidformerError, TrainingError
 from rapidformer.training.run_folder import set_aside
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.training.test_templates import LineFinetuner, Regression, make_engine, read_lines
 
 
@@ -219,7 +219,7 @@ def _fail_on_rank_0(folder: Path) -> list[str]:
 
 
 def test_a_full_disk_on_rank_0_stops_all_ranks_with_the_reason(tmp_path: Path) -> None:
-    found = run_in_processes(_fail_on_rank_0, 2, tmp_path)
+    found = run_in_kept_processes(_fail_on_rank_0, 2, tmp_path)
     assert found[0] == found[1]
     for problem in found[0]:
         assert problem.startswith(f"{tmp_path} cannot be written: No space left on device")

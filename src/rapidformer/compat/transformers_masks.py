@@ -108,10 +108,13 @@ def makes_own_mask(module: nn.Module) -> bool:
     """Whether a model's own ``forward``, by its source, makes a mask of ones, as BART's decoder."""
     from transformers import PreTrainedModel
 
-    if not isinstance(module, PreTrainedModel):
-        return False
+    return isinstance(module, PreTrainedModel) and _has_mask(inspect.unwrap(type(module).forward))
+
+
+@functools.lru_cache(maxsize=1000)  # every model's modules are asked about
+def _has_mask(forward: Any) -> bool:
     try:
-        source = inspect.getsource(inspect.unwrap(type(module).forward))
+        source = inspect.getsource(forward)
     except (OSError, TypeError):  # not in a file
         return False
     return any(line in source for line in _OWN_MASKS)

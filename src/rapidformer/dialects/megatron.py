@@ -38,6 +38,9 @@ class _Alias(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if self.__name__ in _MODULES:
+            # torch, while it is imported, asks all modules for their __file__: too early for ours.
+            if name.startswith("__"):
+                raise AttributeError(name)
             return getattr(importlib.import_module(_MPU), name)
         names = _NAMES[self.__name__]
         if name not in names:

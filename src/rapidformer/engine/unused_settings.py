@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def warn_about_unused_settings(
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     if main is None or not any(changed.values()):
         return  # in a notebook, what its cells read cannot be searched
+    if not get_logger().isEnabledFor(logging.WARNING):
+        return  # the sources need not be searched for what nobody is told
     read = {name for path in _list_sources(main) for name in _find_attributes(_read(path))}
     sentences = []
     for part, names in changed.items():

@@ -29,7 +29,7 @@ from rapidformer.dist.processes import stop_processes
 from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_rows, collate
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 
 Settings = dict[str, Any]
 Layouts = tuple[str, ...]
@@ -254,7 +254,7 @@ def _run_on_ranks(legs: list[Leg]) -> list[list[Rank]]:
     for leg in legs:
         shutil.rmtree(leg.folder, ignore_errors=True)
         leg.folder.mkdir()
-    everyone = run_in_processes(run_legs, LAYOUTS[legs[0].layout][0], legs)
+    everyone = run_in_kept_processes(run_legs, LAYOUTS[legs[0].layout][0], legs)
     return [list(ranks) for ranks in zip(*everyone, strict=True)]
 
 

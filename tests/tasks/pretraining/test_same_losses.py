@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rapidformer.cli.main import main
-from tests.processes import run_in_processes
+from tests.processes import run_in_kept_processes
 from tests.tasks.pretraining.corpus import LENGTH, SIZES, get_losses
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def train(command: Any, tmp_path: Path) -> Any:
             done = command(*words)
             assert done.returncode == 0, done.stderr
         else:
-            assert run_in_processes(main, processes, list(map(str, words))) == [0] * processes
+            assert run_in_kept_processes(main, processes, list(map(str, words))) == [0] * processes
         names = ("loss", "eval_loss", "test_loss")
         return [loss for kind in names for loss in get_losses(tmp_path / name, kind)]
 
