@@ -17,6 +17,7 @@ from rapidformer.config import Settings
 from rapidformer.config.stream_rules import find_length_problems, find_stream_problems
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
+from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import get_task, list_tasks
 
 from .conftest import make_args, write_jsonl
@@ -211,6 +212,9 @@ def test_later_rows_that_a_task_cannot_use(bert_folder: Path, tmp_path: Path) ->
 def test_which_tasks_stream() -> None:
     loaded_whole = {"grpo", "image_text", "speech_recognition", "audio_classification"}
     assert {task.name for task in list_tasks() if not task.streams} == loaded_whole
+    for name in loaded_whole:
+        with pytest.raises(DataError, match=f"the task {name} prepares all rows at once"):
+            prepare_data(get_task(name), make_args(), {"train": iter([])})
 
 
 @pytest.mark.usefixtures("short_head")

@@ -33,6 +33,11 @@ def prepare_data(
     task: Task, args: Settings, splits: Mapping[str, Any] | None = None
 ) -> PreparedData:
     """The data that was given or that the settings name, which may be several sets."""
+    if not task.streams and any(not hasattr(rows, "__len__") for rows in (splits or {}).values()):
+        raise DataError(
+            f"the task {task.name} prepares all rows at once: give it data with a length, not an "
+            "iterable data set."
+        )
     sets = read_sets(args) if splits is None else []
     if not sets:
         return task.prepare(args, splits)
