@@ -401,6 +401,15 @@ def test_classes_from_folders(ctc_folder: Path, tmp_path: Path) -> None:
     assert [Path(name).parent.name for name in names] == ["high", "low"]
 
 
+def test_a_whisper_classifies_without_its_decoder(whisper_folder: Path) -> None:
+    rows = [{"audio": row["audio"], "label": row["text"][:3]} for row in make_rows(4)]
+    args = make_args(pretrained_model_name_or_path=whisper_folder)
+    model = CLASSIFICATION.build_model(args, CLASSIFICATION.prepare(args, {"train": rows}))
+    own = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(whisper_folder).model.encoder
+    mine = dict(model.encoder.state_dict())
+    assert all(torch.equal(mine[name], weight) for name, weight in own.state_dict().items())
+
+
 def test_metadata_next_to_recordings(ctc_folder: Path, tmp_path: Path) -> None:
     """An audiofolder: splits with a metadata.csv, whose paths begin there."""
     for split in ("train", "validation"):
