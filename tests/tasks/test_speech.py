@@ -327,7 +327,7 @@ def test_evaluation_equals_jiwer(kind: str, ctc_folder: Path, whisper_folder: Pa
     assert [decode(r["transcript"]) for r in single] == heard, "padding is not heard"
     batch = prepared.collate([prepared.validation[n] for n in range(5)])
     loss = prepared.objective.compute(model, batch, None)["loss"].mean
-    assert abs(metrics["loss"] - float(loss)) < 1e-4
+    assert abs(metrics["loss"] - loss.item()) < 1e-4
 
 
 def compute_plainly(folder: Path, rows: plain_process.Rows) -> dict[str, torch.Tensor]:
