@@ -261,6 +261,7 @@ def test_a_model_that_sees_is_refused_if_text_cannot_train_it(
         "pretrained_model_name_or_path": model,
         "save": "none",
         "train_iters": 1,
+        "text_column": "prompt",
     }
     with pytest.raises(ModelError, match=problem):
         rapidformer.train(rows, task=task, **options)
