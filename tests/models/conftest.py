@@ -19,7 +19,10 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_si
 
 
 def make_args(**values: Any) -> SimpleNamespace:
-    defaults = dict.fromkeys(_NAMES) | {"trust_remote_code": False, "from_scratch": False}
+    defaults = dict.fromkeys(_NAMES) | {
+        "trust_remote_code": False, "from_scratch": False, "train_vision": False,
+        "train_projector": False,
+    }  # fmt: skip
     return SimpleNamespace(**{**defaults, "world_size": 1, **values})
 
 

@@ -46,7 +46,7 @@ def check_equal(result: Recorder, expected: Recorder) -> None:
         assert set(weights) == set(wanted)
         for name, weight in weights.items():
             gap = float((weight - wanted[name]).abs().max())
-            assert gap < 1e-6, f"{name}: {gap:.1e}"  # at a learning rate of 0.05
+            assert gap < 3e-6, f"{name}: {gap:.1e}"  # at a learning rate of 0.05
 
 
 @pytest.fixture(scope="module")

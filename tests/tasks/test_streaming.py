@@ -67,7 +67,8 @@ def test_of_100_000_rows_only_some_records_are_held_at_a_time() -> None:
     _Record.alive = _Record.most = 0
     done: list[int] = []
     engine: Any = RapidformerEngine(args={"micro_batch_size": 1})
-    tally = evaluating.measure(engine, Task(), None, Loader(), None, "test", done.append)  # type: ignore[arg-type]
+    data = PreparedData(collate=list, processor=None)
+    tally = evaluating.measure(engine, Task(), None, Loader(), data, "test", done.append)  # type: ignore[arg-type]
     engine.close()
     assert tally.examples == sum(done) == ROWS
     assert tally.compute() == {"loss": 0.5, "accuracy": 1.0, "f1": 1.0}

@@ -47,7 +47,7 @@ TOPICS = {
     "run": "What to run", "model": "Model", "data": "Data", "preferences": "Preferences",
     "rewards": "Learning from rewards", "reference": "Reference model",
     "distillation": "Distillation", "embeddings": "Embeddings and rerankers",
-    "generation": "Text generation",
+    "speech": "Speech and audio", "generation": "Text generation",
     "training": "Training", "optimizer": "Optimizer and learning rate", "adapters": "Adapters",
     "switches": "Acceleration switches", "parallelism": "Parallelism",
     "checkpoints": "Checkpoints", "logging": "Logging", "launch": "Launch",
