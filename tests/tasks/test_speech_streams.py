@@ -95,9 +95,7 @@ def test_samples_are_those_of_a_table(
         {**row, "audio": {**row["audio"], "array": _as_stored(row["audio"]["array"])}}
         for row in rows
     ]
-    labelled = [
-        {"audio": row["audio"], "label": row["text"].split()[0]} for row in decoded
-    ]
+    labelled = [{"audio": row["audio"], "label": row["text"].split()[0]} for row in decoded]
     for task, folder, table, settings in (
         (RECOGNITION, ctc_folder, decoded, {}),
         (RECOGNITION, whisper_folder, decoded, {"language": "de"}),
@@ -125,7 +123,9 @@ def test_what_cannot_be_learnt_has_no_labels(
     kind: str, ctc_folder: Path, whisper_folder: Path, tmp_path: Path, caplog: Any
 ) -> None:
     """The loss and the gradient are those of the other rows, also where there are none."""
-    folder, settings = (whisper_folder, {"language": "de"}) if kind == "whisper" else (ctc_folder, {})
+    folder, settings = (
+        (whisper_folder, {"language": "de"}) if kind == "whisper" else (ctc_folder, {})
+    )
     task = CLASSIFICATION if kind == "classes" else RECOGNITION
     rows = make_rows(3)
     rows[1]["audio"]["array"] = np.resize(rows[1]["audio"]["array"], 3 * RATE)
