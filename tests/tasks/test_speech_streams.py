@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -152,6 +153,16 @@ def test_what_cannot_be_learnt_has_no_labels(
     alone, gradients = learn([1])
     assert not any(gradient.any() for gradient in gradients)
     assert alone["loss"].count is None or float(alone["loss"].count) == 0
+
+
+def test_an_iterable_data_set_is_not_decoded_by_itself(ctc_folder: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path, "parquet", make_rows(3))
+    table = datasets.Dataset.from_parquet(data, cache_dir=str(tmp_path))
+    declared = table.cast_column("audio", datasets.Audio()).to_iterable_dataset()
+    args = make_args(pretrained_model_name_or_path=ctc_folder, dataloader_type="single")
+    found = collect(RECOGNITION.prepare(args, {"train": declared}))
+    expected = collect(prepare(RECOGNITION, ctc_folder, data))
+    assert len(found) == 3 and all(map(is_same, found, expected))
 
 
 def test_what_stops_a_stream(ctc_folder: Path, tmp_path: Path) -> None:

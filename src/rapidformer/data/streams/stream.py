@@ -32,7 +32,7 @@ from rapidformer.data.streams.reader import (
     measure,
     read_shard,
 )
-from rapidformer.data.streams.shards import Row, Shard
+from rapidformer.data.streams.shards import IterableShard, Row, Shard
 from rapidformer.errors import DataError, RapidformerError
 from rapidformer.log import get_logger
 
@@ -86,6 +86,17 @@ class StreamRows:
         stream.__dict__.pop("head", None)
         stream._steps = (*self._steps, step)
         stream.is_expanded = self.is_expanded or expands
+        return stream
+
+    def without_decoding(self, kind: str) -> StreamRows:
+        """The stream with the columns of a kind (Audio) as they are stored."""
+        stream = copy.copy(self)
+        for name in ("head", "_stored_head", "_examples", "features"):
+            stream.__dict__.pop(name, None)
+        stream.shards = [
+            shard.without_decoding(kind) if isinstance(shard, IterableShard) else shard
+            for shard in self.shards
+        ]
         return stream
 
     def map(self, function: Callable[[Any], Any]) -> StreamRows:

@@ -21,7 +21,6 @@ from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column,
     get_column_names,
-    get_splits,
     is_row_stream,
 )
 from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
@@ -32,6 +31,7 @@ from rapidformer.tasks.speech.rows import (
     AudioRows,
     build_rows,
     load_audio_parts,
+    load_tables,
     measure_rows,
     stream_rows,
 )
@@ -56,7 +56,7 @@ class AudioClassification(Classifier):
     answer_role = LABEL.name
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        parts, tables = load_audio_parts(args), load_tables(args, splits)
         columns = find_columns((LABEL, AUDIO), get_column_names(next(iter(tables.values()))), args)
         audio, label = columns["audio"], columns["label"]
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))

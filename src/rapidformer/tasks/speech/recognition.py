@@ -24,7 +24,6 @@ from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column,
     get_column_names,
-    get_splits,
     has_columns,
     is_row_stream,
 )
@@ -34,6 +33,7 @@ from rapidformer.tasks.speech.rows import (
     AudioRows,
     build_rows,
     load_audio_parts,
+    load_tables,
     measure_rows,
     stream_rows,
 )
@@ -74,7 +74,7 @@ class SpeechRecognition(Task):
     streams = True
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        parts, tables = load_audio_parts(args), load_tables(args, splits)
         columns = find_columns((AUDIO, TEXT), get_column_names(next(iter(tables.values()))), args)
         text, train = columns["text"], tables.get("train")
 

@@ -16,7 +16,15 @@ from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.streams.stream import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
-from rapidformer.tasks.rows.rows import Columns, get_column, get_column_names, map_rows, to_rows
+from rapidformer.tasks.rows.rows import (
+    Columns,
+    get_column,
+    get_column_names,
+    get_splits,
+    is_row_stream,
+    map_rows,
+    to_rows,
+)
 from rapidformer.tasks.speech.audio import Clip, list_folders, open_clip, without_decoding
 
 if TYPE_CHECKING:
@@ -63,6 +71,14 @@ class AudioParts(NamedTuple):
         options = {"return_attention_mask": True} if has_mask else {}
         inputs = self.extractor(samples, sampling_rate=self.extractor.sampling_rate, **options)
         return {name: np.asarray(values[0]) for name, values in inputs.items()}
+
+
+def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The splits; `datasets` would decode the recordings of a stream on every rank."""
+    return {
+        split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
+        for split, rows in get_splits(args, splits).items()
+    }
 
 
 def load_audio_parts(args: Settings) -> AudioParts:
