@@ -51,7 +51,7 @@ class Rig:
         self.scheduler = take_over_scheduler(scheduler, self.clock)
 
     def backward(
-        self, loss: torch.Tensor, weight: float = 1.0, *, ends_update: bool = False
+        self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0, *, ends_update: bool = False
     ) -> bool:
         is_last = self.clock.start_micro_batch(ends_update=ends_update)
         share = self.clock.add_weight(weight, shared_unit=None)

@@ -41,6 +41,13 @@ def test_update_happens_after_the_last_micro_batch_only() -> None:
         assert rig.lr == 1.0 / (1 + number // 3)
 
 
+@pytest.mark.parametrize("weight", [0, torch.tensor(0.0)])
+def test_an_update_in_which_nothing_counts_has_no_gradient(weight: float | torch.Tensor) -> None:
+    rig = Rig(rounds=1)
+    rig.backward(rig.loss(), weight=weight)
+    assert all(g is not None and not g.any() for g in rig.gradients)
+
+
 def test_zero_grad_does_not_clear_while_accumulating() -> None:
     rig = Rig(rounds=2)
     rig.backward(rig.loss())

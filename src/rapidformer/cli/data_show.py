@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
     options, words = build_parser().parse_known_args(with_dashes(argv))
     args = _read_settings(options, words)
     from rapidformer.tasks.registry import get_task
-    from rapidformer.tasks.rows.rows import as_table
+    from rapidformer.tasks.rows.rows import is_row_stream
 
     task = get_task(args.task or "")
     if task.name in _INDEPENDENT:
@@ -67,7 +67,9 @@ def run(argv: list[str]) -> None:
     from rapidformer.tasks.mixture import prepare_data
 
     prepared = prepare_data(task, args)
-    features = as_table(prepared.get_split(options.split))
+    features: Any = prepared.get_split(options.split)
+    if is_row_stream(features):
+        features = features.preview(options.rows)
     if features is None:
         raise DataError(f"the data has no split {options.split!r} with labels: choose another.")
     _show(features, prepared, options)

@@ -12,6 +12,7 @@ _NEEDS_ALL = {
     "validation_split": "the rows that it holds out are drawn from all: give --valid-data",
     "max_train_samples": "say how long to train with --train-iters",
     "precompute_reference": "it needs rows with numbers",
+    "make_vocabulary": "the characters of all transcripts are not known: use the model's tokenizer",
 }
 
 

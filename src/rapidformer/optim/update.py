@@ -215,6 +215,7 @@ class UpdateClock:
     def _sum_weights(self, device: torch.device | None) -> float | torch.Tensor:
         """The weight of the global batch: a number in one process, otherwise a tensor."""
         weight = self._weight
+        smallest = torch.finfo(torch.float32).tiny  # nothing is learnt if nothing counts
         if device is None and isinstance(weight, torch.Tensor):
             # A frozen pipeline stage has no gradients, but takes part in the count.
             device = weight.device
@@ -223,10 +224,10 @@ class UpdateClock:
                 weight = weight.to(device, torch.float32, copy=True)
             else:  # not as_tensor: a copy from the host would wait for the device
                 weight = torch.full((), weight, dtype=torch.float32, device=device)
-            smallest = torch.finfo(torch.float32).tiny
             weight = sum_over_replicas(weight, self._topology).clamp(min=smallest)
         elif isinstance(weight, torch.Tensor):
-            weight = weight.to(device)  # gradients that are offloaded are in host memory
+            # Gradients that are offloaded are in host memory.
+            weight = weight.to(device).clamp(min=smallest)
         else:
             weight = weight or 1.0
         self._total, self.total_weight = weight, weight * self._unit

@@ -65,6 +65,13 @@ class MixedStream(StreamRows):
         """The first samples of all sets."""
         return [sample for part in self._parts for sample in part.head]
 
+    def preview(self, count: int) -> list[Any]:
+        return [sample for part in self._parts for sample in part.preview(count)]
+
+    def without_decoding(self, kind: str) -> MixedStream:
+        parts = [part.without_decoding(kind) for part in self._parts]
+        return MixedStream(dict(zip(self.sets.names, parts, strict=True)), self.sets.weights)
+
     def then(self, step: Step, *, expands: bool) -> MixedStream:
         steps = [part.then(step, expands=expands) for part in self._parts]
         return MixedStream(dict(zip(self.sets.names, steps, strict=True)), self.sets.weights)

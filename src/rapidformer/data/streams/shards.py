@@ -11,7 +11,7 @@ import contextlib
 import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -253,6 +253,14 @@ class IterableShard:
     @property
     def features(self) -> Mapping[str, Any]:
         return getattr(self.dataset, "features", None) or {}
+
+    def without_decoding(self, kind: str) -> IterableShard:
+        """The same with the columns of a kind (Audio) as they are stored."""
+        dataset = self.dataset
+        for name, feature in self.features.items():
+            if type(feature).__name__ == kind:
+                dataset = dataset.cast_column(name, type(feature)(decode=False))
+        return replace(self, dataset=dataset)
 
     def read(self, done: int, offset: int) -> Iterator[Item]:
         for number, row in enumerate(islice(iter(self.dataset), done, None), done + 1):

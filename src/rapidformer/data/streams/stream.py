@@ -32,8 +32,9 @@ from rapidformer.data.streams.reader import (
     measure,
     read_shard,
 )
-from rapidformer.data.streams.shards import Row, Shard
+from rapidformer.data.streams.shards import IterableShard, Row, Shard
 from rapidformer.errors import DataError, RapidformerError
+from rapidformer.log import get_logger
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -44,6 +45,14 @@ CHUNK = 1000
 """Rows that are encoded together, as in a table."""
 _HEAD_ROWS = 1000
 _HEAD_BYTES = 16 * 2**20
+
+
+class LeftOut(dict[str, Any]):
+    """A sample without labels, of a row that the model cannot learn from."""
+
+    def __init__(self, sample: Mapping[str, Any], reason: str) -> None:
+        super().__init__(sample)
+        self.reason = reason
 
 
 class StreamRows:
@@ -58,6 +67,8 @@ class StreamRows:
         self.is_expanded = False
         """Whether a row may have become none or several samples."""
         self.is_shuffled = buffer > 0
+        self._reported: set[str] = set()
+        """Why rows were left out so far."""
         count = len(self.shards)
         self.name = self.shards[0].name if count == 1 else f"{count} shards"
 
@@ -77,6 +88,17 @@ class StreamRows:
         stream.is_expanded = self.is_expanded or expands
         return stream
 
+    def without_decoding(self, kind: str) -> StreamRows:
+        """The stream with the columns of a kind (Audio) as they are stored."""
+        stream = copy.copy(self)
+        for name in ("head", "_stored_head", "_examples", "features"):
+            stream.__dict__.pop(name, None)
+        stream.shards = [
+            shard.without_decoding(kind) if isinstance(shard, IterableShard) else shard
+            for shard in self.shards
+        ]
+        return stream
+
     def map(self, function: Callable[[Any], Any]) -> StreamRows:
         """The stream with a function of each row, called by the process that uses the row."""
         return self.then(lambda rows, _: [function(row) for row in rows], expands=False)
@@ -85,6 +107,10 @@ class StreamRows:
     def head(self) -> list[Any]:
         """The first rows, or what the steps make of them."""
         return self.encode(self._stored_head)
+
+    def preview(self, count: int) -> list[Any]:
+        """The first samples, of as few rows as possible."""
+        return self.head if self.is_expanded else self.encode(self._stored_head[:count])
 
     @cached_property
     def _stored_head(self) -> list[StoredRow]:
@@ -121,10 +147,22 @@ class StreamRows:
         """The samples of these rows; an error names the file and the row."""
         rows = [self._check_types(self._decode(row), row) for row in stored]
         try:
-            return self._run_steps(rows, [row.number - 1 for row in stored])
+            samples = self._run_steps(rows, [row.number - 1 for row in stored])
         except Exception as error:
             self._find_fault(stored, rows)
             raise error
+        if not self.is_expanded:
+            self._report(stored, samples)
+        return samples
+
+    def _report(self, stored: Sequence[StoredRow], samples: Sequence[Any]) -> None:
+        """Warn of the first row that was left out for a reason."""
+        for place, sample in zip(stored, samples, strict=True):
+            if isinstance(sample, LeftOut) and sample.reason not in self._reported:
+                self._reported.add(sample.reason)
+                get_logger().warning(
+                    f"{self._locate(place)}: nothing is learnt from this row: {sample.reason}."
+                )
 
     def _run_steps(self, rows: list[Any], numbers: list[int]) -> list[Any]:
         for step in self._steps:

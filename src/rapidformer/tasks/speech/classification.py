@@ -16,7 +16,13 @@ from rapidformer.tasks.labels.labels import (
     read_labels,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.rows import as_rows, get_column, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import (
+    Columns,
+    as_rows,
+    get_column,
+    get_column_names,
+    is_row_stream,
+)
 from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.recognition import freeze_feature_encoder
@@ -25,7 +31,9 @@ from rapidformer.tasks.speech.rows import (
     AudioRows,
     build_rows,
     load_audio_parts,
+    load_tables,
     measure_rows,
+    stream_rows,
 )
 
 if TYPE_CHECKING:
@@ -46,10 +54,9 @@ class AudioClassification(Classifier):
     auto_class = "AutoModelForAudioClassification"
     metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
-    streams = False
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        parts, tables = load_audio_parts(args), load_tables(args, splits)
         columns = find_columns((LABEL, AUDIO), get_column_names(next(iter(tables.values()))), args)
         audio, label = columns["audio"], columns["label"]
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
@@ -58,8 +65,15 @@ class AudioClassification(Classifier):
                 f"the column {label} holds numbers or lists: a recording has one class here, a "
                 "name or an integer from 0."
             )
+
+        def encode(values: Columns, first: int) -> Columns:
+            return {"labels": [space.encode(value) for value in values.get(label, [None])]}
+
         rows = {}
         for split, table in tables.items():
+            if is_row_stream(table):
+                rows[split] = stream_rows(table, audio, parts, encode)
+                continue
             raw, features = measure_rows(table, split, audio, parts)
             encoded = None
             if labelled[split]:
@@ -114,6 +128,7 @@ def _finish(
 
     return PreparedData(
         **rows, collate=AudioCollator(parts.extractor, has_seeds=masks_anything(parts.config)),
-        processor=parts.extractor, objective=OwnLoss(), extras=extras,
+        processor=parts.extractor, extras=extras,
+        objective=OwnLoss(is_stream=is_row_stream(rows.get("train"))),
         model_settings={**settings, **parts.settings},
     )  # fmt: skip

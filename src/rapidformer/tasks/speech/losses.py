@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import ctc_loss, log_softmax
 
 from rapidformer.compat.transformers_speech import count_steps
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.objectives import Context, Objective, Term, Terms
 from rapidformer.tasks.speech.spec_augment import Masker
 
@@ -17,12 +18,13 @@ from rapidformer.tasks.speech.spec_augment import Masker
 class OwnLoss(Objective):
     """The loss that the model computes itself, with SpecAugment's masks drawn by sample."""
 
-    def __init__(self) -> None:
-        self._masker = Masker()
+    def __init__(self, *, is_stream: bool) -> None:
+        self._masker, self._is_stream = Masker(), is_stream
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         with self._masker.masking(model, batch) as inputs:
-            return {"loss": Term(model(**inputs).loss)}
+            loss = Term(model(**inputs).loss)
+        return {"loss": loss, **(_count_left_out(batch["labels"]) if self._is_stream else {})}
 
 
 class CtcLoss(Objective):
@@ -31,9 +33,9 @@ class CtcLoss(Objective):
     A model's own ``ctc_loss_reduction`` knows a micro-batch alone: its sum grows with the rows.
     """
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str, *, is_stream: bool) -> None:
         self._reduction = reduction
-        self._masker = Masker()
+        self._masker, self._is_stream = Masker(), is_stream
 
     def compute(self, model: Any, batch: Any, context: Context) -> Terms:
         labels = batch["labels"]
@@ -42,10 +44,23 @@ class CtcLoss(Objective):
         steps = get_steps(model, logits, batch)
         losses = compute_row_losses(logits, labels, steps, model.config, self._reduction)
         short = (steps < count_needed_steps(labels)).to(losses.dtype)
-        return {
-            "loss": Term.from_rows(losses),
-            "too_short": Term.from_sum(short.sum(), len(losses), weight=0.0),
-        }
+        terms = {"too_short": Term.from_sum(short.sum(), len(losses), weight=0.0)}
+        if not self._is_stream:
+            return {"loss": Term.from_rows(losses), **terms}
+        is_learnt = _has_labels(labels).to(losses.dtype)
+        loss = Term.from_rows(losses * is_learnt, is_learnt)
+        return {"loss": loss, **terms, **_count_left_out(labels)}
+
+
+def _has_labels(labels: Tensor) -> Tensor:
+    """Whether a row has any; a stream's row that cannot be learnt from has none."""
+    return (labels.reshape(len(labels), -1) != IGNORED_LABEL).any(-1)
+
+
+def _count_left_out(labels: Tensor) -> dict[str, Term]:
+    """The share of rows that nothing is learnt from, to be shown."""
+    left_out = (~_has_labels(labels)).float().sum()
+    return {"left_out": Term.from_sum(left_out, len(labels), weight=0.0)}
 
 
 def get_steps(model: Any, logits: Tensor, batch: Mapping[str, Any]) -> Tensor:

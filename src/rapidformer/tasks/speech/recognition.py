@@ -24,8 +24,8 @@ from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column,
     get_column_names,
-    get_splits,
     has_columns,
+    is_row_stream,
 )
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.rows import (
@@ -33,7 +33,9 @@ from rapidformer.tasks.speech.rows import (
     AudioRows,
     build_rows,
     load_audio_parts,
+    load_tables,
     measure_rows,
+    stream_rows,
 )
 from rapidformer.tasks.speech.transcripts import (
     Transcripts,
@@ -69,13 +71,20 @@ class SpeechRecognition(Task):
     best_metric = "wer"
     metrics = ("wer", "cer", "loss")
     row_extras = ("names", "counts")
+    streams = True
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), get_splits(args, splits)
+        parts, tables = load_audio_parts(args), load_tables(args, splits)
         columns = find_columns((AUDIO, TEXT), get_column_names(next(iter(tables.values()))), args)
         text, train = columns["text"], tables.get("train")
 
         def read_texts() -> list[str]:
+            if is_row_stream(train):
+                raise ConfigurationError(
+                    "--streaming: the model has no tokenizer, and a stream's transcripts are not "
+                    "all known: train on some of them without --streaming first, which makes a "
+                    "vocabulary, and start from that run's model."
+                )
             return check_row_texts(get_column(train, text), text, "train")
 
         transcripts = load_transcripts(
@@ -173,13 +182,16 @@ def _finish(
 
     parts = transcripts.parts
     config, extractor = parts.config, parts.extractor
+    is_stream = is_row_stream(rows.get("train"))
     return PreparedData(
         **rows,
         collate=AudioCollator(extractor, has_seeds=masks_anything(config)),
         processor=transcripts.tokenizer,
         saved=build_processor(config, extractor, transcripts.tokenizer),
         model_settings={**parts.settings, **transcripts.get_model_settings()},
-        objective=OwnLoss() if transcripts.writes else CtcLoss(args.ctc_loss_reduction),
+        objective=OwnLoss(is_stream=is_stream)
+        if transcripts.writes
+        else CtcLoss(args.ctc_loss_reduction, is_stream=is_stream),
         extras={
             **extras, "transcripts": transcripts, "reduction": args.ctc_loss_reduction,
         },
@@ -207,28 +219,31 @@ def freeze_feature_encoder(model: Any, args: Settings) -> None:
 
 def _prepare_split(
     table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
-) -> tuple[AudioRows, Any]:
-    """The rows of a split, and the transcript of each."""
+) -> tuple[Any, Any]:
+    """The rows of a split, and the transcript of each, if it is a table."""
     from rapidformer.tasks.speech.spec_augment import masks_time
     from rapidformer.tasks.text.text import get_tokenizer_key
 
     parts = transcripts.parts
 
     def encode(columns: Columns, first: int) -> Columns:
-        given = check_row_texts(columns[str(text)], str(text), split, first)
+        given = check_row_texts(columns.get(str(text), [None]), str(text), split, first)
         texts = [transcripts.read(value) for value in given]
         for number, value in enumerate(texts, start=first + 1):
             if not value and split == "train":
                 raise DataError(f"{split}, row {number}: the transcript in {text} is empty.")
         return {"text": texts, "labels": transcripts.encode(texts, split, first)}
 
+    # The mask tells SpecAugment which of a Whisper's 30 seconds are real.
+    has_mask = transcripts.writes and masks_time(parts.config)
+    if is_row_stream(table):
+        refuse = transcripts.refuse
+        return stream_rows(table, audio, parts, encode, refuse, has_mask=has_mask), None
     start = getattr(parts.config, "decoder_start_token_id", None)
     key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text, start)
     table, features = measure_rows(
         table, split, audio, parts, None if text is None else encode, key
     )
-    # The mask tells SpecAugment which of a Whisper's 30 seconds are real.
-    has_mask = transcripts.writes and masks_time(parts.config)
     rows = build_rows(
         table, features, split, audio, parts, None if text is None else transcripts.refuse,
         has_mask=has_mask,

@@ -1,4 +1,8 @@
-"""Rows of audio: measured before training, decoded in the loader's processes when asked for."""
+"""Rows of audio: measured before training, decoded in the loader's processes when asked for.
+
+Those of a stream are measured when they are decoded: one that the model cannot learn from becomes a
+sample of silence without labels.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.data.streams.stream import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
 from rapidformer.tasks.rows.named_files import list_folders
-from rapidformer.tasks.rows.rows import Columns, get_column, get_column_names, map_rows, to_rows
+from rapidformer.tasks.rows.rows import (
+    Columns,
+    get_column,
+    get_column_names,
+    get_splits,
+    is_row_stream,
+    map_rows,
+    to_rows,
+)
 from rapidformer.tasks.speech.audio import Clip, open_clip, without_decoding
 
 if TYPE_CHECKING:
@@ -50,6 +64,22 @@ class AudioParts(NamedTuple):
         for kernel, stride in zip(self.config.conv_kernel, self.config.conv_stride, strict=True):
             size = (size - kernel) // stride + 1
         return max(size, 0)
+
+    def extract(self, samples: np.ndarray, *, has_mask: bool = False) -> dict[str, Any]:
+        """The model's inputs; ``has_mask``: with a mask, where there is none by default."""
+        import numpy as np
+
+        options = {"return_attention_mask": True} if has_mask else {}
+        inputs = self.extractor(samples, sampling_rate=self.extractor.sampling_rate, **options)
+        return {name: np.asarray(values[0]) for name, values in inputs.items()}
+
+
+def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The splits; `datasets` would decode the recordings of a stream on every rank."""
+    return {
+        split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
+        for split, rows in get_splits(args, splits).items()
+    }
 
 
 def load_audio_parts(args: Settings) -> AudioParts:
@@ -105,19 +135,13 @@ class AudioRows:
         return len(self.rows)
 
     def __getitem__(self, index: int | str) -> Any:
-        import numpy as np
-
+        rate, window = self.parts.extractor.sampling_rate, self.parts.window
         if isinstance(index, str):
-            return [round(s * self.parts.extractor.sampling_rate) for s in self.seconds]
-        extractor, start = self.parts.extractor, self.starts[index]
-        rate, window = extractor.sampling_rate, self.parts.window
-        samples: np.ndarray = self.open(index).decode(rate)
-        samples = samples[round(start * rate) :]
+            return [round(s * rate) for s in self.seconds]
+        samples = self.open(index).decode(rate)[round(self.starts[index] * rate) :]
         if window is not None:
             samples = samples[: round(window * rate)]
-        options = {"return_attention_mask": True} if self.has_mask else {}
-        inputs = extractor(samples, sampling_rate=rate, **options)
-        result = {name: np.asarray(values[0]) for name, values in inputs.items()}
+        result = self.parts.extract(samples, has_mask=self.has_mask)
         if self.labels is not None:
             result["labels"] = self.labels[index]
         return result
@@ -213,6 +237,39 @@ def build_rows(
     if "labels" in get_column_names(features):
         return replace(rows, labels=rows.choose(features, "labels"))
     return rows
+
+
+def stream_rows(
+    stream: Any, column: str, parts: AudioParts, encode: Encode, refuse: Refuse | None = None,
+    *, has_mask: bool = False,
+) -> Any:  # fmt: skip
+    """The samples of a stream, each measured and decoded by the process that uses it.
+
+    ``encode`` gives the ``labels``.
+    """
+    files = [shard.path for shard in stream.shards if hasattr(shard, "path")]
+    folders = tuple(dict.fromkeys(file.parent for file in files))
+    rate = parts.extractor.sampling_rate
+
+    def read(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+        import numpy as np
+
+        clip = open_clip(row, column, f"train, row {number + 1}", folders)
+        features = encode({name: [value] for name, value in row.items()}, number)
+        known = {name: values[0] for name, values in features.items()}
+        known["seconds"] = clip.measure()[0]
+        labels = known["labels"]
+        reason = _refuse(known["seconds"], parts) or (refuse(known) if refuse else None)
+        if reason is None:
+            return {**parts.extract(clip.decode(rate), has_mask=has_mask), "labels": labels}
+        labels = [IGNORED_LABEL] if isinstance(labels, list) else IGNORED_LABEL
+        silence = parts.extract(np.zeros(rate, dtype=np.float32), has_mask=has_mask)
+        return LeftOut({**silence, "labels": labels}, reason)
+
+    return stream.then(
+        lambda rows, numbers: [read(*pair) for pair in zip(rows, numbers, strict=True)],
+        expands=False,
+    )
 
 
 @dataclass(frozen=True)

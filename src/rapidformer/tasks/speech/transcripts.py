@@ -127,8 +127,9 @@ class SpelledTranscripts(Transcripts):
             listed = f"{split}, row {number}: the tokenizer does not know {shown}"
             if split == "train":
                 raise DataError(
-                    f"{listed}. --normalize-text drops case and punctuation; --make-vocabulary "
-                    "starts a new head with the characters of the training data."
+                    f"{listed}. --normalize-text drops case and punctuation; --make-vocabulary, "
+                    "without --streaming, starts a new head with the characters of the training "
+                    "data."
                 )
             if not self._has_unknown:
                 warn(f"{listed}: such characters cannot be recognised, and count as errors.")
