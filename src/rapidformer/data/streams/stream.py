@@ -38,12 +38,26 @@ from rapidformer.errors import DataError, RapidformerError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-Step = Callable[[list[Any], list[int]], list[Any]]
-"""Rows, and their numbers in their shards from 0, to samples."""
+Step = Callable[[list[Any], list[Any]], list[Any]]
+"""Rows, and their numbers in their shards from 0 (``RowNumber``), to samples."""
 CHUNK = 1000
 """Rows that are encoded together, as in a table."""
 _HEAD_ROWS = 1000
 _HEAD_BYTES = 16 * 2**20
+
+
+class RowNumber(int):
+    """The number of a row in its shard, from 0, and the shard's name: for files, the path."""
+
+    shard: str
+
+    def __new__(cls, number: int, shard: str = "") -> RowNumber:
+        self = super().__new__(cls, number)
+        self.shard = shard
+        return self
+
+    def describe(self) -> str:
+        return f"{self.shard}, row {self + 1}"
 
 
 class StreamRows:
@@ -121,12 +135,12 @@ class StreamRows:
         """The samples of these rows; an error names the file and the row."""
         rows = [self._check_types(self._decode(row), row) for row in stored]
         try:
-            return self._run_steps(rows, [row.number - 1 for row in stored])
+            return self._run_steps(rows, [self._number(row) for row in stored])
         except Exception as error:
             self._find_fault(stored, rows)
             raise error
 
-    def _run_steps(self, rows: list[Any], numbers: list[int]) -> list[Any]:
+    def _run_steps(self, rows: list[Any], numbers: list[RowNumber]) -> list[Any]:
         for step in self._steps:
             rows = step(rows, numbers)
         return rows
@@ -135,7 +149,7 @@ class StreamRows:
         """Raise an error if one of the rows cannot be encoded alone."""
         for place, row in zip(stored, rows, strict=True):
             try:
-                self._run_steps([row], [place.number - 1])
+                self._run_steps([row], [self._number(place)])
             except RapidformerError as error:
                 text = re.sub(r"^\w+, row \d+(, |: )?", "", str(error))
                 raise type(error)(f"{self._locate(place)}: {text}") from None
@@ -145,8 +159,11 @@ class StreamRows:
                     f"{type(error).__name__}: {error}"
                 ) from error
 
+    def _number(self, row: StoredRow) -> RowNumber:
+        return RowNumber(row.number - 1, self.shards[row.shard].name)
+
     def _locate(self, row: StoredRow) -> str:
-        return f"{self.shards[row.shard].name}, row {row.number}"
+        return self._number(row).describe()
 
     def _decode(self, stored: StoredRow) -> Row:
         try:
