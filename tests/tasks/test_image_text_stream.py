@@ -134,3 +134,14 @@ def test_bad_rows_are_named_with_their_file(
         path = write_jsonl(tmp_path / "train.jsonl", [*rows[:2], {**rows[2], "images": images}])
         with pytest.raises(DataError, match=rf"train\.jsonl, row 3: {message}"):
             list(_prepare(model_folder, path).train)
+
+
+def test_a_look_at_the_first_rows_opens_their_pictures_alone(
+    model_folder: Path, tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    picture = tmp_path / "1.png"
+    picture.write_bytes(picture.read_bytes()[:60])  # its size can be read, but not its pixels
+    stream = _prepare(model_folder, write_jsonl(tmp_path / "train.jsonl", rows)).train
+    assert [sample["images"][0].size for sample in stream.peek(1)] == [(20, 16)]
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2: 1\.png cannot be read"):
+        stream.peek(2)

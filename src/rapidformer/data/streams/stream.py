@@ -100,6 +100,12 @@ class StreamRows:
         """The first rows, or what the steps make of them."""
         return self.encode(self._stored_head)
 
+    def peek(self, count: int) -> list[Any]:
+        """The first samples. Where each row is one, no more are made: pictures are large."""
+        if self.is_expanded:
+            return self.head[:count]
+        return self.encode(self._stored_head[:count])
+
     @cached_property
     def _stored_head(self) -> list[StoredRow]:
         rows: list[StoredRow] = []
