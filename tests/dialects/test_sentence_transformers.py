@@ -181,7 +181,7 @@ def test_cross_encoder_gives_the_same_numbers(tmp_path: Path) -> None:
     found, mine, learnt, model, trainer = run_cross_encoder(
         ours.cross_encoder, name, folder, tmp_path / "ours", pos_weight=weight
     )
-    np.testing.assert_allclose(found, steps, atol=1e-6)
+    np.testing.assert_allclose(found, steps, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose([mine, learnt], [before, after], atol=1e-6)
     assert np.abs(learnt - mine).max() > 0.01
     assert {"eval_loss", "eval_accuracy"} <= trainer.evaluate().keys()

@@ -327,7 +327,7 @@ def test_evaluation_equals_jiwer(kind: str, ctc_folder: Path, whisper_folder: Pa
     assert [decode(r["transcript"]) for r in single] == heard, "padding is not heard"
     batch = prepared.collate([prepared.validation[n] for n in range(5)])
     loss = prepared.objective.compute(model, batch, None)["loss"].mean
-    assert abs(metrics["loss"] - float(loss)) < 1e-4
+    assert abs(metrics["loss"] - loss.item()) < 1e-4
 
 
 def compute_plainly(folder: Path, rows: plain_process.Rows) -> dict[str, torch.Tensor]:
@@ -399,6 +399,15 @@ def test_classes_from_folders(ctc_folder: Path, tmp_path: Path) -> None:
     assert "accuracy" in compute_metrics(CLASSIFICATION, records, prepared, "validation")
     names = [a["audio"] for a in CLASSIFICATION.predictions(records, prepared, "validation")]
     assert [Path(name).parent.name for name in names] == ["high", "low"]
+
+
+def test_a_whisper_classifies_without_its_decoder(whisper_folder: Path) -> None:
+    rows = [{"audio": row["audio"], "label": row["text"][:3]} for row in make_rows(4)]
+    args = make_args(pretrained_model_name_or_path=whisper_folder)
+    model = CLASSIFICATION.build_model(args, CLASSIFICATION.prepare(args, {"train": rows}))
+    own = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(whisper_folder).model.encoder
+    mine = dict(model.encoder.state_dict())
+    assert all(torch.equal(mine[name], weight) for name, weight in own.state_dict().items())
 
 
 def test_metadata_next_to_recordings(ctc_folder: Path, tmp_path: Path) -> None:

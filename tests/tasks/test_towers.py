@@ -102,9 +102,12 @@ _PARTS = (
 )
 
 
+def describe(folder: Path, task: str) -> Settings:
+    return Settings(task=task, pretrained_model_name_or_path=str(folder), chat_template=_PARTS)
+
+
 def prepare(folder: Path, task: str, rows: list[dict[str, Any]]) -> Any:
-    args = Settings(task=task, pretrained_model_name_or_path=str(folder), chat_template=_PARTS)
-    return get_task(task).prepare(args, {"train": rows})
+    return get_task(task).prepare(describe(folder, task), {"train": rows})
 
 
 def test_text_and_images_in_rows(tmp_path: Path) -> None:
@@ -117,6 +120,8 @@ def test_text_and_images_in_rows(tmp_path: Path) -> None:
     seen = [{**row, "images": []}, {**row, "images": ["a.png"]}]
     with pytest.raises(DataError, match=r"row 2: it has images .* causal_lm reads text alone"):
         prepare(tmp_path, "causal_lm", seen)
+    with pytest.raises(DataError, match=r"input, row 1: it has images"):
+        get_task("causal_lm").prepare_for_prediction(describe(tmp_path, "causal_lm"), seen[1:])
     pair = {"prompt": "w4", "chosen": "w5", "rejected": "w6", "image": b"\x89PNG"}
     with pytest.raises(DataError, match=r"row 1: .*column image\), and --task preference reads"):
         prepare(tmp_path, "preference", [pair])

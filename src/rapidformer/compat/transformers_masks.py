@@ -108,16 +108,17 @@ def makes_own_mask(module: nn.Module) -> bool:
     """Whether a model's own ``forward``, by its source, makes a mask of ones, as BART's decoder."""
     from transformers import PreTrainedModel
 
-    return isinstance(module, PreTrainedModel) and _has_mask(inspect.unwrap(type(module).forward))
+    is_known = isinstance(module, PreTrainedModel)
+    return is_known and _has_line(inspect.unwrap(type(module).forward), _OWN_MASKS)
 
 
 @functools.lru_cache(maxsize=1000)  # every model's modules are asked about
-def _has_mask(forward: Any) -> bool:
+def _has_line(forward: Any, lines: tuple[str, ...]) -> bool:
     try:
         source = inspect.getsource(forward)
     except (OSError, TypeError):  # not in a file
         return False
-    return any(line in source for line in _OWN_MASKS)
+    return any(line in source for line in lines)
 
 
 def find_unknown_mask(module: nn.Module) -> str | None:

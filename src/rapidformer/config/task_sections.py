@@ -272,10 +272,6 @@ class DataArguments:
     """pack several examples into a row of --seq-length; each attends only to itself"""
     image: list[str] | None = read_by("image_text", default=None)
     """`rapidformer predict`: pictures to show with each text, or with the first of --chat"""
-    train_vision: bool = read_by("image_text", default=False)
-    """train the vision tower, too, which is frozen otherwise"""
-    train_projector: bool = read_by("image_text", default=False)
-    """train what connects the vision tower to the language model, which is frozen otherwise"""
 
 
 @dataclass(kw_only=True, frozen=True)

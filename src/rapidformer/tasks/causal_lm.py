@@ -111,6 +111,7 @@ class CausalLM(LanguageModel):
         if args.seq_length is None:
             limit = get_context_length(tokenizer, parts.config)
         table = as_rows(rows, name_column(rows, tokenizer, args))
+        parts.check_is_text({"input": table})
         columns = find_chat_columns(table, args, TEXT, has_answers=False)
         usual = _DEFAULT_NEW_TOKENS_IN_CHAT if args.chat else _DEFAULT_NEW_TOKENS
         new_tokens = args.max_new_tokens or min(usual, max(1, limit // 2))

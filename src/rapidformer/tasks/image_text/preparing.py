@@ -32,7 +32,8 @@ from rapidformer.tasks.image_text.encoding import (
 from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
 from rapidformer.tasks.image_text.stream import ImageTextStream
 from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
-from rapidformer.tasks.rows.images import find_folders, measure_image, without_decoding
+from rapidformer.tasks.rows.images import measure_image, without_decoding
+from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column_names,
@@ -59,7 +60,7 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
     features: dict[str, Any] = {}
     has_images = has_stream = False
     for split, table in tables.items():
-        rows = ImageTextRows(table, split, columns, image_column, find_folders(args))
+        rows = ImageTextRows(table, split, columns, image_column, list_folders(args, split))
         is_labelled = has_columns(table, split, columns.get_names())
         if is_row_stream(table):
             stream = ImageTextStream(rows, parts.encoder, chat)
@@ -100,7 +101,7 @@ def prepare_questions(args: Settings, rows: Sequence[Row]) -> PreparedData:
     table = _show_images(as_rows(rows, args.prompt_column or "prompt"), args)
     columns, image_column = find_image_columns(table, args, has_answers=False)
     questions = ImageTextRows(
-        table, "input", columns, image_column, find_folders(args), range(len(table)),
+        table, "input", columns, image_column, list_folders(args, "test"), range(len(table)),
         is_asked=True, system=build_system(args),
     )  # fmt: skip
     shown, expected = _check_questions(questions, parts.encoder, limit - new_tokens)

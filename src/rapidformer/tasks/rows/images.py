@@ -11,9 +11,9 @@ from typing import Any
 from urllib.request import urlopen
 
 from rapidformer.config import Settings
-from rapidformer.data.sources import as_list
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.named_files import find_file
 from rapidformer.tasks.rows.rows import as_table, get_column, get_column_names, take_rows
 
 IMAGES = ColumnRole(
@@ -24,7 +24,6 @@ _SECONDS = 30
 _LOOKED_AT = 1_000
 _ORIENTATION = 0x0112
 """The EXIF tag of how a camera was held; from 5 on, width and height are exchanged."""
-_PATHS = ("data_path", "data_dir", "train_data", "valid_data", "test_data")
 
 
 def check_no_images(tables: Mapping[str, Any], args: Settings) -> None:
@@ -64,13 +63,6 @@ def _keep_encoded(feature: Any) -> Any:
     inner = getattr(feature, "feature", None)
     kept = None if inner is None else _keep_encoded(inner)
     return feature if kept is inner else type(feature)(kept)
-
-
-def find_folders(args: Settings) -> tuple[Path, ...]:
-    """Where relative paths of images start: at their data file, or in the current folder."""
-    given = (Path(text).expanduser() for name in _PATHS for text in as_list(getattr(args, name)))
-    folders = (path if path.is_dir() else path.parent for path in given)
-    return tuple(dict.fromkeys([*folders, Path()]))
 
 
 def open_image(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
@@ -114,8 +106,6 @@ def _open(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:
         return Image.fromarray(value)
     try:
         return Image.open(_find_source(value, place, folders))
-    except FileNotFoundError:
-        raise DataError(f"{place}: there is no image file {describe_image(value)}.") from None
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         # PIL calls a file in memory by its address, and one on disk by its whole path.
         is_named = isinstance(error, UnidentifiedImageError) or len(str(error)) > 200
@@ -149,7 +139,7 @@ def _find_source(value: Any, place: str, folders: Sequence[Path]) -> Any:
         with urlopen(value, timeout=_SECONDS) as answer:
             return BytesIO(answer.read())
     path = Path(value.removeprefix("file://")).expanduser()
-    return next((folder / path for folder in folders if (folder / path).is_file()), path)
+    return find_file(path, place, folders, "image")
 
 
 def describe_image(value: Any) -> str:

@@ -6,16 +6,14 @@ in the loader's processes, and an error names the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rapidformer.config import Settings
-from rapidformer.data.folders import get_split_name
-from rapidformer.data.sources import SPLITS_BY_FLAG, as_list
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.named_files import find_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,7 +101,7 @@ def open_clip(
     if isinstance(value, bytes):
         return Clip(value, None, place)
     if isinstance(value, (str, Path)):
-        return Clip(_find_file(Path(value).expanduser(), place, folders), None, place)
+        return Clip(find_file(Path(value).expanduser(), place, folders, "audio"), None, place)
     try:
         samples = np.asarray(value)
         samples = samples if samples.dtype.kind == "i" else samples.astype(np.float32)
@@ -120,37 +118,6 @@ def open_clip(
             f'{{"array": ..., "sampling_rate": 16000}}, or a column sampling_rate.'
         )
     return Clip(samples, int(rate), place)
-
-
-def _find_file(path: Path, place: str, folders: Sequence[Path]) -> Path:
-    found = [folder / path for folder in folders if (folder / path).is_file()]
-    if len(found) > 1 and len({file.resolve() for file in found}) > 1:
-        raise DataError(
-            f"{place}: {path} may be {found[0]} or {found[1]}. Write its whole path, or name the "
-            "data as a mixture: each set then reads its own files (--data-weights)."
-        )
-    if found or path.is_file():
-        return found[0] if found else path
-    where = "" if path.is_absolute() or not folders else f" in {' or '.join(map(str, folders))}"
-    raise DataError(f"{place}: there is no audio file {path}{where}.")
-
-
-def list_folders(args: Settings, split: str) -> tuple[Path, ...]:
-    """Where the paths of a split's rows begin: next to its data files."""
-    return tuple(dict.fromkeys(_iterate_folders(args, split)))
-
-
-def _iterate_folders(args: Settings, split: str) -> Iterator[Path]:
-    flag = next((flag for flag, name in SPLITS_BY_FLAG.items() if name == split), "test_data")
-    for text in (*as_list(getattr(args, flag)), *as_list(args.data_path or args.data_dir)):
-        path = Path(text).expanduser()
-        if not path.is_dir():
-            yield path.parent
-            continue
-        for folder in (path / args.data_name, path) if args.data_name else (path,):
-            children = sorted(folder.iterdir()) if folder.is_dir() else []
-            yield from (p for p in children if p.is_dir() and get_split_name(p.name) == split)
-            yield folder
 
 
 def without_decoding(rows: Any, column: str) -> Any:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
+from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import Columns, get_column, get_column_names, map_rows, to_rows
-from rapidformer.tasks.speech.audio import Clip, list_folders, open_clip, without_decoding
+from rapidformer.tasks.speech.audio import Clip, open_clip, without_decoding
 
 if TYPE_CHECKING:
     import numpy as np

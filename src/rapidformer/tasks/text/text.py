@@ -44,11 +44,15 @@ class TextParts(NamedTuple):
     args: Settings
 
     def get_splits(self, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The given or loaded splits, in which nothing is for the model's towers."""
+        """The given or loaded splits."""
         tables = get_splits(self.args, splits)
+        self.check_is_text(tables)
+        return tables
+
+    def check_is_text(self, tables: Mapping[str, Any]) -> None:
+        """Refuse rows with something for the model's towers, which would be left out."""
         if self.has_towers:
             check_no_images(tables, self.args)
-        return tables
 
     @property
     def has_towers(self) -> bool:
