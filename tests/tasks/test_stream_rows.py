@@ -210,7 +210,7 @@ def test_later_rows_that_a_task_cannot_use(bert_folder: Path, tmp_path: Path) ->
 
 
 def test_which_tasks_stream() -> None:
-    loaded_whole = {"grpo", "image_text"}
+    loaded_whole = {"grpo"}
     assert {task.name for task in list_tasks() if not task.streams} == loaded_whole
     for name in loaded_whole:
         with pytest.raises(DataError, match=f"the task {name} prepares all rows at once"):

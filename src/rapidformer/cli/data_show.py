@@ -57,7 +57,6 @@ def run(argv: list[str]) -> None:
     options, words = build_parser().parse_known_args(with_dashes(argv))
     args = _read_settings(options, words)
     from rapidformer.tasks.registry import get_task
-    from rapidformer.tasks.rows.rows import is_row_stream
 
     task = get_task(args.task or "")
     if task.name in _INDEPENDENT:
@@ -67,9 +66,7 @@ def run(argv: list[str]) -> None:
     from rapidformer.tasks.mixture import prepare_data
 
     prepared = prepare_data(task, args)
-    features: Any = prepared.get_split(options.split)
-    if is_row_stream(features):
-        features = features.preview(options.rows)
+    features = prepared.get_split(options.split)
     if features is None:
         raise DataError(f"the data has no split {options.split!r} with labels: choose another.")
     _show(features, prepared, options)
@@ -112,7 +109,11 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
 
     from rapidformer.tasks.rows.images import describe_image
     from rapidformer.tasks.rows.label_view import count_tokens, view_batch
+    from rapidformer.tasks.rows.rows import is_row_stream
 
+    is_stream = is_row_stream(features)
+    if is_stream:
+        features = features.peek(options.rows)
     # A file gets no line breaks but those of the text.
     console = Console(soft_wrap=True, highlight=False, markup=False)
     sets: Any = getattr(features, "sets", None)
@@ -125,7 +126,7 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
         feature = features[int(place)]
         rows = view_batch(prepared.collate([feature]), prepared)
         tokens, trained = count_tokens(rows)
-        title = f"--- {options.split}, row {number + 1} of {total:,}"
+        title = f"--- {options.split}, row {number + 1}" + ("" if is_stream else f" of {total:,}")
         if sets is not None:
             title += f" ({sets.find_row(place)})"
         if tokens:

@@ -45,7 +45,8 @@ def measure_sample(sample: Any) -> int:
         return len(sample["input_ids"])
     except (TypeError, KeyError, IndexError):
         raise DataError(
-            "--tokens-per-micro-batch: the samples of the stream have no input_ids to count."
+            "--tokens-per-micro-batch: the samples of the stream have no input_ids to count: "
+            "use --micro-batch-size."
         ) from None
 
 

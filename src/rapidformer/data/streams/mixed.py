@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,10 @@ class MixedStream(StreamRows):
         """The first samples of all sets."""
         return [sample for part in self._parts for sample in part.head]
 
-    def preview(self, count: int) -> list[Any]:
-        return [sample for part in self._parts for sample in part.preview(count)]
+    def peek(self, count: int) -> list[Any]:
+        """The first samples of all sets by turns."""
+        turns = zip_longest(*(part.peek(count) for part in self._parts))
+        return [sample for turn in turns for sample in turn if sample is not None][:count]
 
     def without_decoding(self, kind: str) -> MixedStream:
         parts = [part.without_decoding(kind) for part in self._parts]

@@ -39,8 +39,8 @@ from rapidformer.log import get_logger
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-Step = Callable[[list[Any], list[int]], list[Any]]
-"""Rows, and their numbers in their shards from 0, to samples."""
+Step = Callable[[list[Any], list[Any]], list[Any]]
+"""Rows, and their numbers in their shards from 0 (``RowNumber``), to samples."""
 CHUNK = 1000
 """Rows that are encoded together, as in a table."""
 _HEAD_ROWS = 1000
@@ -53,6 +53,20 @@ class LeftOut(dict[str, Any]):
     def __init__(self, sample: Mapping[str, Any], reason: str) -> None:
         super().__init__(sample)
         self.reason = reason
+
+
+class RowNumber(int):
+    """The number of a row in its shard, from 0, and the shard's name: for files, the path."""
+
+    shard: str
+
+    def __new__(cls, number: int, shard: str = "") -> RowNumber:
+        self = super().__new__(cls, number)
+        self.shard = shard
+        return self
+
+    def describe(self) -> str:
+        return f"{self.shard}, row {self + 1}"
 
 
 class StreamRows:
@@ -108,9 +122,11 @@ class StreamRows:
         """The first rows, or what the steps make of them."""
         return self.encode(self._stored_head)
 
-    def preview(self, count: int) -> list[Any]:
-        """The first samples, of as few rows as possible."""
-        return self.head if self.is_expanded else self.encode(self._stored_head[:count])
+    def peek(self, count: int) -> list[Any]:
+        """The first samples. Where each row is one, no more are made: pictures are large."""
+        if self.is_expanded:
+            return self.head[:count]
+        return self.encode(self._stored_head[:count])
 
     @cached_property
     def _stored_head(self) -> list[StoredRow]:
@@ -147,7 +163,7 @@ class StreamRows:
         """The samples of these rows; an error names the file and the row."""
         rows = [self._check_types(self._decode(row), row) for row in stored]
         try:
-            samples = self._run_steps(rows, [row.number - 1 for row in stored])
+            samples = self._run_steps(rows, [self._number(row) for row in stored])
         except Exception as error:
             self._find_fault(stored, rows)
             raise error
@@ -164,7 +180,7 @@ class StreamRows:
                     f"{self._locate(place)}: nothing is learnt from this row: {sample.reason}."
                 )
 
-    def _run_steps(self, rows: list[Any], numbers: list[int]) -> list[Any]:
+    def _run_steps(self, rows: list[Any], numbers: list[RowNumber]) -> list[Any]:
         for step in self._steps:
             rows = step(rows, numbers)
         return rows
@@ -173,7 +189,7 @@ class StreamRows:
         """Raise an error if one of the rows cannot be encoded alone."""
         for place, row in zip(stored, rows, strict=True):
             try:
-                self._run_steps([row], [place.number - 1])
+                self._run_steps([row], [self._number(place)])
             except RapidformerError as error:
                 text = re.sub(r"^\w+, row \d+(, |: )?", "", str(error))
                 raise type(error)(f"{self._locate(place)}: {text}") from None
@@ -183,8 +199,11 @@ class StreamRows:
                     f"{type(error).__name__}: {error}"
                 ) from error
 
+    def _number(self, row: StoredRow) -> RowNumber:
+        return RowNumber(row.number - 1, self.shards[row.shard].name)
+
     def _locate(self, row: StoredRow) -> str:
-        return f"{self.shards[row.shard].name}, row {row.number}"
+        return self._number(row).describe()
 
     def _decode(self, stored: StoredRow) -> Row:
         try:

@@ -196,6 +196,8 @@ class AnswerCollator:
         return {**first, "labels": labels, **batch}
 
     def _render(self, row: Mapping[str, Any]) -> Rendered:
+        if row.get("left_out"):  # of a stream
+            return Rendered(self.encoder.render_question(row["conversation"]), [])
         rendered = self.encoder.render(row["conversation"])
         assert isinstance(rendered, Rendered), rendered  # rows without answers were left out
         return rendered

@@ -40,7 +40,6 @@ class ImageText(LanguageModel):
     answer_keys = frozenset({"generated"})
     metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
-    streams = False
     row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:

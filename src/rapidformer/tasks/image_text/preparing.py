@@ -30,10 +30,18 @@ from rapidformer.tasks.image_text.encoding import (
     Rendered,
 )
 from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
+from rapidformer.tasks.image_text.stream import ImageTextStream
 from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
 from rapidformer.tasks.rows.images import measure_image, without_decoding
 from rapidformer.tasks.rows.named_files import list_folders
-from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits, has_columns
+from rapidformer.tasks.rows.rows import (
+    as_rows,
+    get_column_names,
+    get_first_table,
+    get_splits,
+    has_columns,
+    is_row_stream,
+)
 from rapidformer.tasks.text.text import get_context_length, get_max_length
 
 _DEFAULT_LENGTH = 2048
@@ -47,13 +55,18 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
         split: without_decoding(rows, *get_column_names(rows))
         for split, rows in get_splits(args, splits).items()
     }
-    columns, image_column = find_image_columns(next(iter(tables.values())), args, has_answers=True)
+    columns, image_column = find_image_columns(get_first_table(tables), args, has_answers=True)
     chat = parts.describe_chat(columns, args)
     features: dict[str, Any] = {}
-    has_images = False
+    has_images = has_stream = False
     for split, table in tables.items():
         rows = ImageTextRows(table, split, columns, image_column, list_folders(args, split))
         is_labelled = has_columns(table, split, columns.get_names())
+        if is_row_stream(table):
+            stream = ImageTextStream(rows, parts.encoder, chat)
+            features[split], has_stream = stream.open(), True
+            has_images |= stream.report()
+            continue
         measured = measure_rows(rows, parts.encoder, chat) if is_labelled else None
         features[split] = measured and replace(
             rows, numbers=measured.numbers, lengths=measured.lengths
@@ -67,7 +80,7 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
         "labelled": {split: rows is not None for split, rows in features.items()},
         "placeholders": parts.get_placeholders(),
     }  # fmt: skip
-    collate = AnswerCollator(parts.encoder, has_images)
+    collate = AnswerCollator(parts.encoder, has_images or has_stream)
     return PreparedData(**features, collate=collate, extras=extras, **parts.get_processors())
 
 

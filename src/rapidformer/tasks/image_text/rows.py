@@ -62,7 +62,9 @@ class ImageTextRows:
 
     def read(self, number: int) -> Conversation:
         """What the model is shown of a row; raises BadRowError."""
-        row = self.rows[int(number)]
+        return self.read_row(self.rows[int(number)])
+
+    def read_row(self, row: Mapping[str, Any]) -> Conversation:
         conversation = read_conversation(row, self.columns, self.image_column)
         if not self.is_asked:
             return conversation.cut_after_last_answer()
@@ -107,7 +109,7 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
             features[-1]["left_out"] = rendered if isinstance(rendered, str) else ""
             if isinstance(rendered, Rendered):
                 waiting.append((number, rendered, sizes))
-        _measure_chunk(waiting, features, encoder, chat)
+        measure_chunk(waiting, features, encoder, chat)
     if problems:
         _raise(problems, rows.split)
     if rows.split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
@@ -121,12 +123,13 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
     return Measured(get_column(kept, "number"), get_column(kept, "length"), images > 0)
 
 
-def _measure_chunk(
+def measure_chunk(
     waiting: Sequence[tuple[int, Rendered, list[tuple[int, int]]]],
     features: list[dict[str, Any]],
     encoder: ImageEncoder,
     chat: ChatEncoder,
 ) -> None:
+    """Write into ``features`` what is known of these rows: number, text, sizes of images."""
     if not waiting:
         return
     numbers, texts, sizes = zip(*waiting, strict=True)

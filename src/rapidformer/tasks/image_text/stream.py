@@ -1,0 +1,96 @@
+"""Rows of a stream with images, which the rank reads that trains on them.
+
+A table leaves out rows that are too long or have no answer. A row of a stream has its place in a
+batch before it is read. So it stays there, as a short text without labels or images, and adds
+nothing to any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rapidformer.errors import DataError
+from rapidformer.log import get_logger
+from rapidformer.tasks.chat.features import ChatEncoder, drop_left_out, report_trained
+from rapidformer.tasks.chat.turns import BadRowError
+from rapidformer.tasks.image_text.conversations import Conversation
+from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
+from rapidformer.tasks.image_text.rows import ImageTextRows, measure_chunk
+from rapidformer.tasks.rows.images import measure_image, open_image
+from rapidformer.tasks.rows.rows import as_table, name_split
+
+_EMPTY = Conversation([{"role": "user", "content": "."}], [])
+
+
+@dataclass(eq=False)
+class ImageTextStream:
+    """What becomes of the rows of a stream."""
+
+    rows: ImageTextRows
+    encoder: ImageEncoder
+    chat: ChatEncoder
+    left_out: int = field(default=0, init=False)
+    """Rows without labels so far, of those that this process has read."""
+
+    def __post_init__(self) -> None:
+        self._measured = self.rows.rows.then(self._measure, expands=False)
+
+    def report(self) -> bool:
+        """Report the first rows; whether any of them has an image."""
+        name, head = name_split(self.rows.split, self._measured), as_table(self._measured)
+        report_trained(drop_left_out(head, name).features, name, self.chat)
+        return any(feature["conversation"].images for feature in head)
+
+    def open(self) -> Any:
+        """The stream with images."""
+        return self._measured.then(self._open, expands=False)
+
+    def _measure(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
+        """Read all of the rows but the pixels of their images."""
+        features: list[dict[str, Any]] = []
+        waiting: list[tuple[int, Rendered, list[tuple[int, int]]]] = []
+        for row, number in zip(rows, numbers, strict=True):
+            place = self.rows.name_row(number)
+            try:
+                conversation = self.rows.read_row(row)
+                rendered = self.encoder.render(conversation)
+            except BadRowError as reason:
+                raise DataError(f"{place}: it {reason}.") from None
+            folders = self._find_folders(number)
+            sizes = [measure_image(image, place, folders) for image in conversation.images]
+            left_out = rendered if isinstance(rendered, str) else ""
+            features.append({
+                "length": 0, "trained": 0, "is_cut": False, "ends": False, "left_out": left_out,
+                "conversation": conversation,
+            })  # fmt: skip
+            if isinstance(rendered, Rendered):
+                waiting.append((len(features) - 1, rendered, sizes))
+        measure_chunk(waiting, features, self.encoder, self.chat)
+        return features
+
+    def _open(self, features: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
+        return [self._open_row(*pair) for pair in zip(features, numbers, strict=True)]
+
+    def _open_row(self, feature: Mapping[str, Any], number: Any) -> dict[str, Any]:
+        conversation, place = feature["conversation"], self.rows.name_row(number)
+        if reason := feature["left_out"]:
+            self._count(reason, number)
+            return {"conversation": _EMPTY, "images": [], "place": place, "left_out": reason}
+        folders = self._find_folders(number)
+        images = [open_image(image, place, folders) for image in conversation.images]
+        return {"conversation": conversation, "images": images, "place": place}
+
+    def _find_folders(self, number: Any) -> list[Path]:
+        return [Path(number.shard).parent, *self.rows.folders]
+
+    def _count(self, reason: str, number: Any) -> None:
+        """Report the first row that is left out, the tenth, the hundredth, ..."""
+        self.left_out += 1
+        if str(self.left_out).strip("0") == "1":
+            get_logger().warning(
+                "%s: %s: it has no effect (such rows so far in this process: %d)",
+                number.describe(), reason, self.left_out,
+            )  # fmt: skip
