@@ -114,7 +114,7 @@ def test_a_row_that_is_left_out_adds_nothing(
     prepared = _prepare(model_folder, path, train_on_prompts=trains_on_prompts)
     good, left_out = list(prepared.train)
     reason = "longer than 24 tokens with the images"
-    assert f"{path}, row 2: {reason}" in caplog.text
+    assert f"{path}, row 2: nothing is learnt from this row: {reason}" in caplog.text
     alone, both = prepared.collate([good]), prepared.collate([left_out, good])
     assert set(both["labels"][0].tolist()) == {-100}
     model = build_model("llava").eval()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rapidformer.data.streams.stream import LeftOut
 from rapidformer.errors import DataError, ModelError
 from rapidformer.tasks.base import IGNORED_LABEL, Batch
 from rapidformer.tasks.chat.features import mark_tokens, render_row
@@ -196,7 +197,7 @@ class AnswerCollator:
         return {**first, "labels": labels, **batch}
 
     def _render(self, row: Mapping[str, Any]) -> Rendered:
-        if row.get("left_out"):  # of a stream
+        if isinstance(row, LeftOut):
             return Rendered(self.encoder.render_question(row["conversation"]), [])
         rendered = self.encoder.render(row["conversation"])
         assert isinstance(rendered, Rendered), rendered  # rows without answers were left out

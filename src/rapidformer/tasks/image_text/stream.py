@@ -8,12 +8,12 @@ nothing to any loss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rapidformer.data.streams.stream import LeftOut
 from rapidformer.errors import DataError
-from rapidformer.log import get_logger
 from rapidformer.tasks.chat.features import ChatEncoder, drop_left_out, report_trained
 from rapidformer.tasks.chat.turns import BadRowError
 from rapidformer.tasks.image_text.conversations import Conversation
@@ -32,8 +32,6 @@ class ImageTextStream:
     rows: ImageTextRows
     encoder: ImageEncoder
     chat: ChatEncoder
-    left_out: int = field(default=0, init=False)
-    """Rows without labels so far, of those that this process has read."""
 
     def __post_init__(self) -> None:
         self._measured = self.rows.rows.then(self._measure, expands=False)
@@ -77,20 +75,10 @@ class ImageTextStream:
     def _open_row(self, feature: Mapping[str, Any], number: Any) -> dict[str, Any]:
         conversation, place = feature["conversation"], self.rows.name_row(number)
         if reason := feature["left_out"]:
-            self._count(reason, number)
-            return {"conversation": _EMPTY, "images": [], "place": place, "left_out": reason}
+            return LeftOut({"conversation": _EMPTY, "images": [], "place": place}, reason)
         folders = self._find_folders(number)
         images = [open_image(image, place, folders) for image in conversation.images]
         return {"conversation": conversation, "images": images, "place": place}
 
     def _find_folders(self, number: Any) -> list[Path]:
         return [Path(number.shard).parent, *self.rows.folders]
-
-    def _count(self, reason: str, number: Any) -> None:
-        """Report the first row that is left out, the tenth, the hundredth, ..."""
-        self.left_out += 1
-        if str(self.left_out).strip("0") == "1":
-            get_logger().warning(
-                "%s: %s: it has no effect (such rows so far in this process: %d)",
-                number.describe(), reason, self.left_out,
-            )  # fmt: skip
