@@ -81,7 +81,9 @@ class Failure:
             if self.status >= 0:
                 where = where or "; see its own message above"
                 return f"{who} ended with status {self.status}{where}."
-            name = signal.Signals(-self.status).name
+            # Real-time signals have no names.
+            name = {int(each): each.name for each in signal.Signals}.get(-self.status)
+            name = name or str(-self.status)
             hint = f" ({_CAUSES[name]})" if name in _CAUSES else ""
             return f"{who} was ended by signal {name}{hint}{where}."
         if self.message.startswith("Traceback"):

@@ -23,6 +23,7 @@ from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.data.streams.reader import (
     EndlessReader,
     Reader,
@@ -45,14 +46,6 @@ CHUNK = 1000
 """Rows that are encoded together, as in a table."""
 _HEAD_ROWS = 1000
 _HEAD_BYTES = 16 * 2**20
-
-
-class LeftOut(dict[str, Any]):
-    """A sample without labels, of a row that the model cannot learn from."""
-
-    def __init__(self, sample: Mapping[str, Any], reason: str) -> None:
-        super().__init__(sample)
-        self.reason = reason
 
 
 class RowNumber(int):

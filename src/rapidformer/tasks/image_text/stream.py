@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.data.streams.stream import LeftOut
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import DataError
 from rapidformer.tasks.chat.features import ChatEncoder, drop_left_out, report_trained
 from rapidformer.tasks.chat.turns import BadRowError

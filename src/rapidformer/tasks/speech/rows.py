@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
-from rapidformer.data.batch import IGNORED_LABEL
-from rapidformer.data.streams.stream import LeftOut
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
+from rapidformer.tasks.base import IGNORED_LABEL
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     Columns,
