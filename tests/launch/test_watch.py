@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,3 +238,19 @@ def check_report(text: str, who: str) -> None:
     assert f"  {who} is missing: step 3, phase data, for " in text
     assert "  waiting for it: step 3, phase backward (rank 0)" in text
     assert "runpy" not in text
+
+
+def test_a_rank_that_is_asked_for_its_stack_at_its_end_is_not_ended_by_it(tmp_path: Path) -> None:
+    """Python's finalization takes faulthandler's handler away."""
+    script = (
+        "import faulthandler, os\n"
+        "from rapidformer.launch.worker import STACK_SIGNAL, attach_to_launcher\n"
+        "attach_to_launcher()\n"
+        "os.kill(os.getpid(), STACK_SIGNAL)\n"
+        "faulthandler.unregister(STACK_SIGNAL)\n"
+        "os.kill(os.getpid(), STACK_SIGNAL)\n"
+    )
+    environment = {**os.environ, "RAPIDFORMER_HEARTBEATS": str(tmp_path), "RANK": "0"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
+    assert result.returncode == 0
+    assert "most recent call first" in (tmp_path / "stack_0").read_text()

@@ -42,6 +42,8 @@ def attach_to_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # the launcher died in between
     # Kept open for good: the signal handler writes to it.
     stacks = get_rank_file("stack", folder, rank).open("a", encoding="utf-8")
+    # Ignored where faulthandler is not there: a rank that is about to exit must not be ended by it.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     line = f"0 0 start {time.monotonic():.3f} 0"
     get_rank_file("beat", folder, rank).write_text(line.ljust(127) + "\n", encoding="ascii")
