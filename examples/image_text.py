@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image, ImageDraw
+
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 60, 220)}
 SHAPES = ("circle", "square", "cross")
 WORDS = ["<end>", "<pad>", "<unknown>", "user", "assistant", "what", "is", "this", "which",
@@ -30,8 +32,7 @@ SETTINGS = ("--train-vision", "--train-projector", "--epochs", "6", "--micro-bat
             "--save", "run", "--overwrite")  # fmt: skip
 
 
-def draw(colour: str, shape: str, dice: random.Random) -> object:
-    from PIL import Image, ImageDraw
+def draw(colour: str, shape: str, dice: random.Random) -> Image.Image:
 
     picture = Image.new("RGB", (32, 32), (235, 235, 235))
     pen, x, y = ImageDraw.Draw(picture), dice.randint(2, 8), dice.randint(2, 8)
@@ -57,7 +58,7 @@ def write_rows(folder: Path) -> None:
                 things = [(dice.choice(list(COLOURS)), dice.choice(SHAPES)) for _ in range(shown)]
                 paths = [f"pictures/{split}-{number}-{place}.png" for place in range(shown)]
                 for path, thing in zip(paths, things, strict=True):
-                    draw(*thing, dice).save(folder / path)  # type: ignore[attr-defined]
+                    draw(*thing, dice).save(folder / path)
                 asked = ["hello there", "<image> what is this ?", "<image> <image> which colours ?"]
                 said = ["hello", *[f"a {colour} {shape}" for colour, shape in things[:1]]]
                 if shown == 2:

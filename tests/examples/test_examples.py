@@ -187,11 +187,8 @@ def test_pretraining_from_the_standard_library(python: Path, tmp_path: Path) -> 
     assert "unigram entropy of the held-out part" in done.stdout
 
 
-def test_preference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A toy preference is learnt: from chance to nearly always, on pairs that were held out."""
-
+def run_commands_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an example run its commands in this process, which has imported everything."""
     run_really = subprocess.run
 
     def run(command: list[str], **options: Any) -> Any:
@@ -201,10 +198,17 @@ def test_preference(
         assert main(command[1:]) == 0
         return None
 
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_preference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A toy preference is learnt: from chance to nearly always, on pairs that were held out."""
     folder = tmp_path / "out"
     namespace = runpy.run_path(str(EXAMPLES / "preference.py"))
     monkeypatch.setattr(sys, "argv", ["preference.py", str(folder)])
-    monkeypatch.setattr(subprocess, "run", run)
+    run_commands_here(monkeypatch)
     namespace["main"]()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     accuracies = [json.loads(line).get("eval_rewards/accuracies") for line in lines]
@@ -224,20 +228,10 @@ def test_image_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Pictures of shapes: an epoch teaches it the form of an answer, and one is described."""
-
-    run_really = subprocess.run
-
-    def run(command: list[str], **options: Any) -> Any:
-        if command[0] != "rapidformer":  # such as nvidia-smi
-            return run_really(command, **options)
-        monkeypatch.chdir(options["cwd"])
-        assert main(command[1:]) == 0
-        return None
-
     folder = tmp_path / "out"
     namespace = runpy.run_path(str(EXAMPLES / "image_text.py"))
     monkeypatch.setattr(sys, "argv", ["image_text.py", str(folder), "--epochs", "1"])
-    monkeypatch.setattr(subprocess, "run", run)
+    run_commands_here(monkeypatch)
     namespace["main"]()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]

@@ -17,8 +17,7 @@ import pytest
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.sweeping.space import Choices, Range, list_choices, parse_space, to_flags
-from rapidformer.sweeping.study import Outcome, Study
-from rapidformer.sweeping.sweep import run_trials
+from rapidformer.sweeping.study import Outcome, Study, run_trials
 
 pytest.importorskip("optuna", reason="the extra rapidformer[search] is not installed")
 SPACE = {"lr": Range(1e-5, 1e-1, False, True), "micro_batch_size": Choices((8, 16, 32))}

@@ -34,8 +34,7 @@ from rapidformer.sweeping.space import (
     parse_space,
     to_flags,
 )
-from rapidformer.sweeping.study import Outcome, Study, Trial, load_optuna
-from rapidformer.sweeping.sweep import run_trials
+from rapidformer.sweeping.study import Outcome, Study, Trial, load_optuna, run_trials
 
 RESULTS_FILE = "results.json"
 _TRIALS = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from rapidformer.compat.transformers_processors import load_auto_processor
@@ -20,10 +21,8 @@ from rapidformer.models.location import (
 
 def load_processor(args: Settings) -> Any:
     """The processor of the model, with a padding token."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise MissingPackageError("pillow", "images", "image") from None
+    if find_spec("PIL") is None:
+        raise MissingPackageError("pillow", "images", "image")
     location = find_files(get_model_location(args), "*processor_config.json")
     if location is None:
         raise ModelError(

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -203,3 +205,29 @@ class Study:
         complete = [one for one in self.trials if one.state == "complete"]
         sign = 1 if self.is_greater_better else -1
         return max(complete, key=lambda one: sign * (one.value or 0.0), default=None)
+
+
+RunTrial = Callable[[int, Parameters, threading.Event], Outcome]
+"""Runs a trial by its number, in a thread, until the event is set; resumes an interrupted one."""
+
+
+def run_trials(
+    study: Study, count: int, parallel: int, run: RunTrial, tell: Callable[[Trial], None]
+) -> None:
+    """Run what is left of ``count`` trials; ``tell`` hears of each one when it is kept."""
+    running: dict[Future[Outcome], int] = {}
+    outcomes: dict[int, Outcome] = {}
+    number, stop = study.ended, threading.Event()
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            while running or number < count:
+                while number < count and len(running) < parallel and study.can_draw(number):
+                    running[pool.submit(run, number, study.choose(number), stop)] = number
+                    number += 1
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    outcomes[running.pop(future)] = future.result()
+                while study.ended in outcomes:
+                    tell(study.add(study.ended, outcomes.pop(study.ended)))
+        finally:
+            stop.set()  # the pool waits for its threads

@@ -157,9 +157,9 @@ class StreamRows:
         rows = [self._check_types(self._decode(row), row) for row in stored]
         try:
             samples = self._run_steps(rows, [self._number(row) for row in stored])
-        except Exception as error:
+        except Exception:  # a step may be the user's own function
             self._find_fault(stored, rows)
-            raise error
+            raise
         if not self.is_expanded:
             self._report(stored, samples)
         return samples
