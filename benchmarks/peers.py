@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,13 @@ Result = dict[str, Any]
 class Stopwatch:
     """Starts after the warm-up steps; waits for the device at both ends."""
 
-    def __init__(self, warm_up: int) -> None:
-        self._warm_up = warm_up
+    def __init__(self, warm_up: int, take_turn: Callable[[], object] = lambda: None) -> None:
+        """``take_turn`` is called between the warm-up and the timed steps."""
+        self._warm_up, self._take_turn = warm_up, take_turn
         self._steps = 0
         self._began = time.perf_counter()
         self.first_step = self.started = self.stopped = 0.0
+        self._losses: list[tuple[float, int]] = []
 
     def begin_step(self) -> None:
         """Call before the forward pass of each step."""
@@ -69,8 +73,20 @@ class Stopwatch:
         if self._steps == 1:
             self.first_step = time.perf_counter() - self._began
         if self._steps == self._warm_up:
+            self._take_turn()
             self.started = time.perf_counter()
         self._steps += 1
+
+    def note_loss(self, mean: float, step: int) -> None:
+        """The mean loss since the last call."""
+        self._losses.append((mean, step))
+
+    @property
+    def loss(self) -> float:
+        """The mean over all steps."""
+        steps = [0, *(step for _, step in self._losses)]
+        total = sum(mean * (step - steps[n]) for n, (mean, step) in enumerate(self._losses))
+        return total / steps[-1] if steps[-1] else math.nan
 
     def stop(self) -> None:
         wait()
@@ -84,6 +100,7 @@ def wait() -> None:
 
 def build_model(work: Workload, device: torch.device = DEVICE) -> nn.Module:
     """Created on the device: initializing a billion weights in host memory takes a minute."""
+    torch.manual_seed(0)
     with device:
         return add_lora(work.build(), work.lora_rank)
 
@@ -94,6 +111,10 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
         def on_step_begin(self, *_: Any) -> None:
             watch.begin_step()
 
+        def on_log(self, loop: Any, control: Any, line: dict[str, Any]) -> None:
+            if "loss" in line:
+                watch.note_loss(line["loss"], loop.step)
+
     class Bench(Finetuner):
         callbacks = (Watch(),)
 
@@ -101,15 +122,14 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
             return rows, None, None, None
 
         def model_optimizer_lr_scheduler_provider(self) -> Any:
-            with DEVICE:
-                return work.build(), None, None
+            return build_model(replace(work, lora_rank=None)), None, None
 
         def run_forward_step(self, batch: Any, model: Any) -> Any:
             return model(**batch).loss
 
     settings: dict[str, Any] = {
-        "micro_batch_size": work.batch, "epochs": 1, "lr": 2e-5, "log_interval": 50,
-        "dataloader_type": "single", "save": "none",
+        "micro_batch_size": work.batch, "epochs": 1, "lr": 2e-5, "dataloader_type": "single",
+        "log_interval": len(rows) // work.batch, "save": "none",
     }  # fmt: skip
     settings |= {"mixed_precision": "bf16"} if HAS_GPU else {}
     if work.lora_rank:
@@ -126,6 +146,11 @@ def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> No
             watch.begin_step()
             return super().training_step(*args, **kwargs)
 
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                watch.note_loss(logs["loss"], self.state.global_step)
+            super().log(logs, *args, **kwargs)
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -136,7 +161,7 @@ def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> No
             use_cpu=not HAS_GPU,
             optim="adamw_torch_fused",
             max_grad_norm=1.0,
-            logging_steps=50,
+            logging_steps=len(rows) // work.batch,
             save_strategy="no",
             report_to=[],
             dataloader_num_workers=2 if HAS_GPU else 0,

@@ -33,6 +33,26 @@ def is_falcon_attention(cls: type) -> bool:
     return is_falcon and hasattr(cls, SPLIT_HEADS)
 
 
+_DISENTANGLED = (
+    "transformers.models.deberta.modeling_deberta.DisentangledSelfAttention",
+    "transformers.models.deberta_v2.modeling_deberta_v2.DisentangledSelfAttention",
+)
+
+
+def is_disentangled_attention(cls: type) -> bool:
+    """Whether a class is DeBERTa's attention, of either version."""
+    return _name(cls) in _DISENTANGLED
+
+
+def find_unknown_disentangled(cls: type) -> str | None:
+    """How this class of DeBERTa's attention differs from what we know; None if it does not."""
+    takes = [
+        "self", "hidden_states", "attention_mask", "output_attentions", "query_states",
+        "relative_pos", "rel_embeddings",
+    ]  # fmt: skip
+    return describe_difference("transformers", cls, "forward", takes)
+
+
 def is_conv1d(cls: type) -> bool:
     """Whether a class is GPT-2's ``Conv1D``: a linear layer with a transposed weight."""
     return _name(cls) == "transformers.pytorch_utils.Conv1D"

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.attention import disentangled
 from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.attention.learned_bias import interface
 from rapidformer.accel.context.exchanged_attention import find_configs
@@ -82,8 +83,10 @@ def apply(assembly: Assembly) -> str | None:
         return None
     takes_tokens = getattr(model, "main_input_name", "") == "input_ids"
     by_length = assembly.wants("varied lengths") and takes_tokens
-    by_bias = assembly.wants("learned bias kernel") and bool(_find_biased(model))
-    by_bias = by_bias and interface.can_run(assembly.device)
+    has_bias = bool(_find_biased(model)) or disentangled.is_applied(model)
+    by_bias = (
+        assembly.wants("learned bias kernel") and has_bias and interface.can_run(assembly.device)
+    )
     unknown = find_unknown_attention() if by_length or by_bias else None
     is_known = unknown is None
     choice = KernelChoice(_ORDERS[chosen], by_length and is_known, by_bias and is_known)

@@ -45,7 +45,7 @@ from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import find_fact, put_fact
 
-MOST_GRAPHS = 8
+MOST_GRAPHS = 16
 _MOST_AT_ONCE = 6
 """How many graphs of rounded sizes are recorded before these sizes have been seen twice."""
 _LARGER_SIZES = 3

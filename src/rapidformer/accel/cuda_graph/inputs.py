@@ -36,6 +36,8 @@ from rapidformer.overlay import find_fact
 Array = NDArray[Any]
 _ALIGNMENT = 256
 """In bytes: kernels are compiled for aligned inputs."""
+_LARGE = 2**20
+"""In bytes: what is larger is not joined with other tensors."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -51,7 +53,7 @@ class Inputs:
     arrays: Mapping[str, Array]
     """The padded values of its tensors in host memory, by path in the batch."""
     others: Mapping[str, Tensor]
-    """Tensors that are only on the device, or whose dtype NumPy does not have."""
+    """Tensors that are only on the device, large, or of a dtype that NumPy does not have."""
     columns: Columns
     """What its tensors were padded to; none if they keep their widths."""
     fixed: FixedRows | None
@@ -144,7 +146,7 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
 
     def read(name: str, tensor: Tensor) -> Tensor:
         found = find_host_copy(tensor)
-        if found is not None and fits_numpy(found):
+        if found is not None and fits_numpy(found) and not _is_copied_alone(found):
             arrays[name] = pad_array(found.numpy(), columns.get(name))
         else:
             others[name] = pad(tensor, columns.get(name))
@@ -152,6 +154,11 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
 
     map_tensors(batch, read)
     return arrays, others
+
+
+def _is_copied_alone(tensor: Tensor) -> bool:
+    """Whether a tensor goes to the device from where it is: joining images takes milliseconds."""
+    return tensor.nbytes >= _LARGE and tensor.is_pinned()
 
 
 class PackedTensors:

@@ -13,10 +13,10 @@ from rapidformer.accel.unpad.rows import round_up
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 
-_WIDTHS = 64
-"""Batches that run unpadded have a multiple of this many columns."""
-_SIDE_WIDTHS = 16
-"""The same for both sides of an encoder-decoder model, which compute on their padding."""
+_LEAST_WIDTH = 64
+"""Batches that run unpadded have this many columns or a larger power of two: padding is cheap."""
+_SIDE_WIDTHS = {"least": 16, "sizes": 4}
+"""How both sides of an encoder-decoder model are rounded up, which compute on their padding."""
 _LIMITS = (
     "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
     "max_source_positions", "max_target_positions",
@@ -39,7 +39,7 @@ def choose_columns(
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
     width = factor * mask.shape[1]
-    wide = _limit(model, mask.shape[1], -(-width // _WIDTHS) * _WIDTHS)
+    wide = _limit(model, mask.shape[1], max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
         name
@@ -66,7 +66,7 @@ def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Co
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
-        wide = _limit(model, own, round_up(factor * own, least=_SIDE_WIDTHS))
+        wide = _limit(model, own, round_up(factor * own, **_SIDE_WIDTHS))
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns
 

@@ -256,6 +256,16 @@ def _covers_batch(rows: Rows, keys: Rows, given: dict[str, Any]) -> bool:
     return is_whole and offsets == (0, 0) and not given.get("use_vmap", False)
 
 
+def make_current_mask(mask: Tensor) -> RowMask | None:
+    """The mask of the rows that a model runs on now, if this one is of the batch; else None."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    rows, _ = _CURRENT.get()
+    if rows is None or tuple(mask.shape) != rows.shape:
+        return None
+    return make_row_mask(rows, bidirectional_mask_function)
+
+
 def make_row_mask(rows: Rows, may_attend: Any, keys: Rows | None = None) -> RowMask:
     """The mask of these rows; ``keys`` are the rows attended to, if they are others."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Mask = NDArray[np.bool_]
 """[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
+_MANY_ROWS = 16
+"""From here on, the number of real tokens varies so little that finer sizes are few, too."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,11 @@ class Rows:
         and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
-        size = round_up(len(places), least=128)
+        # The sum of few rows varies more: fewer sizes, so that each comes again.
+        sizes = 8 if len(real) >= _MANY_ROWS else 4
+        size = round_up(len(places), least=128, sizes=sizes)
         for _ in range(sizes_up):
-            size = round_up(size + 1, least=128)
+            size = round_up(size + 1, least=128, sizes=sizes)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
         places = np.concatenate([places, padding])
@@ -261,9 +265,9 @@ def _is_contiguous(real: Mask) -> bool:
     return bool(starts == np.count_nonzero(real.any(1)))
 
 
-def round_up(tokens: int, *, least: int = 64) -> int:
-    """Round up to one of a few sizes: at most 8 per doubling, all multiples of ``least``."""
-    step = max(least, (1 << tokens.bit_length()) // 16)
+def round_up(tokens: int, *, least: int = 64, sizes: int = 8) -> int:
+    """Round up to one of a few: at most ``sizes`` per doubling, all multiples of ``least``."""
+    step = max(least, (1 << tokens.bit_length()) // (2 * sizes))
     return -(-tokens // step) * step
 
 

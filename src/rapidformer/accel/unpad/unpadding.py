@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad import batches, tokenwise
@@ -267,7 +268,8 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    if not any(get_attention(part) == "sdpa" for part in find_configs(model)):
+    has_sdpa = any(get_attention(part) == "sdpa" for part in find_configs(model))
+    if not has_sdpa and not disentangled.is_applied(model):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"

@@ -55,6 +55,14 @@ PLACED = register(
         exact="up to rounding: fused kernels sum in a different order",
     ),
     Switch(
+        "disentangled attention",
+        "DeBERTa's scores of relative positions are not gathered, and a bias of fused attention",
+        kind="automatic", module="attention.disentangled",
+        needs=(Rule("attention", setting="attention", values=("auto",)),),
+        excludes=(Rule("context parallelism", "it splits the tokens of a row"),),
+        exact=f"up to rounding: scores are summed in a different order{NEW_DROPOUT}",
+    ),
+    Switch(
         "attention",
         turned_on_by=("attention",), off={"attention": "sdpa"}, module="attention.kernel_order",
         exact=f"up to rounding: kernels sum in a different order{NEW_DROPOUT}",

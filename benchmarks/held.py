@@ -1,0 +1,337 @@
+"""Models that no other benchmark names, with lengths as in real data: most rows short, a few long.
+
+    python benchmarks/held.py [--size tiny] [--models vit ...] [--runs "HF Trainer" ...]
+        [--together 6] [--steps 8] [--limit 120] [--json FILE] [--logs FOLDER]
+
+rapidformer with its defaults, then with --compile, beside Hugging Face's Trainer, as in
+``peers.py``: each run in its own process, data loading included, the first steps excluded, padding
+not counted, the same weights and rows. The loss is the mean over all steps.
+
+With --together, that many runs warm up side by side and are then timed one after the other, while
+the others wait. It saves minutes, but first steps then share the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from peers import HAS_GPU, RUNS, WARM_UP, Result, Stopwatch
+from workloads import Rows, Workload
+
+NAMES = ("HF Trainer", "rapidformer", "rapidformer --compile")
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96,
+}  # fmt: skip
+TINY_SIDES: dict[str, Any] = {
+    "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """One model: its classes by name, its size, and the data."""
+
+    config: str
+    model: str
+    batch: int
+    lengths: tuple[int, int]
+    sizes: dict[str, Any]
+    tiny: dict[str, Any]
+    kind: str = "labels"
+    """What is learnt: ``labels`` of rows, ``text``, ``answers`` alone, ``pairs`` or ``images``."""
+
+    def build_workload(self, size: str) -> Workload:
+        is_tiny = size == "tiny"
+        lengths = tuple(max(4, length // 8) for length in self.lengths) if is_tiny else self.lengths
+        batch = min(self.batch, 8) if is_tiny else self.batch
+        sizes = {**self.sizes, **self.tiny} if is_tiny else self.sizes
+
+        def build() -> Any:
+            config = getattr(transformers, self.config)(**sizes)
+            return getattr(transformers, self.model)(config)
+
+        def make_rows(count: int) -> Any:
+            if self.kind == "images":
+                return Images(count, 32 if is_tiny else 224)
+            words = sizes.get("vocab_size") or build().config.vocab_size
+            return make_skewed_rows(count, self.kind, lengths, words)
+
+        unit = "images" if self.kind == "images" else "tokens"
+        return Workload(build=build, make_rows=make_rows, batch=batch, unit=unit)
+
+
+HELD = {
+    "DistilBERT": Held(
+        "DistilBertConfig", "DistilBertForSequenceClassification", 16, (10, 60),
+        {"vocab_size": 30522}, {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+    ),
+    "BART-large": Held(
+        "BartConfig", "BartForConditionalGeneration", 16, (40, 400), {"vocab_size": 50265},
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+         "decoder_ffn_dim": 96, "vocab_size": 512}, "pairs",
+    ),
+    "ModernBERT-base": Held(
+        "ModernBertConfig", "ModernBertForSequenceClassification", 32, (20, 500),
+        {"vocab_size": 50368}, {**TINY, "pad_token_id": 0},
+    ),
+    "ELECTRA-base": Held(
+        "ElectraConfig", "ElectraForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 30522, "embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12,
+         "intermediate_size": 3072}, TINY,
+    ),
+    "RoBERTa-large": Held(
+        "RobertaConfig", "RobertaForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514},
+        TINY,
+    ),
+    "Qwen3 0.6B": Held(
+        "Qwen3Config", "Qwen3ForCausalLM", 8, (50, 1500),
+        {"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+         "tie_word_embeddings": True}, {**TINY, "num_key_value_heads": 2, "head_dim": 16},
+        "answers",
+    ),
+    "OLMoE shape": Held(
+        "OlmoeConfig", "OlmoeForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50304, "num_hidden_layers": 8, "num_experts": 32, "intermediate_size": 1024},
+        {**TINY, "num_experts": 4, "num_experts_per_tok": 2}, "text",
+    ),
+    "Gemma 3 1B": Held(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", 4, (50, 1500),
+        {"vocab_size": 262144, "hidden_size": 1152, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912,
+         "sliding_window": 512},
+        {**TINY, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 32}, "text",
+    ),
+    "ViT-base": Held(
+        "ViTConfig", "ViTForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {**TINY, "image_size": 32}, "images",
+    ),
+    "DeBERTa-v3 base": Held(
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 128100, "hidden_size": 768, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "intermediate_size": 3072, "relative_attention": True,
+         "position_buckets": 256, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+         "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0},
+        TINY,
+    ),
+    "mT5-base": Held(
+        "MT5Config", "MT5ForConditionalGeneration", 16, (40, 400),
+        {"vocab_size": 250112, "d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12,
+         "d_kv": 64, "decoder_start_token_id": 0}, TINY_SIDES, "pairs",
+    ),
+}  # fmt: skip
+
+
+class Images:
+    """Images in memory; a few, since a data set of thousands would not fit there."""
+
+    def __init__(self, count: int, size: int) -> None:
+        random = np.random.default_rng(0)
+        self._images = random.standard_normal((128, 3, size, size), dtype=np.float32)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        image = self._images[number % len(self._images)]
+        return {"pixel_values": image, "labels": number % len(self._images) % 2}
+
+
+def make_skewed_rows(count: int, kind: str, lengths: tuple[int, ...], words: int) -> Rows:
+    """Rows whose lengths are mostly short; tokens follow each other, so that the loss can fall."""
+    random = np.random.default_rng(0)
+
+    def write(label: int = 0) -> list[int]:
+        length = round(lengths[0] + (lengths[1] - lengths[0]) * random.random() ** 3)
+        half = (words - 10) // 2
+        ids: list[int] = (random.integers(10, 10 + half, length) + half * label).tolist()
+        return ids
+
+    rows = []
+    for _ in range(count):
+        if kind == "labels":
+            label = int(random.integers(0, 2))
+            rows.append({"input_ids": write(label), "labels": label})
+        elif kind == "pairs":
+            rows.append({"input_ids": write(), "labels": write()})
+        else:
+            ids = write()
+            asked = len(ids) * 3 // 4 if kind == "answers" else 0
+            rows.append({"input_ids": ids, "labels": [-100] * asked + ids[asked:]})
+    return rows
+
+
+def count_units(kind: str, row: dict[str, Any]) -> int:
+    """Images, or tokens of both sides."""
+    if kind == "images":
+        return 1
+    return len(row["input_ids"]) + (len(row["labels"]) if kind == "pairs" else 0)
+
+
+def measure(
+    name: str,
+    model: str,
+    size: str,
+    steps: int,
+    warm_up: int,
+    profiles: bool,
+    take_turn: Callable[[], object],
+) -> Result:
+    held = HELD[model]
+    work = held.build_workload(size)
+    rows = work.make_rows(work.batch * (warm_up + steps))
+    timed = range(warm_up * work.batch, len(rows))
+    units = sum(count_units(held.kind, rows[number]) for number in timed)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def begin() -> None:
+        take_turn()
+        if profiles:
+            profile.start()
+
+    watch = Stopwatch(warm_up, begin)
+    RUNS[name](work, rows, watch)
+    watch.stop()
+    if profiles:
+        profile.stop()
+        print(profile.key_averages().table("self_device_time_total", row_limit=30))
+    return {
+        "rate": units / (watch.stopped - watch.started),
+        "unit": work.unit,
+        "memory": torch.cuda.max_memory_allocated() / 2**30 if HAS_GPU else 0.0,
+        "first step": watch.first_step,
+        "loss": watch.loss,
+    }
+
+
+def run_together(
+    jobs: list[tuple[str, str]], options: argparse.Namespace, folder: Path | None
+) -> list[Result]:
+    """Warm up side by side, then time one after the other; a problem is a result as well."""
+    context: Any = multiprocessing.get_context("fork")
+    runs = []
+    for model, name in jobs:
+        here, there = context.Pipe()
+        log = (
+            os.devnull if folder is None else str(folder / f"{model}, {name}.txt".replace("/", "-"))
+        )
+        sizes = (options.size, options.steps, options.warm_up)
+        arguments = (name, model, *sizes, options.profile)
+        process = context.Process(target=_work, args=(there, log, arguments))
+        process.start()
+        there.close()
+        runs.append((process, here))
+    ends = time.monotonic() + options.limit
+    results: list[Result | None] = [_receive(pipe, ends, options.limit) for _, pipe in runs]
+    for number, (process, pipe) in enumerate(runs):
+        if results[number] == {}:  # it is ready
+            pipe.send("go")
+            results[number] = _receive(pipe, time.monotonic() + options.limit, options.limit)
+        process.kill()
+        process.join()
+    return [result or {} for result in results]
+
+
+def _receive(pipe: Connection, ends: float, limit: int) -> Result:
+    if not pipe.poll(max(0.0, ends - time.monotonic())):
+        return {"problem": f"not done after {limit} s"}
+    try:
+        return dict(pipe.recv())
+    except EOFError:
+        return {"problem": "crashed"}
+
+
+def _work(pipe: Connection, log: str, arguments: tuple[Any, ...]) -> None:
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(target, stream.fileno())
+
+    def take_turn() -> None:
+        pipe.send({})
+        pipe.recv()
+
+    try:
+        pipe.send(measure(*arguments, take_turn))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        pipe.send({"problem": text[:80].replace("|", "/")})
+
+
+def format_row(model: str, runs: dict[str, Result]) -> str:
+    base = runs.get("HF Trainer", {}).get("rate")
+    cells = []
+    for name in NAMES:
+        result = runs.get(name, {"problem": "-"})
+        if "problem" in result:
+            cells.append(result["problem"])
+            continue
+        rate = result["rate"]
+        shown = f"{rate / 1000:.1f}k" if rate >= 10000 else f"{rate:,.0f}"
+        ratio = f" ({rate / base:.1f} x)" if base and name != "HF Trainer" else ""
+        cells.append(
+            f"{shown}{ratio}, {result['memory']:.1f} GiB, {result['first step']:.1f} s, "
+            f"loss {result['loss']:.3f}"
+        )
+    held = HELD[model]
+    lengths = "" if held.kind == "images" else f", {held.lengths[0]}-{held.lengths[1]}"
+    return f"| {model}, {held.batch}{lengths} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=("full", "tiny"), default="full" if HAS_GPU else "tiny")
+    parser.add_argument("--models", nargs="+", choices=HELD, default=list(HELD))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=NAMES)
+    parser.add_argument("--steps", type=int, default=64 if HAS_GPU else 3)
+    parser.add_argument("--warm-up", type=int, default=4 * WARM_UP if HAS_GPU else 2)
+    parser.add_argument("--limit", type=int, default=120, help="seconds for a warm-up")
+    parser.add_argument("--together", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
+    parser.add_argument("--logs", type=Path, help="what each run prints")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of timed steps")
+    options = parser.parse_args()
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+    kept = options.json and options.json.exists()
+    results: dict[str, dict[str, Result]] = json.loads(options.json.read_text()) if kept else {}
+    jobs = [
+        (model, name)
+        for model in options.models
+        for name in options.runs
+        if "rate" not in results.setdefault(model, {}).get(name, {})
+    ]
+    for start in range(0, len(jobs), options.together):
+        group = jobs[start : start + options.together]
+        found = run_together(group, options, options.logs)
+        for (model, name), result in zip(group, found, strict=True):
+            results[model][name] = result
+            print(f"{model}, {name}: {result}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\n| model, batch, row lengths | {' | '.join(NAMES)} |\n|---|---|---|---|")
+    for model in options.models:
+        print(format_row(model, results[model]))
+
+
+if __name__ == "__main__":
+    main()
