@@ -8,7 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rapidformer.accel.grouped_experts import apply_grouped_experts, multiply
+from rapidformer.accel.compile.compilation import apply_compile
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.grouped_experts import apply_grouped_experts, extend_own_experts, multiply
+from rapidformer.models.plan import find_plan
+from rapidformer.overlay import get_fact
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -30,10 +34,28 @@ def test_the_results_of_transformers(kind: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def run(model: Any) -> list[torch.Tensor]:
+@pytest.mark.parametrize("kind", ["jetmoe", "aria_text"])
+def test_models_with_experts_of_their_own(kind: str) -> None:
+    """Whatever the split of tokens, one graph."""
+    torch.manual_seed(0)
+    options = {"moe_num_experts": 4, "moe_topk": 2, "kv_channels": 8, **SMALL}
+    if kind == "aria_text":
+        options["rope_parameters"] = {"rope_type": "default"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    expected = [run(model, first) for first in (3, 9)]
+    assert extend_own_experts(model) > 0
+    apply_compile(model, find_plan(model), backend="aot_eager")
+    for first, theirs in zip((3, 9), expected, strict=True):
+        for mine, usual in zip(run(model, first), theirs, strict=True):
+            torch.testing.assert_close(mine, usual, rtol=1e-5, atol=1e-6)
+    compiled = get_fact(model, CompiledBlocks)
+    assert (compiled.graphs, compiled.recompilations) == (1, 0)
+
+
+def run(model: Any, first: int = 3) -> list[torch.Tensor]:
     model.zero_grad()
-    ids = torch.arange(3, 23).view(2, 10)
-    loss = model(input_ids=ids, labels=ids).loss
+    ids = torch.arange(first, first + 20).view(2, 10)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 

@@ -3,6 +3,9 @@
 transformers multiplies each expert's tokens with torch's ``grouped_mm``, which autocast does not
 cover and torch.compile supports in bf16 only. Here its inputs are cast like those of any other
 product, and the fp32 product is an operator of our own, which torch.compile does not trace into.
+
+JetMoE and Aria split the tokens by numbers that they read from the device: each step waits for it,
+and torch.compile makes a graph for each split. They get the same product here.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from rapidformer.compat.transformers_models import (
     apply_expert_gate,
     get_expert_table,
     get_experts,
+    get_own_name,
     set_experts,
 )
+from rapidformer.overlay import extend, get_own_class
 
 _NAME = "rapidformer_grouped"
 EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_experts)])
@@ -33,7 +38,10 @@ def apply(assembly: Assembly) -> str | None:
     """Compute experts here if they would be in fp32, or compiled in pieces."""
     if not assembly.args.compile and assembly.precision.dtype is None:
         return None
+    if not _has_product(assembly.device):
+        return None
     count = apply_grouped_experts(assembly.model, assembly.device, assembly.applied)
+    count += extend_own_experts(assembly.model)
     return "in 16 bits, and compiled as one graph" if count else None
 
 
@@ -41,9 +49,7 @@ def apply_grouped_experts(
     model: nn.Module, device: torch.device, applied: Applied | None = None
 ) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
-    # Elsewhere, torch has no ``grouped_mm``.
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    if is_old or device.type not in ("cuda", "cpu"):
+    if not _has_product(device):
         return 0
     configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
     if configs:
@@ -51,6 +57,60 @@ def apply_grouped_experts(
     for config in configs:
         set_experts(config, _NAME)
     return len(configs)
+
+
+def _has_product(device: torch.device) -> bool:
+    """Whether torch has ``grouped_mm`` on this device."""
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return device.type in ("cuda", "cpu") and not is_old
+
+
+def extend_own_experts(model: nn.Module) -> int:
+    """The same for models that compute experts in their own code; returns how many layers."""
+    count = 0
+    for module in model.modules():
+        build = _OWN_EXPERTS.get(get_own_name(get_own_class(module)))
+        if build is not None:
+            extend(module, "mixture", build, is_shared=True)
+            count += 1
+    return count
+
+
+def _build_gating(cls: Any) -> dict[str, Any]:
+    """JetMoE's choice of experts, whose number of tokens per expert stays on the device."""
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        logits = self.layer(hidden_states).float()
+        chosen_logits, chosen = logits.topk(self.top_k, dim=1)
+        gates = torch.softmax(chosen_logits, dim=1).type_as(hidden_states)
+        experts, order = chosen.flatten().sort(0)
+        places = torch.arange(self.num_experts, device=experts.device)
+        ends = torch.searchsorted(experts, places, right=True, out_int32=True)
+        return order, order // self.top_k, gates.flatten()[order], ends, logits
+
+    return {"forward": forward}
+
+
+def _build_parallel_experts(cls: Any) -> dict[str, Any]:
+    def forward(self: Any, inputs: Tensor, expert_size: Tensor) -> Tensor:
+        return multiply(inputs, self.weight.transpose(-2, -1), expert_size)
+
+    return {"forward": forward}
+
+
+def _build_expert_product(cls: Any) -> dict[str, Any]:
+    def forward(self: Any, input: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return multiply(input, self.weight, ends).to(input.dtype)
+
+    return {"forward": forward}
+
+
+_OWN_EXPERTS = {
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeTopKGating": _build_gating,
+    "transformers.models.jetmoe.modeling_jetmoe.JetMoeParallelExperts": _build_parallel_experts,
+    "transformers.models.aria.modeling_aria.AriaGroupedExpertsGemm": _build_expert_product,
+}
 
 
 def compute_experts(self: Any, hidden: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:

@@ -29,19 +29,23 @@ SPLIT_HEADS = "_split_heads"
 
 def is_falcon_attention(cls: type) -> bool:
     """Whether a class is Falcon's attention, and splits heads itself."""
-    is_falcon = _name(cls) == "transformers.models.falcon.modeling_falcon.FalconAttention"
+    is_falcon = get_own_name(cls) == "transformers.models.falcon.modeling_falcon.FalconAttention"
     return is_falcon and hasattr(cls, SPLIT_HEADS)
 
 
-_DISENTANGLED = (
-    "transformers.models.deberta.modeling_deberta.DisentangledSelfAttention",
-    "transformers.models.deberta_v2.modeling_deberta_v2.DisentangledSelfAttention",
-)
+_DEBERTAS = ("transformers.models.deberta.modeling_deberta.",
+             "transformers.models.deberta_v2.modeling_deberta_v2.")  # fmt: skip
 
 
 def is_disentangled_attention(cls: type) -> bool:
     """Whether a class is DeBERTa's attention, of either version."""
-    return _name(cls) in _DISENTANGLED
+    return get_own_name(cls) in [f"{module}DisentangledSelfAttention" for module in _DEBERTAS]
+
+
+def is_disentangled_classifier(cls: type) -> bool:
+    """Whether a class is DeBERTa with a label per row, of either version."""
+    is_its_own = get_own_name(cls).startswith(_DEBERTAS)
+    return is_its_own and cls.__name__.endswith("ForSequenceClassification")
 
 
 def find_unknown_disentangled(cls: type) -> str | None:
@@ -55,16 +59,16 @@ def find_unknown_disentangled(cls: type) -> str | None:
 
 def is_conv1d(cls: type) -> bool:
     """Whether a class is GPT-2's ``Conv1D``: a linear layer with a transposed weight."""
-    return _name(cls) == "transformers.pytorch_utils.Conv1D"
+    return get_own_name(cls) == "transformers.pytorch_utils.Conv1D"
 
 
 def is_silu(cls: type) -> bool:
     """Whether a class is torch's or transformers' SiLU."""
     known = ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")
-    return _name(cls) in known
+    return get_own_name(cls) in known
 
 
-def _name(cls: type) -> str:
+def get_own_name(cls: type) -> str:
     """To know a class by: models without transformers must not import it."""
     return f"{cls.__module__}.{cls.__name__}"
 

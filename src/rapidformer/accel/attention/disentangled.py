@@ -3,7 +3,7 @@
 DeBERTa multiplies all queries and keys by the embeddings of all distances, and gathers for each
 pair of tokens the scores of its distance. Here the embeddings are gathered instead, in the order of
 the distances. A token's scores are then a row of a matrix whose next row is shifted by one place,
-so the scores of all pairs are a view of it. They are a bias for fused attention. What DeBERTa
+and those of all pairs can be read off it. They are a bias for fused attention. What DeBERTa
 copies to the device in each step, which a CUDA graph cannot replay, is not needed.
 
 Without padding, rows are put side by side for attention alone: [rows, longest row].
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.unpad.kernels import make_current_mask
@@ -27,8 +29,10 @@ from rapidformer.compat.transformers_models import (
     find_unknown_disentangled,
     get_attention_table,
     is_disentangled_attention,
+    is_disentangled_classifier,
 )
-from rapidformer.overlay import extend, list_layers
+from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.overlay import extend, get_own_class, list_layers
 
 _LAYER = "positions"
 
@@ -38,7 +42,7 @@ def apply(assembly: Assembly) -> str | None:
     layers = _find_layers(assembly.model)
     if not layers:
         return None
-    problem = find_unknown_attention() or find_unknown_disentangled(type(layers[0]))
+    problem = find_unknown_attention() or find_unknown_disentangled(get_own_class(layers[0]))
     if problem is not None:
         return f"off: {problem}"
     return f"{apply_disentangled(assembly.model)} layers"
@@ -49,10 +53,11 @@ def apply_disentangled(model: nn.Module) -> int:
     layers = _find_layers(model)
     for layer in layers:
         extend(layer, _LAYER, _build_attention, is_shared=True)
-    for encoder in model.modules():
-        blocks = getattr(encoder, "layer", None)
-        if isinstance(blocks, nn.ModuleList) and hasattr(encoder, "get_rel_pos"):
-            extend(encoder, _LAYER, _build_encoder, is_shared=True)
+    for module in model.modules() if layers else ():
+        if hasattr(module, "get_rel_pos") and hasattr(module, "get_rel_embedding"):
+            extend(module, _LAYER, _build_encoder, is_shared=True)
+        elif is_disentangled_classifier(get_own_class(module)):
+            extend(module, _LAYER, _build_classifier, is_shared=True)
     return len(layers)
 
 
@@ -66,7 +71,7 @@ def _find_layers(model: nn.Module) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if is_disentangled_attention(type(module))
+        if is_disentangled_attention(get_own_class(module))
         and module.relative_attention
         and not getattr(module, "talking_head", False)
     ]
@@ -119,7 +124,29 @@ def index_distances(size: int, buckets: int, longest: int, device: torch.device)
     return torch.clamp(distances + span, 0, 2 * span - 1)
 
 
+def _build_classifier(cls: Any) -> dict[str, Any]:
+    """The loss over rows that have a label, without asking the device which ones these are."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels")
+        is_usual = self.config.problem_type is None and self.num_labels > 1
+        if not isinstance(labels, Tensor) or labels.dim() != 1 or not is_usual:
+            return cls.forward(self, *args, **kwargs)
+        output = cls.forward(self, *args, **{**kwargs, "labels": None})
+        is_labelled = labels >= 0
+        targets = labels.long().where(is_labelled, IGNORED_LABEL)
+        losses = functional.cross_entropy(output[0].float(), targets, reduction="sum")
+        loss = losses / is_labelled.sum().clamp(min=1)
+        is_tuple = isinstance(output, tuple)
+        return (loss, *output) if is_tuple else type(output)(loss=loss, **output)
+
+    return {"forward": forward}
+
+
 def _build_attention(cls: Any) -> dict[str, Any]:
+    table = get_attention_table()
+
     @functools.wraps(cls.forward)
     def forward(
         self: Any,
@@ -142,8 +169,10 @@ def _build_attention(cls: Any) -> dict[str, Any]:
                 _spread_distances(relative_pos, _get_span(self)), rel_embeddings.flatten(0, -2),
             )  # fmt: skip
         embeddings = self.pos_dropout(rel_embeddings.flatten(0, -2))
-        table = embeddings[: 2 * _get_span(self)].index_select(0, relative_pos)
-        return _attend(self, hidden_states, attention_mask, table), None
+        positions = embeddings[: 2 * _get_span(self)].index_select(0, relative_pos)
+        # Looked up at each call: inside a call of ours, it may be another one.
+        attend = table["sdpa"]
+        return _attend(self, hidden_states, attention_mask, positions, attend), None
 
     return {"forward": forward}
 
@@ -160,7 +189,9 @@ def _get_span(attention: Any) -> int:
     return int(getattr(attention, "pos_ebd_size", attention.max_relative_positions))
 
 
-def _attend(attention: Any, hidden: Tensor, mask: Any, table: Tensor) -> Tensor:
+def _attend(
+    attention: Any, hidden: Tensor, mask: Any, positions: Tensor, attend: Callable[..., Any]
+) -> Tensor:
     """Attention of [rows, tokens, width], given the embeddings of all distances."""
     heads = attention.num_attention_heads
     tokens = _project_tokens(attention, hidden)
@@ -176,7 +207,7 @@ def _attend(attention: Any, hidden: Tensor, mask: Any, table: Tensor) -> Tensor:
     else:
         seen = mask.bool()
     query, key, value = tokens
-    of_keys, of_queries = _project_positions(attention, table)
+    of_keys, of_queries = _project_positions(attention, positions)
     count = 1 + (of_keys is not None) + (of_queries is not None)
     scale = 1 / math.sqrt(query.shape[-1] * count)
     scores = []
@@ -184,7 +215,7 @@ def _attend(attention: Any, hidden: Tensor, mask: Any, table: Tensor) -> Tensor:
         scores.append(_score(query, of_keys[:-1].flip(0)))
     if of_queries is not None:
         scores.append(_score(key, of_queries[1:]).transpose(2, 3))
-    attended = get_attention_table()["sdpa"](
+    attended = attend(
         attention, *(part.transpose(1, 2) for part in (query, key, value)), seen,
         position_bias=sum(scores[1:], scores[0]) * scale if scores else None, scaling=scale,
         dropout=attention.dropout.p if attention.training else 0.0, is_causal=False,
@@ -222,16 +253,52 @@ def _project_positions(attention: Any, table: Tensor) -> tuple[Tensor | None, Te
 
 
 def _score(tokens: Tensor, distances: Tensor) -> Tensor:
-    """Products of [rows, size, heads, n] with [2 size, heads, n]: [rows, heads, size, size].
+    """Products of [rows, size, heads, n] with [2 size, heads, n]: [rows, heads, size, size]."""
+    products = tokens.permute(2, 0, 1, 3).flatten(1, 2).bmm(distances.permute(1, 2, 0))
+    scores: Tensor = _align(products, len(tokens))
+    return scores
 
-    The first token meets the second half of the distances, and each further one those from one
-    place before: n places apart in memory are n - 1 places apart in the result.
+
+# An operator: torch.compile would spend seconds on its sizes.
+@torch.library.custom_op("rapidformer::align_scores", mutates_args=())
+def _align(products: Tensor, rows: int) -> Tensor:
+    return _view_aligned(products, rows).contiguous()
+
+
+def _view_aligned(products: Tensor, rows: int) -> Tensor:
+    """[heads, rows x size, 2 size] -> [rows, heads, size, size].
+
+    The first token takes the second half of its products, and each further one those that begin one
+    place earlier.
     """
-    rows, size, heads, _ = tokens.shape
-    scores = tokens.permute(2, 0, 1, 3).flatten(1, 2).bmm(distances.permute(1, 2, 0))
-    scores = scores.view(heads, rows, 2 * size * size)
-    scores = scores[..., size - 1 : 2 * size * size - 1].view(heads, rows, size, 2 * size - 1)
-    return scores[..., :size].transpose(0, 1)
+    heads, _, width = products.shape
+    size = width // 2
+    products = products.contiguous().view(heads, rows, size * width)
+    shifted = products[..., size - 1 : size * width - 1].view(heads, rows, size, width - 1)
+    return shifted[..., :size].transpose(0, 1)
+
+
+@torch.library.custom_op("rapidformer::align_scores_backward", mutates_args=())
+def _align_backward(gradient: Tensor) -> Tensor:
+    rows, heads, size, _ = gradient.shape
+    of_products = gradient.new_zeros(heads, rows * size, 2 * size)
+    _view_aligned(of_products, rows).copy_(gradient)
+    return of_products
+
+
+@_align.register_fake
+def _(products: Tensor, rows: int) -> Tensor:
+    size = products.shape[2] // 2
+    return products.new_empty(rows, products.shape[0], size, size)
+
+
+@_align_backward.register_fake
+def _(gradient: Tensor) -> Tensor:
+    rows, heads, size, _ = gradient.shape
+    return gradient.new_empty(heads, rows * size, 2 * size)
+
+
+_align.register_autograd(lambda ctx, gradient: (_align_backward(gradient), None))
 
 
 def _read_rows(mask: RowMask) -> tuple[Tensor, int]:
