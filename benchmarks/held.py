@@ -17,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -195,6 +196,8 @@ def measure(
     take_turn: Callable[[], object],
 ) -> Result:
     held = HELD[model]
+    if name == "HF Trainer":  # it records nothing
+        warm_up = min(warm_up, WARM_UP)
     work = held.build_workload(size)
     rows = work.make_rows(work.batch * (warm_up + steps))
     timed = range(warm_up * work.batch, len(rows))
@@ -229,9 +232,8 @@ def run_together(
     runs = []
     for model, name in jobs:
         here, there = context.Pipe()
-        log = (
-            os.devnull if folder is None else str(folder / f"{model}, {name}.txt".replace("/", "-"))
-        )
+        file = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model} {name}.txt")
+        log = os.devnull if folder is None else str(folder / file)
         sizes = (options.size, options.steps, options.warm_up)
         arguments = (name, model, *sizes, options.profile)
         process = context.Process(target=_work, args=(there, log, arguments))

@@ -100,7 +100,7 @@ def read_inputs(
     return Inputs(batch, arrays, others, columns, fixed, key)
 
 
-def find_columns(model: nn.Module, batch: Any, *, factor: int = 1) -> Columns:
+def find_columns(model: nn.Module, batch: Any, *, factor: float = 1.0) -> Columns:
     """The columns that a batch may get, as far as is known without its loss."""
     filling = find_fact(model, Filling)
     if filling is None or not filling.is_exact:

@@ -36,8 +36,10 @@ from rapidformer.models.watched import has_width_readers
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import list_layers, without_layer
 
-_FACTOR = 2
-"""How many times as wide the compared batch is, unless that is too long for the model."""
+_FACTOR = 1.25
+"""How many times as wide the compared batch is, unless that is too long for the model: enough to
+show a loss that depends on it, and in fp32 not much more memory than a step takes.
+"""
 _LEAST_CHANGE, _MARGIN = 0.02, 4
 """A batch keeps its width if it cannot become wider by that part, or by so many times what may
 differ: its loss would show too little.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,10 +36,10 @@ Columns = Mapping[str, Column]
 
 
 def choose_columns(
-    model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: int = 1
+    model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: float = 1.0
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
-    width = factor * mask.shape[1]
+    width = math.ceil(factor * mask.shape[1])
     wide = _limit(model, mask.shape[1], max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
@@ -51,7 +52,7 @@ def choose_columns(
     return {name: Column(wide, fills[name]) for name in shaped}
 
 
-def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Columns:
+def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: float = 1.0) -> Columns:
     """As ``choose_columns``, for both sides of an encoder-decoder model."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     encoder, decoder = _list_fills(model, ""), _list_fills(model, "decoder_")
@@ -66,7 +67,7 @@ def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Co
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
-        wide = _limit(model, own, round_up(factor * own, **_SIDE_WIDTHS))
+        wide = _limit(model, own, round_up(math.ceil(factor * own), **_SIDE_WIDTHS))
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns
 
