@@ -125,9 +125,7 @@ def run_loop(work: Workload, rows: Rows, watch: Stopwatch) -> None:
         batch = PadCollator()(rows[step * work.batch : (step + 1) * work.batch])
         batch = {name: value.to(DEVICE) for name, value in batch.items()}
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=HAS_GPU):
-            loss = (
-                model(**batch, use_cache=False).loss if takes_cache(model) else model(**batch).loss
-            )
+            loss = model(**batch, **options).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
