@@ -235,7 +235,8 @@ def run_together(
         file = re.sub(r"[^A-Za-z0-9.]+", "-", f"{model} {name}.txt")
         log = os.devnull if folder is None else str(folder / file)
         sizes = (options.size, options.steps, options.warm_up)
-        arguments = (name, model, *sizes, options.profile)
+        is_profiled = model in options.profile and name != "HF Trainer"
+        arguments = (name, model, *sizes, is_profiled)
         process = context.Process(target=_work, args=(there, log, arguments))
         process.start()
         there.close()
@@ -310,7 +311,10 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     parser.add_argument("--logs", type=Path, help="what each run prints")
-    parser.add_argument("--profile", action="store_true", help="with the kernels of timed steps")
+    parser.add_argument(
+        "--profile", nargs="+", choices=HELD, default=[],
+        help="print the kernels of the timed steps of rapidformer's runs, which it slows down",
+    )  # fmt: skip
     options = parser.parse_args()
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)

@@ -83,9 +83,8 @@ def shrink(config: Any) -> Any:
                 setattr(config, name, type(value)([*dict.fromkeys(value), *value][:2]))
     for names, size in SIZES.items():
         for name in names:
-            if isinstance(getattr(config, name, None), int):
-                setattr(config, name, size)
-            elif name == "pad_token_id" and hasattr(config, name):
+            is_unset = name == "pad_token_id" and hasattr(config, name)
+            if isinstance(getattr(config, name, None), int) or is_unset:
                 setattr(config, name, size)
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = 1

@@ -193,7 +193,7 @@ def _attend(
     attention: Any, hidden: Tensor, mask: Any, positions: Tensor, attend: Callable[..., Any]
 ) -> Tensor:
     """Attention of [rows, tokens, width], given the embeddings of all distances."""
-    heads = attention.num_attention_heads
+    shape = attention.num_attention_heads, attention.attention_head_size
     tokens = _project_tokens(attention, hidden)
     places = None
     if isinstance(mask, RowMask):
@@ -201,7 +201,7 @@ def _attend(
         places, seen = _lay_out(ends, longest, hidden.shape[1])
         size = (len(ends) - 1) * longest
         tokens = [
-            scatter(part.flatten(2), places, size).view(len(ends) - 1, longest, heads, -1)
+            scatter(part.flatten(2), places, size).view(len(ends) - 1, longest, *shape)
             for part in tokens
         ]
     else:
@@ -209,7 +209,7 @@ def _attend(
     query, key, value = tokens
     of_keys, of_queries = _project_positions(attention, positions)
     count = 1 + (of_keys is not None) + (of_queries is not None)
-    scale = 1 / math.sqrt(query.shape[-1] * count)
+    scale = 1 / math.sqrt(shape[1] * count)
     scores = []
     if of_keys is not None:  # places of a row are keys from left to right, so distances fall
         scores.append(_score(query, of_keys[:-1].flip(0)))
