@@ -37,8 +37,16 @@ class Help(Enum):
 class Removal:
     """A fact on a model: whether its padding is removed."""
 
-    def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
+    def __init__(
+        self,
+        *,
+        is_trial: bool = False,
+        help_of_others: Help = Help.NONE,
+        rounds_up: bool = False,
+    ) -> None:
         self.is_on = True
+        self.rounds_up = rounds_up
+        """Whether the number of tokens is one of a few."""
         self.help_of_others = help_of_others
         self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""

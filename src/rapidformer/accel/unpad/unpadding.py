@@ -103,10 +103,10 @@ def apply_unpadding(
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    removal = Removal(help_of_others=help_of_others)
+    removal = Removal(help_of_others=help_of_others, rounds_up=is_compiled)
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
+    _extend_model(model, inner_modules, removal, packs=packs)
     return None
 
 
@@ -150,14 +150,12 @@ def _extend_model(
     inner_modules: Mapping[str, nn.Module],
     removal: Removal,
     *,
-    rounds_up: bool,
     packs: bool,
 ) -> None:
     """Let a model run without padding on batches whose loss cannot change.
 
     ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
-    it would see without the switch. With ``rounds_up``, the number of tokens is one of a few. With
-    ``packs``, packed examples are computed apart as well.
+    it would see without the switch. With ``packs``, packed examples are computed apart as well.
     """
     is_two_sided = is_encoder_decoder(model)
     find: Any = batches.find_sides if is_two_sided else batches.find_rows
@@ -171,14 +169,16 @@ def _extend_model(
             if find_watched(inner_modules) or not (removal.is_on or is_by_position):
                 return run()
             if is_by_position:
-                rows = batches.find_packed_rows(self, kwargs, rounds_up=rounds_up)
+                rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
             may_lack_padding = promise is not None or _may_lack_padding(
                 self, removal, has_label_per_token=is_labelled
             )
-            rows = find(self, kwargs, rounds_up=rounds_up) if may_lack_padding else None
+            rows = None
+            if may_lack_padding:
+                rows = find(self, kwargs, rounds_up=removal.rounds_up)
             if rows is None:
                 return run()
             if promise is not None and promise.reads_all_tokens:
