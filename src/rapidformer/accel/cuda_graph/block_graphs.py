@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import (
+    set_warn_on_accumulate_grad_stream_mismatch as warn_of_other_streams,
+)
 
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall, read_call
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Snapshot
+from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
 from rapidformer.accel.cuda_graph.recorder import (
     CudaCapture,
@@ -36,7 +39,7 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
 from rapidformer.overlay import find_fact
 
-MOST_SIZES = 12
+MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
 
 
@@ -53,11 +56,12 @@ class _Together:
         """Whether more blocks may be recorded."""
 
     def finish(self) -> None:
-        """End the recording; latest block first, as the backward pass runs."""
+        """End the recording: the backward passes, latest block first."""
         self.is_open = False
         self.statics.clear()
-        for block in reversed(self.blocks.values()):
-            block.record_backward()
+        restores = [block.record_backward() for block in reversed(self.blocks.values())]
+        for restore in reversed(restores):
+            restore()
 
 
 class BlockGraphs:
@@ -136,16 +140,19 @@ class BlockGraphs:
         if together is not None:
             together.filled.clear()
         if together is not None and together.is_open:
+            now = get_numbers(self._device)
             try:
                 together.finish()
-            except Exception as error:  # those blocks run again in their backward pass
+            except Exception as error:  # blocks run again in their backward pass
                 self._give_up(describe_error(error))
+            set_numbers(now, self._device)
 
     def _begin(self) -> None:
         self._number += 1
         if self._together is not None:
             for block in self._together.blocks.values():
                 block.release()
+            warn_of_other_streams(True)
         self._together = None
         self._calls.clear()
         try:
@@ -183,6 +190,8 @@ class BlockGraphs:
         key = (block, self._calls[block], call.form)
         if key in together.blocks or not together.is_open:
             return together.blocks.get(key)
+        # Until these are released, autograd sums gradients on the recording stream, and says so.
+        warn_of_other_streams(False)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
         try:
             recorded = RecordedBlock(
@@ -215,3 +224,4 @@ class BlockGraphs:
         self.problem = self.problem or problem
         self._is_running = False
         self._recorded.clear()
+        warn_of_other_streams(True)

@@ -38,7 +38,7 @@ from rapidformer.accel.cuda_graph.recorder import (
     describe_error,
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.widths import Widths
+from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import ConfigurationError
@@ -227,7 +227,8 @@ class GraphedPasses:
         def work(before: Snapshot) -> Outcome:
             if waits:
                 return Passes(request, inputs, self._parameters, self._device).run_passes()
-            if self.count == 1 and is_common and len(request.update) == 1:
+            is_small = inputs[0].num_tokens <= MANY_TOKENS
+            if self.count == 1 and is_common and len(request.update) == 1 and is_small:
                 self._record_larger(request, key, before)
             return self._record(request, inputs, before)
 

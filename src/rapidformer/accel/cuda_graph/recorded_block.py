@@ -169,12 +169,15 @@ class RecordedBlock:
             for tensor, value in values:
                 write(tensor, value)
 
-    def record_backward(self) -> None:
-        """Record the backward pass; what the forward pass has left stays as it is."""
+    def record_backward(self) -> Callable[[], None]:
+        """Record the backward pass; returns what replays the forward pass of this call again.
+
+        Call that for all blocks, in the order in which they ran: a forward pass overwrites what
+        those of later blocks have left.
+        """
         assert self._rehearsed is not None
         expected, before = self._rehearsed
         self._rehearsed = None
-        now = get_numbers(self._device)
         with _without_cast_cache():
             self._of_inputs, replay = self._capture.record(self._run_backward)
             with self._shifted():
@@ -182,10 +185,13 @@ class RecordedBlock:
                 self._replay_forward()
                 replay()
                 self._check(self._list_gradients(), expected, "gradients")
-        before.restore()
-        self._replay_forward()
-        set_numbers(now, self._device)
-        self._replay_backward = replay
+
+        def restore() -> None:
+            before.restore()
+            self._replay_forward()
+            self._replay_backward = replay
+
+        return restore
 
     def _check(
         self, mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None], what: str

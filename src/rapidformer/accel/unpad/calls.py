@@ -105,8 +105,10 @@ class Call:
         *,
         knows_labels: bool = False,
         is_promised: bool = False,
+        labelled: int | None = None,
     ) -> None:
         self.is_running = False
+        self._labelled = labelled
         self.tensors: list[weakref.ref[Any]] = []
         """All ``Unpadded`` that come from it."""
         self.is_promised = is_promised
@@ -132,6 +134,11 @@ class Call:
         """Whether labels were compared with the mask, and nothing else will be read: only
         transformers' own code runs, or somebody has promised it."""
         return self.is_promised or (self.is_running and self._knows_labels)
+
+    @property
+    def labelled(self) -> int | None:
+        """How many tokens have a label at most, while the model's own loss may ask."""
+        return self._labelled if self.is_running and self._knows_labels else None
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a model's forward pass as this call."""

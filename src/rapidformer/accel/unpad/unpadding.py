@@ -187,7 +187,10 @@ def _extend_model(
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
             is_promised = promise is not None
-            return _call_without_padding(self, run, rows, removal, is_promised=is_promised)
+            return _call_without_padding(
+                self, run, rows, removal, is_promised=is_promised,
+                labelled=batches.count_labelled(self, kwargs),
+            )  # fmt: skip
 
         return {"forward": forward}
 
@@ -195,12 +198,16 @@ def _extend_model(
 
 
 def _call_without_padding(
-    model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False
-) -> Any:
+    model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False,
+    labelled: int | None = None,
+) -> Any:  # fmt: skip
     """Run a model's forward pass without padding."""
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
     is_library_code = _is_library_code(model)
-    call = Call(removal, run, device, knows_labels=is_library_code, is_promised=is_promised)
+    call = Call(
+        removal, run, device, knows_labels=is_library_code, is_promised=is_promised,
+        labelled=labelled,
+    )  # fmt: skip
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return _release(output)
