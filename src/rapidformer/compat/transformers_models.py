@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.compat.patches import describe_difference
+from rapidformer.compat.patches import Entry, Patch, describe_difference
 from rapidformer.overlay import get_own_class
 
 PRIVATE_NAMES = {
@@ -172,3 +172,27 @@ def find_cached_tensors(cache: Any) -> list[Any]:
         return []
     layers = [layer for layer in cache.layers if layer.is_initialized]
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _list_cache_updates() -> list[Entry]:
+    from transformers.cache_utils import StaticLayer
+
+    return [Entry(StaticLayer, "update", _cast_states)]
+
+
+def _cast_states(before: Any) -> Any:
+    import torch
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = keys.device.type
+        if ONE_DTYPE.is_inside() and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            keys, values = keys.to(dtype), values.to(dtype)
+        return before(self, keys, values, *args, **kwargs)
+
+    return update
+
+
+ONE_DTYPE = Patch(_list_cache_updates)
+"""Inside, a static cache takes keys in fp32 and values in bf16, as they are under autocast: both in
+16 bits, in which attention computes with them anyway."""

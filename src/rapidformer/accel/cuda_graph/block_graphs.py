@@ -64,6 +64,13 @@ class _Together:
             restore()
 
 
+def round_rows(model: nn.Module) -> None:
+    """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
+    removal, filling = find_fact(model, Removal), find_fact(model, Filling)
+    if removal is not None and filling is not None and filling.is_exact:
+        removal.rounds_up = True
+
+
 class BlockGraphs:
     """The graphs of all blocks of a model."""
 
@@ -99,9 +106,7 @@ class BlockGraphs:
         if effect is not None:
             self.problem = str(effect)
             return
-        removal, filling = find_fact(model, Removal), find_fact(model, Filling)
-        if removal is not None and filling is not None and filling.is_exact:
-            removal.rounds_up = True
+        round_rows(model)
         for block in blocks:
             before = get_compiled_call(block)
             self._calls_before.append(before)

@@ -20,7 +20,11 @@ from rapidformer.accel.cuda_graph.block_calls import write
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, describe_error
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
-from rapidformer.compat.transformers_models import find_cached_tensors, takes_static_cache
+from rapidformer.compat.transformers_models import (
+    ONE_DTYPE,
+    find_cached_tensors,
+    takes_static_cache,
+)
 from rapidformer.log import say_once
 from rapidformer.overlay import find_fact, put_fact
 
@@ -58,7 +62,8 @@ def replaying_tokens(model: Any, config: Any) -> Iterator[None]:
     run = before if before is not None else functools.partial(call_plainly, model)
     set_compiled_call(model, _Tokens(decoding.capture, run))
     try:
-        yield
+        with ONE_DTYPE:
+            yield
     finally:
         set_compiled_call(model, before)
 
