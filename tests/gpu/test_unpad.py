@@ -211,3 +211,43 @@ def test_a_step_does_not_wait_for_the_device(
             model(**batch).loss.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_head_computes_labelled_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers only: against the padded model without a fused loss, loss and every gradient."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rapidformer import RapidformerEngine
+    from rapidformer.accel.fused_loss import chunked
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, intermediate_size=64,
+    )  # fmt: skip
+    ids = torch.randint(5, 8192, (4, 90))
+    mask = (torch.arange(90) < torch.tensor([90, 40, 25, 12])[:, None]).long()
+    labels = ids.masked_fill((torch.arange(90) < 8) | (mask == 0), -100)
+    state = Qwen3ForCausalLM(config).state_dict()
+    sizes: list[int] = []
+    score = chunked._run_chunk
+    monkeypatch.setattr(
+        chunked,
+        "_run_chunk",
+        lambda logits, *a, **k: sizes.append(len(logits)) or score(logits, *a, **k),
+    )
+    found = []
+    for is_on in (False, True):
+        chosen: dict[str, Any] = {} if is_on else {"dynamic_shape": "off", "fused_loss": "off"}
+        engine = RapidformerEngine(args={"mixed_precision": "bf16", "cuda_graph": "off", **chosen})
+        model = Qwen3ForCausalLM(config)
+        model.load_state_dict(state)
+        model, *_ = engine.compose(model=model)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        loss = model(**{name: value.cuda() for name, value in batch.items()}).loss
+        engine.backward(loss)
+        found.append([loss.detach().float(), *(p.grad.float() for p in model.parameters())])
+        engine.close()
+    assert sum(sizes) == int((labels[:, 1:] != -100).sum())
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= 0.03 * theirs.norm() + 1e-6

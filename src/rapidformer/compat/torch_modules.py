@@ -48,8 +48,13 @@ def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Make ``module(...)`` run this instead, which must also run the hooks."""
+def get_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module(...)`` runs instead of its own forward pass, if something was set."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Make ``module(...)`` run this instead, which must also run the hooks; None: as it is."""
     module._compiled_call_impl = call
 
 

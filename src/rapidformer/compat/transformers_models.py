@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.compat.patches import describe_difference
+from rapidformer.compat.patches import Entry, Patch, describe_difference
+from rapidformer.overlay import get_own_class
 
 PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
@@ -19,6 +20,7 @@ PRIVATE_NAMES = {
     "transformers.integrations.moe.ExpertsInterface._global_mapping": "compiled experts",
     "transformers.PreTrainedModel._supports_flex_attn": "choosing an attention",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
+    "transformers.PreTrainedModel._can_compile_fullgraph": "generating with CUDA graphs",
     "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
 }
 
@@ -174,3 +176,47 @@ def get_tensor_plan(model: Any) -> dict[str, str]:
 def get_expert_plan(model: Any) -> dict[str, str]:
     """The same for its experts."""
     return getattr(model, "_ep_plan", None) or {}
+
+
+def takes_static_cache(model: Any) -> bool:
+    """Whether a model may generate with a cache of one size that never waits for the device."""
+    config = getattr(model, "config", None)
+    is_decoder = is_own_model(get_own_class(model)) and hasattr(model, "generate")
+    if not is_decoder or config.is_encoder_decoder or not model._can_compile_fullgraph:
+        return False
+    from transformers import StaticCache
+
+    layers = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=8).layers
+    return all(_name(type(layer)) == "transformers.cache_utils.StaticLayer" for layer in layers)
+
+
+def find_cached_tensors(cache: Any) -> list[Any]:
+    """The keys and values of a static cache that is in use; none of any other."""
+    if _name(type(cache)) != "transformers.cache_utils.StaticCache":
+        return []
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _list_cache_updates() -> list[Entry]:
+    from transformers.cache_utils import StaticLayer
+
+    return [Entry(StaticLayer, "update", _cast_states)]
+
+
+def _cast_states(before: Any) -> Any:
+    import torch
+
+    def update(self: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = keys.device.type
+        if ONE_DTYPE.is_inside() and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            keys, values = keys.to(dtype), values.to(dtype)
+        return before(self, keys, values, *args, **kwargs)
+
+    return update
+
+
+ONE_DTYPE = Patch(_list_cache_updates)
+"""Inside, a static cache takes keys in fp32 and values in bf16, as they are under autocast: both in
+16 bits, in which attention computes with them anyway."""

@@ -114,7 +114,7 @@ class Updates:
             clock.on_bad_update = functools.partial(
                 report_skipped, clock, list_samples, runtime.is_main
             )
-        self.graphs = self._build_graphs(parallelized.model, parameters, work)
+        self.graphs = self._build_graphs(parallelized, parameters, work)
         if isinstance(optimizer, MultiTensorAdamW):
             self._graphed_update = GraphedUpdate(optimizer, self.clip_grad, runtime.device)
 
@@ -259,6 +259,7 @@ class Updates:
         after_micro_batch: Callable[[], None] | None,
     ) -> list[MicroBatchResult]:
         results = []
+        in_pieces = self.graphs.in_pieces if self.graphs is not None else None
         for number, micro_batch in enumerate(update, 1):
             is_last = number == len(update)
             if micro_batch.is_on_host:
@@ -267,7 +268,8 @@ class Updates:
             with self.accumulate(is_last=is_last):
                 started = passes.started = StartedMicroBatch(micro_batch)
                 try:
-                    result = self.weights.run_forward(forward, micro_batch)
+                    with nullcontext() if in_pieces is None else in_pieces.passing():
+                        result = self.weights.run_forward(forward, micro_batch)
                 finally:
                     passes.started = None
                 get_observer().see_phase("forward")
@@ -356,8 +358,12 @@ class Updates:
         return results
 
     def _build_graphs(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], work: ModelWork | None
+        self,
+        parallelized: Parallelized,
+        parameters: Sequence[nn.Parameter],
+        work: ModelWork | None,
     ) -> GraphedPasses | None:
+        model = parallelized.model
         allowed = find_fact(model, MayCapture)
         if allowed is None:
             return None
@@ -365,7 +371,7 @@ class Updates:
         return GraphedPasses(
             model, parameters, device, CudaCapture(device), self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
-            compiles=self.args.compile, work=work,
+            compiles=self.args.compile, work=work, blocks=parallelized.plan.get_blocks(model),
         )  # fmt: skip
 
     def close(self) -> None:

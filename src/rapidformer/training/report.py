@@ -226,12 +226,21 @@ class GraphReport(Callback):
 
     def __init__(self, graphs: GraphedPasses) -> None:
         self._graphs = graphs
-        self._is_reported = self._is_dropped = False
+        self._is_reported = self._is_dropped = self._is_in_pieces = False
 
     def on_step_end(self, loop: RunningLoop, control: Control) -> None:
-        graphs = self._graphs
-        if graphs.problem is not None and not self._is_dropped:
+        graphs, in_pieces = self._graphs, self._graphs.in_pieces
+        if graphs.problem is not None and in_pieces is not None and in_pieces.problem is None:
+            if in_pieces.count and not self._is_in_pieces:
+                loop.say(
+                    f"graphs    the {in_pieces.num_blocks} blocks are replayed as CUDA graphs from "
+                    f"step {loop.step + 1} on, but not the whole step: {graphs.problem}"
+                )
+                self._is_in_pieces = True
+        elif graphs.problem is not None and not self._is_dropped:
             loop.say(f"graphs    steps are not replayed as CUDA graphs: {graphs.problem}")
+            if in_pieces is not None:
+                loop.say(f"graphs    nor are blocks by themselves: {in_pieces.problem}")
             self._is_dropped = True
         elif graphs.count and not self._is_reported:
             what = "steps, optimizer included," if graphs.updates else "steps"

@@ -8,14 +8,16 @@ normalizations outside the blocks that are written in Python are compiled as wel
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.compile.compiled_blocks import CACHE, CompiledBlocks
 from rapidformer.accel.compile.hashed_dropout import hash_dropout
 from rapidformer.accel.compile.merged_linears import merge_linears
 from rapidformer.compat.patches import Change
@@ -27,7 +29,9 @@ from rapidformer.models.plan import ModelPlan
 from rapidformer.models.watched import list_inner_modules
 from rapidformer.overlay import put_fact
 
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_MOST_BYTES = 10 * 2**30
+"""How much compiled code is kept."""
+_DAY = 24 * 3600.0
 _LARGEST_FRACTION = 0.01
 """16-bit copies of the weights may take this fraction of the GPU's memory."""
 
@@ -123,13 +127,32 @@ def _keep_compiled_code() -> Callable[[], None]:
     folder = _find_folder()
     if folder is None:
         return lambda: None
-    os.environ[_CACHE] = folder
+    os.environ[CACHE] = folder
 
     def restore() -> None:
-        if os.environ.get(_CACHE) == folder:
-            del os.environ[_CACHE]
+        if os.environ.get(CACHE) == folder:
+            del os.environ[CACHE]
+        limit_size(Path(folder))
 
     return restore
+
+
+def limit_size(folder: Path, most: int = _MOST_BYTES, least_age: float = _DAY) -> None:
+    """Remove the files that were not used for longest, but none of the last day."""
+    files = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another run has removed it
+            if path.is_file():
+                facts = path.stat()
+                files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
+    excess = sum(size for _, size, _ in files) - most
+    newest = time.time() - least_age
+    for used, size, path in sorted(files, key=lambda file: file[0]):
+        if excess <= 0 or used > newest:
+            return
+        with suppress(OSError):
+            path.unlink()
+        excess -= size
 
 
 KEPT_CODE = Change(_keep_compiled_code)
@@ -141,7 +164,7 @@ For the whole process: torch reads the variable wherever it compiles, in process
 
 def _find_folder() -> str | None:
     """Where to keep them; None leaves the user's choice, or torch's if there is no home."""
-    if os.environ.get(_CACHE):
+    if os.environ.get(CACHE):
         return None
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:

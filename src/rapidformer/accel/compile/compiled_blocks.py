@@ -10,6 +10,8 @@ function that takes any size. What torch compiles beyond that is a recompilation
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +25,11 @@ from rapidformer.compat import torch_compile
 from rapidformer.compat.peft import are_adapters_off
 from rapidformer.compat.torch_compile import Backend, Rewrite
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
-from rapidformer.log import warn_once
+from rapidformer.log import say_once, warn_once
+from rapidformer.overlay import get_own_class
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""The variable that tells torch where to keep compiled code."""
 _NOT_COMPILED = "the model passes its blocks a key/value cache or nested tensors in every call"
 _NOT_CALLED = "torch found nothing to compile in the blocks, or the model does not call them"
 
@@ -48,6 +53,8 @@ class CompiledBlocks:
         self._backend, self._rewrites = backend, rewrites
         self._lean_backend = torch_compile.extend_backend(backend, rewrites)
         self._kinds: dict[Hashable, int] = {}
+        self._members: Counter[int] = Counter()
+        """How many blocks there are of each kind."""
         self._sizes_vary = False
         self._first_sizes: dict[Hashable, tuple[torch.Size, ...] | None] = {}
         self._functions: dict[Hashable, _Compiled] = {}
@@ -60,6 +67,7 @@ class CompiledBlocks:
     def add(self, block: nn.Module, *, only_with_gradients: bool = False) -> None:
         """Compile this block when it is called."""
         kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
+        self._members[kind] += 1
         call = functools.partial(self._call, block, kind, only_with_gradients)
         set_compiled_call(block, call)
 
@@ -89,6 +97,8 @@ class CompiledBlocks:
             self._skips_calls = True
             return call_plainly(block, *args, **kwargs)
         compiled = self._choose((*form, *kwargs), tuple(sizes))
+        if not compiled.seen and torch.is_grad_enabled():
+            _announce(block, self._members[kind])
         # Here as well, and not in the compiled code: a recomputed block is not in its model's call.
         with use_kernels(block):
             if id(block) in compiled.seen or not compiled.takes_all_sizes:
@@ -133,6 +143,14 @@ class CompiledBlocks:
             )
         compiled.seen.add(id(block))
         return output
+
+
+def _announce(block: nn.Module, count: int) -> None:
+    """Say why nothing seems to happen."""
+    folder = os.environ.get(CACHE)
+    kept = f"; kept for later runs in {folder}" if folder else ""
+    others = f", for {count} of its kind" if count > 1 else ""
+    say_once(f"compiling {get_own_class(block).__name__}{others}{kept}")
 
 
 def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

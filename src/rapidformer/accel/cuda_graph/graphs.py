@@ -20,7 +20,7 @@ from torch import nn
 
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.examination import Examination
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.passes import (
     GraphedUpdate,
@@ -31,16 +31,18 @@ from rapidformer.accel.cuda_graph.passes import (
     Snapshot,
     count_unused_numbers,
 )
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, RecordedPasses, Recorder
-from rapidformer.accel.cuda_graph.widths import Widths
-from rapidformer.accel.dropout_seeds import DROPOUTS
+from rapidformer.accel.cuda_graph.recorder import (
+    CudaCapture,
+    RecordedPasses,
+    Recorder,
+    describe_error,
+)
+from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.unpad.unpadding import prove_filling
-from rapidformer.compat.torch_modules import list_hook_tables
-from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.data.update import MicroBatch, Update
-from rapidformer.errors import ConfigurationError, RapidformerError
+from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
-from rapidformer.models.watched import describe_watched, find_watched
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import find_fact, put_fact
@@ -72,6 +74,10 @@ def apply(assembly: Assembly) -> None:
     put_fact(assembly.model, MayCapture(is_asked=assembly.args.cuda_graph == "on"))
 
 
+class LongStepsError(NotRepeatableError):
+    """Graphs would be of no use."""
+
+
 class GraphedPasses:
     """All graphs of a run."""
 
@@ -87,7 +93,9 @@ class GraphedPasses:
         is_16_bit: bool,
         compiles: bool,
         work: ModelWork | None,
+        blocks: Sequence[nn.Module] = (),
     ) -> None:
+        self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
         self._model, self._parameters, self._device = model, parameters, device
         self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
         self._capture = capture
@@ -103,7 +111,9 @@ class GraphedPasses:
         self._places: Hashable = None
         """Where the weights were when the graphs were recorded."""
         self.problem: str | None = None
-        """Why nothing is replayed any more; None while it may be."""
+        """Why no step is replayed any more; None while it may be."""
+        self.in_pieces: BlockGraphs | None = None
+        """What replays blocks instead of whole steps."""
 
     @property
     def count(self) -> int:
@@ -143,7 +153,8 @@ class GraphedPasses:
             request = Request(run_forward, update, weights, code, graphed_update)
             inputs = self._read_inputs(request)
         except NotRepeatableError as problem:
-            self._give_up(str(problem))
+            is_worth_it = not isinstance(problem, LongStepsError)
+            self._give_up(str(problem), in_pieces=is_worth_it)
             return None
         known = [each for each in inputs if each is not None]
         if len(known) < len(inputs):
@@ -158,6 +169,8 @@ class GraphedPasses:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._graphs.clear()
+        if self.in_pieces is not None:
+            self.in_pieces.close()
         self._capture.close()
 
     def _describe_code(self) -> tuple[Hashable, ...]:
@@ -214,7 +227,8 @@ class GraphedPasses:
         def work(before: Snapshot) -> Outcome:
             if waits:
                 return Passes(request, inputs, self._parameters, self._device).run_passes()
-            if self.count == 1 and is_common and len(request.update) == 1:
+            is_small = inputs[0].num_tokens <= MANY_TOKENS
+            if self.count == 1 and is_common and len(request.update) == 1 and is_small:
                 self._record_larger(request, key, before)
             return self._record(request, inputs, before)
 
@@ -235,7 +249,7 @@ class GraphedPasses:
                 # Such a batch may never come; if it does, recording is tried again.
                 get_logger().info(
                     "no CUDA graph was recorded ahead for larger batches "
-                    f"({_describe_error(error)}); if they come, recording is tried again."
+                    f"({describe_error(error)}); if they come, recording is tried again."
                 )
                 take_gradients(self._parameters)
                 return
@@ -247,13 +261,13 @@ class GraphedPasses:
         before = Snapshot(self._code.examination.list_tensors(), self._device)
         try:
             return work(before)
-        except RapidformerError as error:
-            self._give_up(str(error))
         except Exception as error:
             # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
-            self._give_up(_describe_error(error))
+            problem = describe_error(error)
+            has_memory = not isinstance(error, torch.OutOfMemoryError)
         take_gradients(self._parameters)
         before.restore()
+        self._give_up(problem, in_pieces=has_memory)
         return None
 
     def _record(
@@ -278,60 +292,16 @@ class GraphedPasses:
         slots = info.slots or info.rows  # images have no tokens to count
         work = self._work
         if work and work.count(tokens=slots, targets=slots, rows=info.rows) > _MOST_WORK:
-            raise NotRepeatableError("its steps are long, so launching kernels costs little")
+            raise LongStepsError("its steps are long, so launching kernels costs little")
         self._code.check_effects()
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, problem: str, *, in_pieces: bool) -> None:
         self.problem = problem
         self._graphs.clear()
         if self._is_asked:
             raise ConfigurationError(f"--cuda-graph on: {problem}. Leave the flag out.")
-
-
-def _describe_error(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    # Below a TorchScript function, torch puts the reason after a traceback.
-    text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
-    if "synchronizing CUDA operation" in text:
-        return "a step waits for the GPU, as .item() does"
-    return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
-
-
-class ReplayedCode:
-    """The user's steps and the model's code: checks raise if a replay may not replace them."""
-
-    def __init__(self, steps: Sequence[Callable[..., Any]], model: nn.Module) -> None:
-        self.steps, self._model = steps, model
-        self.examination = Examination(steps, model)
-        modules = list(self.examination.modules)
-        self._dropouts = [module for module in modules if isinstance(module, DROPOUTS)]
-        self._hooks = [table for module in modules for table in list_hook_tables(module)]
-        self._hook_count = 0
-
-    def check_effects(self) -> None:
-        """Refuse code that does something that a replay would not do."""
-        effect = self.examination.effect
-        if effect is not None:
-            raise NotRepeatableError(str(effect))
-
-    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse hooks, which may be registered at any time."""
-        count = sum(map(len, self._hooks))
-        if count != self._hook_count:
-            watched = find_watched(dict(self._model.named_modules()))
-            if watched:
-                names = describe_watched(watched)
-                raise NotRepeatableError(f"a replay would not run the hooks on {names}")
-            self._hook_count = count
-        if has_gradient_hooks(parameters):
-            raise NotRepeatableError("a replay would not run the hooks on its parameters")
-
-    def describe(self) -> tuple[Hashable, ...]:
-        """What a forward pass depends on, apart from its batch and the weights."""
-        training = tuple(module.training for module in self.examination.modules)
-        dropouts = tuple(module.p for module in self._dropouts)
-        return training, dropouts, self.examination.read_values()
-
-    def find_changing(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> str:
-        """The name of what differs between two results of ``describe``."""
-        return self.examination.find_changing(before[-1], now[-1]) or "a module's mode or dropout"
+        if in_pieces and self._blocks:
+            self.in_pieces = BlockGraphs(
+                self._model, self._blocks, self._device, self._capture,
+                is_16_bit=self._is_16_bit, compiles=self._compiles,
+            )  # fmt: skip

@@ -73,6 +73,11 @@ class Inputs:
     def rows(self) -> Rows | None:
         return self.fixed.rows if self.fixed is not None else None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the model computes on; 0 if that is not known."""
+        return len(self.rows.places) if self.rows is not None else 0
+
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
         rows = [tensor.numpy() for tensor in self.rows.tensors] if self.rows is not None else []
@@ -96,7 +101,8 @@ def read_inputs(
     arrays, others = _read_values(batch, columns)
     sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
     is_full = fixed is not None and fixed.is_full
-    key = (_describe(batch, "", columns), tuple(arrays), sizes, is_full)
+    labelled = None if fixed is None else fixed.labelled
+    key = (_describe(batch, "", columns), tuple(arrays), sizes, is_full, labelled)
     return Inputs(batch, arrays, others, columns, fixed, key)
 
 

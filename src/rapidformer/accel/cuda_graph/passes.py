@@ -263,22 +263,31 @@ class Snapshot:
     """What passes may change, apart from gradients: random numbers, buffers and similar."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._device, is_cuda = device, device.type == "cuda"
-        self._drawn = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
-        self.host_numbers = HostNumbers(has_device=is_cuda)
+        self.device, self._drawn = device, get_numbers(device)
+        self.host_numbers = HostNumbers(has_device=device.type == "cuda")
         self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
 
     def restore(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._drawn, self._device)
-        else:
-            torch.set_rng_state(self._drawn)
+        set_numbers(self._drawn, self.device)
         self.host_numbers.restore()
         for tensor, value, changes in self._tensors:
             # torch's batch_norm changes its statistics without counting it.
             if count_changes(tensor) != changes or not torch.equal(tensor, value):
                 with torch.no_grad():
                     tensor.copy_(value)
+
+
+def get_numbers(device: torch.device) -> Tensor:
+    """The state of the device's random number generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_numbers(state: Tensor, device: torch.device) -> None:
+    """Let the device draw the numbers again that follow this state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 class HostNumbers:

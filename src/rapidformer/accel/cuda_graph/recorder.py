@@ -18,14 +18,20 @@ from torch import Tensor
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes, Snapshot, draw_unused
 from rapidformer.compat.torch_tensors import stop_allocating
+from rapidformer.errors import RapidformerError
 
 _ROUNDING, _ROUNDING_16_BIT = 2.0**-17, 2.0**-9
 """What a sum in another order may change, relative, unless kernels are deterministic."""
-_MARGIN = 4
+MARGIN = 4
 """How many times the difference of two runs that of a replay may be."""
 _LEAST = 0.01
 """A gradient is compared relative to its largest number, or to this part of the largest of all: one
 that is zero in theory, such as that of the key bias, is nothing but noise."""
+
+
+def choose_rounding(*, is_16_bit: bool) -> float:
+    """What a sum in another order may change, relative."""
+    return _ROUNDING_16_BIT if is_16_bit else _ROUNDING
 
 
 @dataclass
@@ -46,7 +52,7 @@ class Recorder:
 
     def __init__(self, capture: CudaCapture, *, is_16_bit: bool, compiles: bool) -> None:
         self._capture = capture
-        self._rounding = _ROUNDING_16_BIT if is_16_bit else _ROUNDING
+        self._rounding = choose_rounding(is_16_bit=is_16_bit)
         self._compiles = compiles
         self._unused = 0
         """Random numbers that a micro-batch may draw on the host, without effect."""
@@ -123,7 +129,7 @@ class Recorder:
         again = self._capture.warm_up(passes.run_passes, forbids_reads=False)
         spread = max(measure_differences(again.gradients, expected.gradients), default=0.0)
         is_exact = spread == 0.0 and torch.are_deterministic_algorithms_enabled()
-        return 0.0 if is_exact else _MARGIN * max(spread, self._rounding)
+        return 0.0 if is_exact else MARGIN * max(spread, self._rounding)
 
 
 def _check_replay(graph: RecordedPasses, expected: Outcome) -> None:
@@ -168,6 +174,18 @@ def measure_differences(
 def _get_distance(mine: Tensor, theirs: Tensor) -> Tensor:
     is_same = (mine == theirs) | (mine.isnan() & theirs.isnan())
     return torch.where(is_same, 0.0, mine - theirs).abs().amax()
+
+
+def describe_error(error: Exception) -> str:
+    """Why something could not be recorded, on one line."""
+    if isinstance(error, RapidformerError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    # Below a TorchScript function, torch puts the reason after a traceback.
+    text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
+    if "synchronizing CUDA operation" in text:
+        return "a step waits for the GPU, as .item() does"
+    return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
 
 
 T = TypeVar("T")

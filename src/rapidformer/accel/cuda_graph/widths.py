@@ -25,10 +25,11 @@ from torch.overrides import TorchFunctionMode
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
+from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
-from rapidformer.data.nested import map_tensors
+from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
 from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -50,6 +51,8 @@ _LIMIT = 2.0**-11
 """How far fp32 gradients may differ if the run rounds to 16 bits: an eighth of bf16's rounding."""
 _LIMIT_16_BIT = 2.0**-5
 """The same for weights that are in 16 bits, which fp32 cannot compare: eight times its rounding."""
+MANY_TOKENS = 4096
+"""Above, a micro-batch takes so much memory that nothing is tried with all of it."""
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
 
@@ -97,7 +100,8 @@ class Widths:
             if has_width_readers(self._model):
                 self._is_exact = False
                 return False
-            problem = self._compare(request.run_forward, grown[0], wider[0], take_snapshot())
+            compared = _keep_short_rows(grown[0])
+            problem = self._compare(request.run_forward, compared, wider[0], take_snapshot())
             self._left[hash(request.code)] -= 1
             if problem is not None:
                 self._is_exact = False
@@ -156,6 +160,22 @@ def _grows(inputs: Inputs | None) -> bool:
     return inputs is not None and any(
         column.width > inputs.batch[name].shape[1] for name, column in inputs.columns.items()
     )
+
+
+def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:
+    """A large micro-batch as its two shortest rows that have a label, in all their columns."""
+    mask, labels = (micro_batch.batch.get(name) for name in ("attention_mask", "labels"))
+    tensors = list(iterate_tensors(micro_batch.batch))
+    if mask is None or int(mask.sum()) <= MANY_TOKENS:
+        return micro_batch
+    if any(tensor.shape[:1] != mask.shape[:1] for tensor in tensors):
+        return micro_batch
+    lengths = mask.sum(1).cpu()
+    if isinstance(labels, Tensor) and labels.dim() > 1:
+        lengths[(labels[:, 1:] == -100).all(1).cpu()] = mask.shape[1] + 1
+    rows = lengths.argsort()[:2]
+    cut = map_tensors(micro_batch.batch, lambda _, tensor: tensor[rows.to(tensor.device)])
+    return micro_batch._replace(batch=cut)
 
 
 class _FactorsForDropout(TorchFunctionMode):
@@ -225,6 +245,8 @@ class _NotForPadding:
         return map_tensors(output, lambda _, tensor: self._hide_columns(tensor))
 
     def _hide_columns(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DeferredLogits):
+            return tensor.map_hidden(self._hide_columns)  # nobody may ever need them
         # Tensors without values for padding look after themselves.
         is_lazy = type(tensor).__module__.startswith("rapidformer.accel.unpad")
         if is_lazy or not tensor.is_floating_point() or tensor.dim() < 2:

@@ -103,6 +103,12 @@ class DeferredLogits(torch.Tensor):
             with _gradients(view._has_gradient):
                 view._keep(view._viewed[1](logits))
 
+    def map_hidden(self, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """The logits of changed hidden states; of computed logits, the same change."""
+        if self._computed is not None:
+            return change(self._computed)
+        return build(self.head, change(self.get_hidden()), self.strided, self.steps)
+
     def _pass_hidden(self) -> Tensor:
         self.head.check_inputs()
         if not self._hidden.requires_grad:

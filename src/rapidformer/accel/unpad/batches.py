@@ -43,6 +43,8 @@ class FixedRows(NamedTuple):
     """None if the batch runs padded."""
     is_full: bool = False
     """Whether there is no padding."""
+    labelled: int | None = None
+    """How many tokens have a label at most; None: all may."""
 
 
 def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
@@ -86,8 +88,34 @@ def read_fixed_rows(
     if _is_on(model) and is_proven and _is_removable(model, is_real, labels):
         rows = Rows.read_filled(is_real, sizes_up)
         if rows.is_contiguous:
-            return FixedRows(rows)
+            return FixedRows(rows, labelled=_halve(model, rows, labels))
     return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
+    """Half of the tokens, if no more have a label: with answers only, a head computes half as much.
+
+    Any other fraction would be another graph.
+    """
+    half = len(rows.places) // 2
+    is_by_token = labels is not None and labels.shape == rows.shape
+    return half if is_by_token and _count_labels(model, labels) <= half else None
+
+
+def _count_labels(model: Any, labels: Tensor) -> int:
+    trained = labels[:, 1:] if shifts_labels(model) else labels
+    return int((trained != -100).sum())
+
+
+def count_labelled(model: Any, given: dict[str, Any]) -> int | None:
+    """How many tokens of a batch have a label at most; None if labels are not by token."""
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    if not isinstance(labels, Tensor) or getattr(mask, "shape", None) != labels.shape:
+        return None
+    fixed = get_fixed_rows(mask)
+    if fixed is not None:
+        return fixed.labelled
+    return _count_labels(model, get_host_copy(labels))
 
 
 def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:

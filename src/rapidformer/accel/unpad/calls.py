@@ -37,8 +37,16 @@ class Help(Enum):
 class Removal:
     """A fact on a model: whether its padding is removed."""
 
-    def __init__(self, *, is_trial: bool = False, help_of_others: Help = Help.NONE) -> None:
+    def __init__(
+        self,
+        *,
+        is_trial: bool = False,
+        help_of_others: Help = Help.NONE,
+        rounds_up: bool = False,
+    ) -> None:
         self.is_on = True
+        self.rounds_up = rounds_up
+        """Whether the number of tokens is one of a few."""
         self.help_of_others = help_of_others
         self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""
@@ -97,8 +105,10 @@ class Call:
         *,
         knows_labels: bool = False,
         is_promised: bool = False,
+        labelled: int | None = None,
     ) -> None:
         self.is_running = False
+        self._labelled = labelled
         self.tensors: list[weakref.ref[Any]] = []
         """All ``Unpadded`` that come from it."""
         self.is_promised = is_promised
@@ -124,6 +134,11 @@ class Call:
         """Whether labels were compared with the mask, and nothing else will be read: only
         transformers' own code runs, or somebody has promised it."""
         return self.is_promised or (self.is_running and self._knows_labels)
+
+    @property
+    def labelled(self) -> int | None:
+        """How many tokens have a label at most, while the model's own loss may ask."""
+        return self._labelled if self.is_running and self._knows_labels else None
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Run a model's forward pass as this call."""

@@ -96,6 +96,11 @@ class Unpadded(torch.Tensor):
         return all(call.trusts_labels for call in self._calls)
 
     @property
+    def labelled(self) -> int | None:
+        """How many of its tokens have a label at most; None if that is not known."""
+        return self._calls[0].labelled if len(self._calls) == 1 else None
+
+    @property
     def is_promised(self) -> bool:
         """Whether somebody has promised to read only what predicts labels."""
         return all(call.is_promised for call in self._calls)

@@ -20,6 +20,7 @@ from rapidformer.accel.unpad.on_demand import (
     settle,
 )
 from rapidformer.accel.unpad.rows import Layout, gather
+from rapidformer.compat.torch_tensors import check_later
 
 _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
 """Where an activation takes ``inplace``, if not as its second argument."""
@@ -71,9 +72,20 @@ def select_labelled(
     if index is None and rows.device.type == "cpu":
         # Not on a GPU: the host would wait to learn how many rows are selected.
         index = (labels != ignored).nonzero().squeeze(1)
+    if index is None and isinstance(hidden, Unpadded) and picked is not None:
+        index = _find_labelled(labels, ignored, hidden.labelled)
     if index is not None:
         rows, labels = gather(rows[None], index)[0], labels[index]
     return Selection(rows, labels, count, layout, index)
+
+
+def _find_labelled(labels: Tensor, ignored: int, bound: int | None) -> Tensor | None:
+    """``bound`` different places, which have all labels among them; the host does not wait."""
+    if bound is None or not 0 < bound < len(labels):
+        return None
+    is_ignored = labels == ignored
+    check_later((~is_ignored).sum() <= bound, "a loss has more labels than its batch")
+    return is_ignored.to(torch.uint8).sort(stable=True).indices[:bound]
 
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:

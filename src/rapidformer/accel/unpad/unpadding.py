@@ -104,10 +104,10 @@ def apply_unpadding(
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    removal = Removal(help_of_others=help_of_others)
+    removal = Removal(help_of_others=help_of_others, rounds_up=is_compiled)
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, rounds_up=is_compiled, packs=packs)
+    _extend_model(model, inner_modules, removal, packs=packs)
     return None
 
 
@@ -151,14 +151,12 @@ def _extend_model(
     inner_modules: Mapping[str, nn.Module],
     removal: Removal,
     *,
-    rounds_up: bool,
     packs: bool,
 ) -> None:
     """Let a model run without padding on batches whose loss cannot change.
 
     ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
-    it would see without the switch. With ``rounds_up``, the number of tokens is one of a few. With
-    ``packs``, packed examples are computed apart as well.
+    it would see without the switch. With ``packs``, packed examples are computed apart as well.
     """
     is_two_sided = is_encoder_decoder(model)
     find: Any = batches.find_sides if is_two_sided else batches.find_rows
@@ -172,14 +170,16 @@ def _extend_model(
             if find_watched(inner_modules) or not (removal.is_on or is_by_position):
                 return run()
             if is_by_position:
-                rows = batches.find_packed_rows(self, kwargs, rounds_up=rounds_up)
+                rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
                 return run() if rows is None else _call_packed(run, rows, kwargs)
             shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
             is_labelled = is_two_sided or shapes[0] == shapes[1]
             may_lack_padding = promise is not None or _may_lack_padding(
                 self, removal, has_label_per_token=is_labelled
             )
-            rows = find(self, kwargs, rounds_up=rounds_up) if may_lack_padding else None
+            rows = None
+            if may_lack_padding:
+                rows = find(self, kwargs, rounds_up=removal.rounds_up)
             if rows is None:
                 return run()
             if promise is not None and promise.reads_all_tokens:
@@ -188,7 +188,10 @@ def _extend_model(
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
             is_promised = promise is not None
-            return _call_without_padding(self, run, rows, removal, is_promised=is_promised)
+            return _call_without_padding(
+                self, run, rows, removal, is_promised=is_promised,
+                labelled=batches.count_labelled(self, kwargs),
+            )  # fmt: skip
 
         return {"forward": forward}
 
@@ -196,12 +199,16 @@ def _extend_model(
 
 
 def _call_without_padding(
-    model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False
-) -> Any:
+    model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False,
+    labelled: int | None = None,
+) -> Any:  # fmt: skip
     """Run a model's forward pass without padding."""
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
     is_library_code = _is_library_code(model)
-    call = Call(removal, run, device, knows_labels=is_library_code, is_promised=is_promised)
+    call = Call(
+        removal, run, device, knows_labels=is_library_code, is_promised=is_promised,
+        labelled=labelled,
+    )  # fmt: skip
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return _release(output)

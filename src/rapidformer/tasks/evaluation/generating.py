@@ -74,6 +74,8 @@ def generate(
     ``processors`` change the scores of the next tokens, as transformers' ``logits_processor`` does.
     ``inputs`` are what the model reads besides token ids and their mask, such as pixels.
     """
+    from rapidformer.accel.cuda_graph.decoding import replaying_tokens
+
     options: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
     if processors is not None:
         options["logits_processor"] = processors
@@ -82,7 +84,8 @@ def generate(
     names = ("input_ids", "attention_mask")
     options |= {**(inputs or {}), **{name: batch.get(name) for name in names}}
     config = generation.build_config(model, tokenizer)
-    ids = model.generate(generation_config=config, **options)  # type: ignore[operator]
+    with replaying_tokens(model, config):
+        ids = model.generate(generation_config=config, **options)  # type: ignore[operator]
     own: Any = model.config
     start = 0 if own.is_encoder_decoder else batch["input_ids"].shape[1]
     answers = list(ids[:, start:].cpu().numpy())

@@ -23,6 +23,9 @@ from rapidformer.tasks.base import Answers, PreparedData, Row, Task
 from rapidformer.tasks.evaluation.generating import cut_at_stops
 from rapidformer.tasks.registry import get_task
 
+_ROWS_AT_ONCE = 64
+"""Rows per batch and rank, unless the settings say how many."""
+
 
 def predict_task(engine: RapidformerEngine, rows: Sequence[Row]) -> Answers:
     """A model's answers to rows without labels, in order, next to the rows' own columns."""
@@ -65,7 +68,12 @@ def iterate_predictions(
 
 def get_batch_size(engine: RapidformerEngine) -> int:
     """Rows per batch and rank: one, if answers are printed while they are generated."""
-    return 1 if engine.args.stream else engine.data.get_prediction_batch_size()
+    args, sizes = engine.args, ("micro_batch_size", "global_batch_size", "eval_micro_batch_size")
+    if args.stream:
+        return 1
+    # Without gradients, many rows fit.
+    asked = None if any(map(args.is_given, sizes)) else _ROWS_AT_ONCE
+    return engine.data.get_prediction_batch_size(asked)
 
 
 def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Settings) -> PreparedData:

@@ -1,0 +1,106 @@
+"""The arguments of a block's call, and copies of them at fixed places in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.unpad.masks import Fused, RowMask
+from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: list[Any]
+    """The tensors and row masks among its arguments, in order."""
+    form: Hashable
+    """Everything that Python code can see of the arguments except the values of tensors."""
+    is_rounded: bool
+    """Whether it has one of a few sizes."""
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The tensors that need a gradient."""
+        return [each for each in self.values if isinstance(each, Tensor) and each.requires_grad]
+
+
+def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall | None:
+    """A call that can be replayed; None if something in it may hold more than its values."""
+    leaves, form = tree_leaves((args, kwargs)), []
+    for leaf in leaves:
+        if isinstance(leaf, RowMask) and leaf.fused is not None:
+            fused = leaf.fused
+            form.append((fused.sizes, fused.window, fused.largest_head, fused.are_short))
+        elif type(leaf) in (Tensor, nn.Parameter) and leaf.layout == torch.strided:
+            form.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
+        elif isinstance(leaf, _PLAIN):
+            form.append(leaf)
+        else:
+            return None
+    values = [leaf for leaf in leaves if isinstance(leaf, (Tensor, RowMask))]
+    is_rounded = any(isinstance(value, RowMask) for value in values)
+    return BlockCall(args, kwargs, values, (len(args), *kwargs, *form), is_rounded)
+
+
+class StaticCall:
+    """The same arguments, with tensors that keep their addresses."""
+
+    def __init__(self, call: BlockCall, known: dict[int, tuple[Any, Any]]) -> None:
+        """``known`` has copies that other blocks use, by the ids of their originals."""
+
+        def fix(value: Any) -> Any:
+            if id(value) not in known:
+                static = _fix_mask(value) if isinstance(value, RowMask) else _copy(value)
+                known[id(value)] = value, static
+            return known[id(value)][1]
+
+        self.args, self.kwargs = tree_map_only((Tensor, RowMask), fix, (call.args, call.kwargs))
+        self._values = [fix(value) for value in call.values]
+        self.trained = [
+            each for each in self._values if isinstance(each, Tensor) and each.requires_grad
+        ]
+
+    def fill(self, call: BlockCall, filled: dict[int, Any]) -> None:
+        """Copy in the arguments of another call of the same form, each once."""
+        for static, value in zip(self._values, call.values, strict=True):
+            if filled.get(id(static)) is value:
+                continue
+            filled[id(static)] = value
+            if isinstance(static, Tensor):
+                write(static, value)
+            else:
+                for mine, theirs in zip(_list_ends(static), _list_ends(value), strict=True):
+                    write(mine, theirs)
+
+
+def write(static: Tensor, value: Tensor) -> None:
+    """Overwrite a tensor, which autograd need not know: a graph's saved tensors change with it."""
+    static.data.copy_(value.detach())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _fix_mask(mask: RowMask) -> RowMask:
+    ends, key_ends = _list_ends(mask)
+    copy = _copy(ends)
+    assert mask.fused is not None
+    fused = replace(mask.fused, ends=copy, key_ends=copy if key_ends is ends else _copy(key_ends))
+    return replace(mask, rows=replace(mask.rows, is_fixed=True), fused=fused)
+
+
+def _list_ends(mask: RowMask) -> tuple[Tensor, Tensor]:
+    fused: Fused | None = mask.fused
+    assert fused is not None
+    return fused.ends, fused.key_ends

@@ -1,0 +1,307 @@
+"""The graphs of one call of a block: recorded, compared with the block itself, and replayed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.attention.kernel_scope import use_kernels
+from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall, write
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
+from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
+from rapidformer.accel.unpad.calls import note_mode
+from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_tensors import copy_all
+
+_ALIGNMENT = 128
+"""In elements: where a gradient begins."""
+
+
+class GradientMemory:
+    """Where the graphs leave the gradients of a block's parameters, until they are copied.
+
+    One block's are as many as there ever are at a time.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        sizes: dict[torch.dtype, int] = defaultdict(int)
+        for block in blocks:
+            for dtype, size in _measure(list(block.parameters())).items():
+                sizes[dtype] = max(size, sizes[dtype])
+        self._memory = {
+            dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()
+        }
+
+    def lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """A place for each parameter's gradient."""
+        return _lay_out(parameters, self._memory)
+
+    def copy(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """What lies in these places, as autograd may keep it."""
+        sizes = _measure(parameters)
+        fresh = {dtype: self._memory[dtype][:size].clone() for dtype, size in sizes.items()}
+        return _lay_out(parameters, fresh)
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def _measure(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for parameter in parameters:
+        sizes[parameter.dtype] += _round_up(parameter.numel())
+    return sizes
+
+
+def _lay_out(parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
+    ends: dict[torch.dtype, int] = defaultdict(int)
+    places = []
+    for parameter in parameters:
+        start, count = ends[parameter.dtype], parameter.numel()
+        places.append(memory[parameter.dtype][start : start + count].view(parameter.shape))
+        ends[parameter.dtype] += _round_up(count)
+    return places
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for an output tensor."""
+
+    number: int
+
+
+class RecordedBlock:
+    """A block's forward and backward pass as graphs."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        run: Callable[..., Any],
+        call: BlockCall,
+        static: StaticCall,
+        capture: CudaCapture,
+        memory: GradientMemory,
+        before: Snapshot,
+        *,
+        rounding: float,
+        forbids_reads: bool,
+    ) -> None:
+        """Record a call's forward pass; ``before`` is the state in which it begins."""
+        self._block, self._run, self._static, self._capture = block, run, static, capture
+        self._device, self._memory, self._rounding = before.device, memory, rounding
+        self.parameters = [each for each in block.parameters() if each.requires_grad]
+        self._live: list[Tensor] = []
+        """The output tensors with what autograd saved for them, until they are released."""
+        self._form: Any = None
+        self.is_trained: list[bool] = []
+        """Which outputs have a gradient."""
+        self._gradients: list[Tensor] = []
+        """Where the gradients of the outputs are read."""
+        self._of_inputs: list[Tensor] = []
+        self._has_gradient: list[bool] = []
+        self._replay_backward: Callable[[], None] | None = None
+        static.fill(call, {})
+        with _without_cast_cache():
+            with self._shifted():
+                rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
+            before.host_numbers.count_unused(0)
+            before.restore()
+            self.outputs, self._replay_forward = capture.record(self._run_forward)
+            before.restore()
+            with self._shifted():
+                self._replay_forward()
+                self._check(self.outputs, rehearsed[0], "outputs")
+        before.restore()
+        self._rehearsed: tuple[list[Tensor | None], Snapshot] | None = rehearsed[1], before
+
+    def _run_forward(self) -> list[Tensor]:
+        output = self._run(*self._static.args, **self._static.kwargs)
+        self._live = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.is_trained = [tensor.requires_grad for tensor in self._live]
+        numbers = itertools.count()
+        self._form = tree_map_only(Tensor, lambda _: _Slot(next(numbers)), output)
+        return [tensor.detach() for tensor in self._live]
+
+    def _run_backward(self) -> list[Tensor]:
+        found = self._differentiate()
+        self._has_gradient = [gradient is not None for gradient in found]
+        count = len(self._static.trained)
+        pairs = zip(self._memory.lay_out(self.parameters), found[count:], strict=True)
+        held = [(place, gradient) for place, gradient in pairs if gradient is not None]
+        copy_all([place for place, _ in held], [gradient for _, gradient in held])
+        return [gradient for gradient in found[:count] if gradient is not None]
+
+    def _differentiate(self) -> list[Tensor | None]:
+        outputs = [tensor for tensor in self._live if tensor.requires_grad]
+        wanted = [*self._static.trained, *self.parameters]
+        found: Any = torch.autograd.grad(
+            outputs, wanted, self._gradients, retain_graph=True, allow_unused=True
+        )
+        return list(found)
+
+    def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Both passes without a graph."""
+        outputs = self._run_forward()
+        self._gradients = [torch.randn_like(each) for each in self._live if each.requires_grad]
+        if not self._gradients:
+            raise NotRepeatableError("a block has no gradients")
+        return outputs, self._differentiate()
+
+    @contextmanager
+    def _shifted(self) -> Iterator[None]:
+        """Inside, each token has the values of the one before it: a replay must see that."""
+        values = [(tensor, tensor.detach().clone()) for tensor in self._static.trained]
+        for tensor, value in values:
+            write(tensor, value.roll(1, -2) if value.dim() > 1 else value)
+        try:
+            yield
+        finally:
+            for tensor, value in values:
+                write(tensor, value)
+
+    def record_backward(self) -> Callable[[], None]:
+        """Record the backward pass; returns what replays the forward pass of this call again.
+
+        Call that for all blocks, in the order in which they ran: a forward pass overwrites what
+        those of later blocks have left.
+        """
+        assert self._rehearsed is not None
+        expected, before = self._rehearsed
+        self._rehearsed = None
+        with _without_cast_cache():
+            self._of_inputs, replay = self._capture.record(self._run_backward)
+            with self._shifted():
+                before.restore()
+                self._replay_forward()
+                replay()
+                self._check(self._list_gradients(), expected, "gradients")
+
+        def restore() -> None:
+            before.restore()
+            self._replay_forward()
+            self._replay_backward = replay
+
+        return restore
+
+    def _check(
+        self, mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None], what: str
+    ) -> None:
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        limit = 0.0 if is_exact else MARGIN * self._rounding
+        difference = max(measure_differences(mine, theirs), default=0.0)
+        if not difference <= limit:
+            raise NotRepeatableError(
+                f"replaying a block gave other {what} than running it (by {difference:.1e}, "
+                "relative)"
+            )
+
+    def release(self) -> None:
+        """Let other recordings use the memory of what autograd saved."""
+        self._live = []
+
+    def replay(
+        self, call: BlockCall, filled: dict[int, Any], is_current: Callable[[], bool]
+    ) -> Any:
+        """The output of this call."""
+        self._static.fill(call, filled)
+        again = functools.partial(
+            self._run_again, call, get_numbers(self._device), note_mode(self._device)
+        )
+        self._replay_forward()
+        values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
+        return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether its backward pass is recorded."""
+        return self._replay_backward is not None
+
+    def go_back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters from those of the outputs."""
+        assert self._replay_backward is not None
+        for place, gradient in zip(self._gradients, gradients, strict=True):
+            place.copy_(gradient)
+        self._replay_backward()
+        return self._list_gradients()
+
+    def _list_gradients(self) -> list[Tensor | None]:
+        count = len(self._static.trained)
+        of_inputs = (tensor.clone() for tensor in self._of_inputs)
+        found: list[Tensor | None] = [
+            next(of_inputs) if has_gradient else None for has_gradient in self._has_gradient[:count]
+        ]
+        copied = self._memory.copy(self.parameters)
+        pairs = zip(copied, self._has_gradient[count:], strict=True)
+        return found + [copy if has_gradient else None for copy, has_gradient in pairs]
+
+    def _run_again(
+        self, call: BlockCall, numbers: Tensor, enter_mode: Any, gradients: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The same without a graph, from the random numbers that the call began with."""
+        creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
+        aliases: dict[int, Tensor] = {}
+
+        def alias(tensor: Tensor) -> Tensor:
+            # Hooks on the tensor itself run when the caller computes its gradient, not here.
+            return aliases.setdefault(id(tensor), tensor.view_as(tensor))
+
+        set_numbers(numbers, self._device)
+        try:
+            with enter_mode(), use_kernels(self._block):
+                args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
+                output = self._run(*args, **kwargs)
+        finally:
+            set_numbers(now, self._device)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        wanted = [*(aliases[id(tensor)] for tensor in call.trained), *self.parameters]
+        found: Any = torch.autograd.grad(
+            list(itertools.compress(tensors, self.is_trained)), wanted, list(gradients),
+            create_graph=creates_graph, allow_unused=True,
+        )  # fmt: skip
+        return list(found)
+
+
+class _Replay(torch.autograd.Function):
+    """A block that was replayed, as one operation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorded: RecordedBlock, run_again: Any, is_current: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.recorded, ctx.run_again, ctx.is_current = recorded, run_again, is_current
+        ctx.save_for_backward(*tensors)
+        # Copies, which the next replay does not overwrite.
+        outputs = [tensor.clone() for tensor in recorded.outputs]
+        pairs = zip(outputs, recorded.is_trained, strict=True)
+        ctx.mark_non_differentiable(*(output for output, is_trained in pairs if not is_trained))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        recorded: RecordedBlock = ctx.recorded
+        given = list(itertools.compress(gradients, recorded.is_trained))
+        if ctx.is_current() and recorded.can_go_back and not torch.is_grad_enabled():
+            return None, None, None, *recorded.go_back(given)
+        assert ctx.saved_tensors  # torch looks whether something has changed them
+        return None, None, None, *ctx.run_again(given)
+
+
+@contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """Inside, autocast keeps no copies of weights: a graph must make its own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

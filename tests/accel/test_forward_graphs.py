@@ -1,0 +1,64 @@
+"""Blocks that are replayed in prediction, without a GPU: a stand-in runs them again instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs
+from rapidformer.accel.unpad.promises import reading_no_padding
+from rapidformer.accel.unpad.unpadding import apply_unpadding
+from rapidformer.compat.torch_modules import get_compiled_call
+from rapidformer.models.plan import find_plan
+from tests.training.test_block_graphs import Again
+from tests.training.test_cuda_graph import make_bert
+
+
+class OneTensor(Again):
+    """Its functions return one tensor."""
+
+    def record(self, function: Any) -> Any:
+        (first,), replay = super().record(lambda: [function()])
+        return first, replay
+
+
+@torch.no_grad()
+def test_the_same_logits_without_padding() -> None:
+    model = make_bert(0.1).eval()
+    ids = torch.randint(5, 60, (4, 20))
+    lengths = (torch.tensor([[20, 9, 7, 3], [20, 8, 6, 5], [19, 8, 7, 6]]), torch.arange(20))
+    batches = [
+        {"input_ids": ids.roll(number), "attention_mask": (lengths[1] < each[:, None]).long()}
+        for number, each in enumerate(lengths[0])
+    ]
+    expected = [model(**batch).logits for batch in batches]
+    plan = find_plan(model)
+    blocks = plan.get_blocks(model)
+    assert apply_unpadding(model, plan, is_compiled=True) is None  # sizes are rounded up
+    capture = OneTensor()
+    graphs = ForwardGraphs(blocks, torch.device("cpu"), capture, is_16_bit=False)  # type: ignore[arg-type]
+    with reading_no_padding():
+        found = [model(**batch).logits for batch in batches]
+    assert graphs.problem is None
+    assert capture.recorded == 2
+    assert capture.replayed > 2
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    blocks[0].register_forward_hook(lambda *_: None)
+    model(**batches[0])
+    assert "hooks on 0" in str(graphs.problem)
+    graphs.close()
+    assert all(get_compiled_call(block) is None for block in blocks)
+
+
+def test_training_runs_as_it_is() -> None:
+    model = make_bert(0.0)
+    capture = OneTensor()
+    plan = find_plan(model)
+    ForwardGraphs(plan.get_blocks(model), torch.device("cpu"), capture, is_16_bit=False)  # type: ignore[arg-type]
+    for _ in range(3):
+        model(input_ids=torch.ones(2, 5, dtype=torch.long)).logits.sum().backward()
+    assert capture.recorded == 0
+    assert pytest.approx(0.0) != float(model.classifier.weight.grad.norm())

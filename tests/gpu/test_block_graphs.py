@@ -1,0 +1,71 @@
+"""Blocks that are replayed one by one on a GPU: the same bits as without graphs.
+
+With deterministic kernels: otherwise two runs without a graph already differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.accel.cuda_graph import block_graphs
+from tests.gpu.test_cuda_graph import Run, deterministic
+from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+assert deterministic  # a fixture for all tests
+
+
+class Counting(Run):
+    """Counts and reads its loss in every step, which no graph can."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.losses: list[float] = []
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+
+def count(run: Run) -> int:
+    graphs = run.engine.updates.graphs
+    assert graphs is not None
+    assert "calls .item()" in str(graphs.problem)
+    assert graphs.in_pieces is not None
+    assert graphs.in_pieces.problem is None
+    return graphs.in_pieces.count
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"global_batch_size": 8}, {"mixed_precision": None}, {"compile": True}],
+    ids=["plain", "accumulated", "fp32", "compiled"],
+)
+def test_fixed_shapes(more: dict[str, Any]) -> None:
+    off = Counting(make_gpt2(), make_texts(48), **more, cuda_graph="off")
+    on = Counting(make_gpt2(), make_texts(48), **more)
+    assert on.run_and_list() == off.run_and_list()
+    assert on.losses == off.losses
+    assert count(on) == 1
+
+
+def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, against the same steps without a graph; and against the padded model."""
+    on = Counting(make_bert(0.1), make_rows(96))
+    lines = on.run_and_list()
+    assert 1 < count(on) <= block_graphs.MOST_SIZES
+    with monkeypatch.context() as patch:
+        patch.setattr(block_graphs, "MOST_SIZES", 0)
+        never = Counting(make_bert(0.1), make_rows(96))
+        assert never.run_and_list() == lines
+        assert count(never) == 0
+    off = Counting(make_bert(0.0), make_rows(32), cuda_graph="off").run_and_list()
+    mine = [line["loss"] for line in Counting(make_bert(0.0), make_rows(32)).run_and_list()]
+    assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)

@@ -1,0 +1,181 @@
+"""Blocks that are replayed one by one, without a GPU: a stand-in runs them again instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.compat.torch_modules import get_compiled_call
+from tests.training import test_cuda_graph as whole
+from tests.training.test_cuda_graph import Rows, make_bert, make_gpt2, make_rows, make_texts
+
+
+class Again:
+    """Runs a function again, and writes the tensors that it returns where the first ones are."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def warm_up(self, function: Callable[[], Any], *, forbids_reads: bool) -> Any:
+        return function()
+
+    def close(self) -> None:
+        """There is no memory to give back."""
+
+    def record(self, function: Callable[[], list[torch.Tensor]]) -> Any:
+        before = torch.get_rng_state()
+        first = function()
+        torch.set_rng_state(before)
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for mine, theirs in zip(first, function(), strict=True):
+                mine.data.copy_(theirs)
+
+        return first, replay
+
+
+class Counting(whole.Run):
+    """Counts its steps in Python, which a replay would leave out."""
+
+    def __init__(self, model: Any, rows: Rows, capture: Any, **settings: Any) -> None:
+        super().__init__(model, rows, None, **settings)
+        self._stand_in, self.steps = capture, 0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        return model(**batch).loss
+
+    def compose(self) -> Any:
+        model = super().compose()
+        if self._stand_in is not None:
+            engine = self.engine
+            prove_filling(model, engine.model.parallelized.plan, None)
+            engine.updates.graphs = GraphedPasses(
+                model, engine.model.parameters, engine.device, self._stand_in,
+                engine.updates.weights.count_labels,
+                is_asked=False, is_16_bit=False, compiles=False, work=None,
+                blocks=engine.model.parallelized.plan.get_blocks(model),
+            )  # fmt: skip
+        return model
+
+    @property
+    def in_pieces(self) -> BlockGraphs:
+        graphs = self.engine.updates.graphs
+        assert graphs is not None
+        assert graphs.in_pieces is not None
+        return graphs.in_pieces
+
+
+class Penalised(Counting):
+    """Differentiates a gradient, and back-propagates twice through one forward pass."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        ids = batch.pop("input_ids")
+        inputs = model.get_input_embeddings()(ids)
+        loss = model(inputs_embeds=inputs, **batch).loss
+        (first,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + slope.square().sum() + 0 * first.sum()
+
+
+class Twice(Counting):
+    """Calls the model twice in a step, and once without gradients."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        with torch.no_grad():
+            kept = model(**batch).logits
+        first, second = model(**batch), model(**batch)
+        return first.loss + (first.logits - second.logits).square().mean() + 0 * kept.mean()
+
+
+class Timid(BertForSequenceClassification):
+    """Counts in its own code: around the blocks, that is no obstacle."""
+
+    calls = 0
+
+    def forward(self, **batch: Any) -> Any:
+        self.calls += 1
+        return super().forward(**batch)
+
+
+def train(kind: type[Counting], model: Any, rows: Rows, capture: Any, **more: Any) -> Counting:
+    run = kind(model, rows, capture, **more)
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "limit"),
+    [(Counting, {"global_batch_size": 8}, 0.0), (Twice, {}, 0.0), (Penalised, {}, 1e-5)],
+)
+def test_every_step_runs_the_users_code(
+    kind: type[Counting], more: dict[str, Any], limit: float
+) -> None:
+    """Losses, norms and weights, with dropout. Second derivatives add up in another order."""
+    plain = train(kind, make_gpt2(), make_texts(16), None, **more)
+    capture = Again()
+    replayed = train(kind, make_gpt2(), make_texts(16), capture, **more)
+    assert replayed.in_pieces.problem is None
+    assert capture.replayed > capture.recorded > 0
+    assert replayed.steps == plain.steps == 4
+    for mine, theirs in zip(replayed.values.lines, plain.values.lines, strict=True):
+        assert mine == pytest.approx(theirs, rel=limit, abs=0.0)
+    pairs = zip(replayed.engine.model.parameters, plain.engine.model.parameters, strict=True)
+    assert all(torch.allclose(mine, theirs, limit, limit) for mine, theirs in pairs)
+
+
+def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    """Against the padded model; the counter of the model's own code does not disturb."""
+    rows = make_rows(24, longest=60)
+    plain = train(Counting, make_bert(0.0), rows, None, dynamic_shape="off")
+    model = make_bert(0.0)
+    model.__class__ = Timid
+    with caplog.at_level("INFO"):
+        replayed = train(Counting, model, rows, Again())
+    assert 1 <= replayed.in_pieces.count <= 4
+    assert model.calls >= 6
+    assert "2 blocks are replayed as CUDA graphs from step" in caplog.text
+    assert "test_block_graphs.py" in caplog.text.partition("not the whole step: ")[2][:200]
+    for mine, theirs in zip(replayed.values.lines, plain.values.lines, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    replayed.engine.close()
+    assert all(get_compiled_call(block) is None for block in model.modules())
+
+
+class Stale(Again):
+    """A replay that does not see its inputs."""
+
+    def record(self, function: Callable[[], list[torch.Tensor]]) -> Any:
+        first, _ = super().record(function)
+        return first, function
+
+
+def test_what_cannot_be_replayed_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    plain = train(Counting, make_gpt2(), make_texts(16), None)
+    stale = train(Counting, make_gpt2(), make_texts(16), Stale())
+    assert "replaying a block gave other outputs" in str(stale.in_pieces.problem)
+    assert stale.values.lines == plain.values.lines
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        seen.append(output)
+
+    seen: list[Any] = []
+    model = make_gpt2()
+    model.transformer.h[1].mlp.register_forward_hook(look)
+    hooked = train(Counting, model, make_texts(16), Again())
+    assert "hooks on 1.mlp" in str(hooked.in_pieces.problem)
+    assert hooked.values.lines == plain.values.lines
+    assert len(seen) >= 4
