@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 from peers import DEVICE, HAS_GPU, Result, Stopwatch, call, describe_device
-from workloads import LORA_TARGETS, list_workloads
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from workloads import LORA_TARGETS, Workload, list_workloads, make_pair_rows, make_text_rows
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.training.callbacks import Callback
@@ -62,13 +72,67 @@ RUNS: dict[str, Run] = {
     "bert-64, compile": Run("bert-64", 64, COMPILED),
     "gpt2, loss not fused": Run("gpt2", 8, {"fused_loss": "off"}),
     "llama1b, bf16 moments": Run("llama1b", 4, {"optimizer_state_dtype": "bf16"}),
-    "llama1b, CPU offload": Run("llama1b", 4, {"cpu_offload": True}),
+    "gpt2, CPU offload": Run("gpt2", 8, {"cpu_offload": True}),
     "bert-64, padded": Run("bert-64", 64, {"dynamic_shape": "off"}),
     "llama1b, selective": Run("llama1b", 4, {"recompute_granularity": "selective"}),
     "t5-3b, compile": Run("t5-3b", 8, COMPILED),
+    "bert-large": Run("bert-large", 32),
+    "gpt2-medium": Run("gpt2-medium", 8),
+    "gpt2-medium, compile": Run("gpt2-medium", 8, COMPILED),
+    "qwen3-0.6b": Run("qwen3-0.6b", 4),
+    "qwen3-0.6b, recompute": Run("qwen3-0.6b", 8, FULL),
+    "llama3b": Run("llama3b", 1),
 }
-STEPS = {"bert-16": (60, 60), "bert-64": (60, 60), "gpt2": (8, 10)}
+HELD = ("bert-large", "gpt2-medium", "qwen3-0.6b", "llama3b")
+"""Models that nothing in plan was fitted to."""
+STEPS = {
+    "bert-16": (60, 60), "bert-64": (60, 60), "bert-large": (60, 60),
+    "gpt2": (8, 10), "gpt2-medium": (8, 10),
+}  # fmt: skip
 """Steps before the clock starts, and timed ones; (4, 4) for others."""
+
+
+def list_every_workload(size: str) -> dict[str, Workload]:
+    """Those of `workloads.py` and the held-out ones."""
+    is_tiny = size == "tiny"
+    llama: dict[str, Any] = {"hidden_size": 3072, "num_hidden_layers": 28, "vocab_size": 128256}
+    llama |= {"num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192}
+    qwen: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151936}
+    qwen |= {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
+    small: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"intermediate_size": 128}
+    bert = small if is_tiny else {"hidden_size": 1024, "num_hidden_layers": 24,
+                                  "num_attention_heads": 16, "intermediate_size": 4096}  # fmt: skip
+    medium = (64, 2, 4) if is_tiny else (1024, 24, 16)
+    if is_tiny:
+        llama |= small | {"num_key_value_heads": 2, "vocab_size": 512}
+        qwen |= small | {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 16}
+
+    def write(length: int, vocabulary: int) -> Any:
+        length, vocabulary = (32, 512) if is_tiny else (length, vocabulary)
+        return lambda n: make_text_rows(n, length=length, vocabulary=vocabulary)
+
+    def build_gpt2() -> Any:
+        width, depth, heads = medium
+        return GPT2LMHeadModel(
+            GPT2Config(n_embd=width, n_layer=depth, n_head=heads, vocab_size=50304)
+        )
+
+    return list_workloads(size) | {
+        "bert-large": Workload(
+            build=lambda: BertForSequenceClassification(BertConfig(**bert)),
+            make_rows=make_pair_rows, batch=32,
+        ),
+        "gpt2-medium": Workload(build=build_gpt2, make_rows=write(1024, 50304), batch=8),
+        "qwen3-0.6b": Workload(
+            build=lambda: Qwen3ForCausalLM(Qwen3Config(**qwen, tie_word_embeddings=True)),
+            make_rows=write(2048, 151936), batch=4,
+        ),
+        "llama3b": Workload(
+            build=lambda: LlamaForCausalLM(LlamaConfig(**llama, tie_word_embeddings=True)),
+            make_rows=write(4096, 128256), batch=1,
+        ),
+    }  # fmt: skip
 
 
 def measure_device() -> Result:
@@ -132,7 +196,7 @@ def train(run: Run, size: str, *, fraction: float | None = None) -> Result:
     """The figures of one training; ``fraction`` limits the memory of the process."""
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction)
-    work = list_workloads(size)[run.workload]
+    work = list_every_workload(size)[run.workload]
     warm_up, timed = STEPS.get(run.workload, (4, 4)) if HAS_GPU else (2, 2)
     rows = work.make_rows(run.batch * (warm_up + timed))
     watched = Watch(Stopwatch(warm_up))
@@ -177,7 +241,7 @@ def train(run: Run, size: str, *, fraction: float | None = None) -> Result:
 
 
 def make_settings(run: Run, size: str) -> dict[str, Any]:
-    work = list_workloads(size)[run.workload]
+    work = list_every_workload(size)[run.workload]
     settings: dict[str, Any] = {
         "micro_batch_size": run.batch, "epochs": 1, "lr": 2e-5, "log_interval": 1000,
         "dataloader_type": "single", "save": "none", "log_level": "error",
@@ -213,7 +277,8 @@ def main() -> None:
     kept: Result = {"device": device, "size": options.size, "runs": {}}
     if options.json and options.json.exists():
         kept = json.loads(options.json.read_text())
-    print(f"{device['name']}, torch {torch.__version__}, {device['matrix rate'] / 1e12:.0f} TFLOP/s")
+    rate = device["matrix rate"] / 1e12
+    print(f"{device['name']}, torch {torch.__version__}, {rate:.0f} TFLOP/s")
     print("| run | allocated | reserved | weights | optimizer | step | first step | graphs |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name in options.runs:
