@@ -42,20 +42,41 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Parameters of one part of a model, as numbers of elements."""
+class Parameter:
+    """One parameter of a model."""
 
-    trained: int = 0
-    frozen: int = 0
-    split: float = 0.0
-    """The fraction that tensor parallelism splits."""
-    experts: float = 0.0
-    """The fraction that expert parallelism splits."""
-    frozen_bytes: int = 0
-    """Of the frozen ones, as they are kept on the device."""
-    tensors: int = 0
-    largest: int = 0
-    """Elements of the largest one."""
+    length: int
+    """Of its first dimension, along which it is sharded."""
+    size: int
+    """Elements."""
+    width: int
+    """Bytes of an element on the device."""
+    is_trained: bool
+    split_dim: int | None = None
+    """The dimension that tensor parallelism splits."""
+    is_expert: bool = False
+    """Whether expert parallelism splits its first dimension."""
+    is_matrix: bool = False
+    """Whether it has two dimensions and is in a block, which is what Muon takes."""
+    places: tuple[str, ...] = ("before",)
+    """Where it is used if it is in no block: before or after them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The parameters of one part of a model, each once."""
+
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def trained(self) -> int:
+        """Elements that are trained."""
+        return sum(each.size for each in self.parameters if each.is_trained)
+
+    @property
+    def frozen(self) -> int:
+        """Elements that are not."""
+        return sum(each.size for each in self.parameters if not each.is_trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +88,7 @@ class Part:
     """What the forward pass keeps for the backward pass."""
     saved_split: Cost = field(default_factory=Cost)
     """That of it which tensor parallelism splits."""
-    saved_casts: float = 0.0
+    casts: Cost = field(default_factory=Cost)
     """That of it which is copies of weights in 16 bits."""
     saved_selective: Cost = field(default_factory=Cost)
     """What is kept of a block if matrix products and attention alone are kept."""
@@ -95,8 +116,14 @@ class Blocks:
     """Equal blocks of one stack."""
 
     stack: str
-    count: int
+    places: tuple[int, ...]
+    """Among all blocks, in the order of the forward pass."""
     part: Part
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +148,14 @@ class Shape:
     """Embeddings, head and everything else outside the blocks, without the loss."""
     loss: Part
     """The head's logits and what the loss makes of them."""
-    tied: bool
-    """Whether the head's weights are the embedding's."""
+    head: int
+    """Elements of the head's matrix; 0 without one."""
+    lengths: tuple[int, ...] = ()
+    """Of rows of the training data."""
+    samples: int = 0
+    """Rows of the training data; 0 if unknown."""
+    optimizer: str = ""
+    """The class of a script's own optimizer, if it has one."""
     reference_bytes: int = 0
     """Of frozen models beside the trained one."""
 

@@ -1,0 +1,193 @@
+"""How a run's settings divide its model: what each switch's row says, read for one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rapidformer.config import Settings
+from rapidformer.config.row import Effect, Kept, Situation, Switch
+from rapidformer.config.switches import SWITCHES
+from rapidformer.planning.parts import Blocks, Parameter, Part, Shape, Weights
+
+_SIZES = {
+    "layers": "tensor_model_parallel_size", "tokens": "context_parallel_size",
+    "blocks": "pipeline_model_parallel_size", "experts": "expert_model_parallel_size",
+    "stream": "tensor_model_parallel_size",
+}  # fmt: skip
+_ADAM, _MOMENTUM = 8.0, 4.0
+"""Bytes of state for each trained weight."""
+_LOOKUP_COST = 0.05
+"""Of an embedding table's weight, relative to one that is multiplied."""
+
+
+class Layout:
+    """The effects of the rows that are on."""
+
+    def __init__(self, shape: Shape, args: Settings) -> None:
+        self.shape, self.args = shape, args
+        situation = Situation(device="cuda", ranks=args.world_size, precision=shape.precision)
+        self.rows = {row.name: row for row in SWITCHES if _is_on(row, args, situation)}
+        if (graph := self.rows.get("CUDA graph")) and self._is_busy(graph.effect):
+            del self.rows["CUDA graph"]
+        if args.zero_stage and self.replicas == 1 and not args.cpu_offload:
+            self.rows.pop("ZeRO", None)  # nothing to shard
+        if self.replicas == 1 or "ZeRO" in self.rows:
+            self.rows.pop("data parallelism", None)
+
+    def has(self, name: str) -> bool:
+        """Whether a row is on."""
+        return name in self.rows
+
+    def _is_busy(self, effect: Effect) -> bool:
+        """Whether a micro-batch is too much work for a switch that saves launches."""
+        if self.args.cuda_graph == "on" or effect.most_work is None:
+            return False
+        rows, length = self.args.micro_batch_size or 1, self.shape.length
+        parts = [(group.count, group.part) for group in self.shape.blocks]
+        parts += [(1, self.shape.rest), (1, self.shape.loss)]
+        work = sum(
+            n * (part.matrix_flops.at(rows, length) + part.attention_flops.at(rows, length))
+            for n, part in parts
+        )
+        return work > effect.most_work
+
+    @cached_property
+    def replicas(self) -> int:
+        """Ranks with different tokens, over which gradients are summed."""
+        return self.args.data_parallel_size * self.args.context_parallel_size
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that the training state is sharded over."""
+        if "ZeRO" not in self.rows:
+            return 1
+        size = self.args.hybrid_sharding_size
+        return self.replicas if size is None else size * self.args.context_parallel_size
+
+    def divide(self, what: str) -> int:
+        """By how much the rows divide something."""
+        for row in self.rows.values():
+            if row.effect.divides == what:
+                return int(getattr(self.args, _SIZES[what]))
+        return 1
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What a block keeps; the innermost of recompute and compilation decides."""
+        for row in self.rows.values():
+            for name in row.turned_on_by:
+                kept = row.effect.keeps.get(getattr(self.args, name))
+                if kept is not None:
+                    return kept
+        return "everything"
+
+    def is_on_host(self, part: str) -> bool:
+        """Whether a part of the memory is on the host."""
+        return any(part in row.effect.on_host for row in self.rows.values())
+
+    def is_sharded(self, part: str) -> bool:
+        """Whether a part of the state is sharded at this ZeRO stage."""
+        stage = self.args.zero_stage
+        zero = self.rows.get("ZeRO")
+        return zero is not None and stage >= zero.effect.shards_from.get(part, stage + 1)
+
+    @property
+    def moments(self) -> float:
+        """Bytes of optimizer state for each trained weight."""
+        for row in self.rows.values():
+            if row.effect.moments is not None:
+                return row.effect.moments
+        own, args = self.shape.optimizer, self.args
+        if own in ("SGD", "RMSprop", "Adagrad") or (not own and args.optimizer == "sgd"):
+            return _MOMENTUM if own or args.sgd_momentum else 0.0
+        return _ADAM
+
+    def count(self, parameter: Parameter, *, shards: int = 1) -> int:
+        """Elements of a parameter on one rank; the first rank has the most."""
+        length, width = parameter.length, parameter.size // max(parameter.length, 1)
+        tensor, experts = self.divide("layers"), self.divide("experts")
+        if parameter.split_dim == 0:
+            length = -(-length // tensor)
+        elif parameter.split_dim == 1:
+            width = -(-width // tensor)
+        if parameter.is_expert:
+            length = -(-length // experts)
+            shards = max(shards // experts, 1)
+        return -(-length // shards) * width
+
+    def list_stages(self) -> Iterator[Stage]:
+        """What each rank of the pipeline has, the ends first; one rank without a pipeline."""
+        from rapidformer.accel.pipeline.layout import build_layout
+
+        parts = list_blocks(self.shape.blocks)
+        ranks = self.divide("blocks")
+        before = [p for p in self.shape.rest.weights.parameters if "before" in p.places]
+        after = [p for p in self.shape.rest.weights.parameters if "after" in p.places]
+        if ranks == 1:
+            yield Stage(parts, True, True, self.shape.rest.weights, 1.0)
+            return
+        cut = build_layout(
+            [sum(p.size for p in part.weights.parameters) for part in parts],
+            before=_LOOKUP_COST * sum(p.size for p in before), after=sum(p.size for p in after),
+            num_processes=ranks, schedule=self.args.pipeline_schedule,
+            layers_per_stage=self.args.num_layers_per_virtual_pipeline_stage,
+            model=self.shape.model,
+        )  # fmt: skip
+        count = self.args.gradient_accumulation_steps or 1
+        for rank in range(ranks):
+            own = cut.get_own(rank)
+            is_first, is_last = any(s.is_first for s in own), any(s.is_last for s in own)
+            weights = (before if is_first else []) + (after if is_last else [])
+            distinct = {id(each): each for each in weights}
+            yield Stage(
+                [part for stage in own for part in parts[stage.start : stage.end]],
+                is_first, is_last, Weights(parameters=tuple(distinct.values())),
+                _count_in_flight(cut.schedule, rank, ranks, len(own), count),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of the pipeline has."""
+
+    blocks: list[Part]
+    is_first: bool
+    is_last: bool
+    rest: Weights
+    in_flight: float
+    """Micro-batches whose activations are held at once."""
+
+    @property
+    def weights(self) -> Iterator[Parameter]:
+        for part in self.blocks:
+            yield from part.weights.parameters
+        yield from self.rest.parameters
+
+
+def list_blocks(groups: tuple[Blocks, ...]) -> list[Part]:
+    """All blocks in the order of the forward pass."""
+    placed = {place: group.part for group in groups for place in group.places}
+    return [placed[place] for place in sorted(placed)]
+
+
+def _is_on(row: Switch, args: Settings, situation: Situation) -> bool:
+    known: Any = args
+    if not row.is_on(known) or not row.has_what_it_needs(known):
+        return False
+    if args.deepspeed is not None and row.under_deepspeed == "not applied":
+        return False
+    return row.find_obstacle(known, situation) is None
+
+
+def _count_in_flight(schedule: str, rank: int, ranks: int, own: int, count: int) -> float:
+    if schedule == "gpipe":
+        return count
+    if schedule == "1f1b":
+        return min(ranks - rank, count)
+    if schedule == "zero-bubble":
+        return min(ranks, count)
+    waiting = 2 * (ranks - rank - 1) + (own - 1) * ranks + 1
+    return min(waiting / own, count)

@@ -1,0 +1,126 @@
+"""What a rank computes, moves and sends in a step, from what was measured once."""
+
+from __future__ import annotations
+
+from rapidformer.planning.layout import Layout, Stage
+from rapidformer.planning.parts import Collective, Cost, Part, Work
+
+
+def count_work(layout: Layout, stage: Stage) -> Work:
+    """The work of one rank of the pipeline."""
+    args, shape = layout.args, layout.shape
+    rows, length = float(args.micro_batch_size or 1), float(shape.length)
+    filled = shape.filled if layout.has("dynamic shape") else 1.0
+    tensor, context = layout.divide("layers"), args.context_parallel_size
+
+    def at(cost: Cost) -> float:
+        varying = cost.at(rows * filled, length) - cost.constant
+        return (cost.constant + varying / context) / tensor
+
+    def add(parts: list[Part], name: str) -> float:
+        return sum(at(getattr(part, name)) for part in parts)
+
+    blocks = stage.blocks
+    ends = [shape.rest] * stage.is_first
+    head = [shape.loss] * stage.is_last
+    flops = {
+        "matrix": add([*blocks, *ends], "matrix_flops"),
+        "attention": add([*blocks, *ends, *head], "attention_flops"),
+        "head": add(head, "matrix_flops"),
+        "recompute": 0.0,
+        "fp8": 0.0,
+    }
+    if layout.kept in ("inputs", "products"):
+        interval = max(args.recompute_interval, 1)
+        flops["recompute"] = sum(
+            (at(part.matrix_flops) + at(part.attention_flops)) * part.forward_share
+            for number, part in enumerate(blocks)
+            if number % interval == 0 and layout.kept == "inputs"
+        )
+    if any(row.effect.in_8_bits for row in layout.rows.values()):
+        flops["fp8"] = add(blocks, "matrix_flops")
+    shards = layout.shards
+    weights = sum(layout.count(p) * p.width for p in stage.weights)
+    trained = [p for p in stage.weights if p.is_trained]
+    own = sum(layout.count(p, shards=shards) for p in trained)
+    kept = sum(at(part.saved) for part in blocks)
+    return Work(
+        flops=flops,
+        moved=add([*blocks, *ends, *head], "moved"),
+        operations=sum(part.operations for part in [*blocks, *ends, *head]),
+        # Weights and moments are read and written, gradients read twice.
+        update_bytes=own * (2 * 4 + 2 * 4 + 2 * layout.moments),
+        host_bytes=2 * kept * layout.is_on_host("activations")
+        + 3 * weights * layout.is_on_host("weights"),
+        host_update_bytes=0.0,
+        collectives=tuple(_list_collectives(layout, stage)),
+        micro_batches=args.gradient_accumulation_steps or 1,
+        stages=args.pipeline_model_parallel_size,
+        tokens=float(args.global_batch_size or 1) * length * shape.filled,
+        samples=args.global_batch_size or 1,
+    )
+
+
+def _list_collectives(layout: Layout, stage: Stage) -> list[Collective]:
+    args, shape = layout.args, layout.shape
+    width = 4 if shape.precision == "fp32" else 2
+    tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
+    hidden = tokens * shape.hidden_size * width
+    count = len(stage.blocks)
+    found: list[Collective] = []
+    trained = sum(layout.count(p) * 4 for p in stage.weights if p.is_trained)
+    weights = sum(layout.count(p) * p.width for p in stage.weights)
+    if layout.has("data parallelism"):
+        found.append(
+            Collective(
+                axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
+                ranks=layout.replicas, per="update", is_hidden=True,
+            )
+        )  # fmt: skip
+    if layout.shards > 1:
+        is_each = layout.is_sharded("weights")
+        found.append(
+            Collective(
+                axis="data", kind="all_gather", size=weights * (2 if is_each else 1),
+                calls=count * (2 if is_each else 1) + 1, ranks=layout.shards,
+                per="micro_batch" if is_each else "update", is_hidden=True,
+            )
+        )  # fmt: skip
+        found.append(
+            Collective(
+                axis="data", kind="reduce_scatter", size=trained, calls=count + 1,
+                ranks=layout.shards, is_hidden=True,
+                per="micro_batch" if layout.is_sharded("gradients") else "update",
+            )
+        )  # fmt: skip
+    tensor = layout.divide("layers")
+    if tensor > 1:
+        # Two in the forward pass of a block and two in its backward pass.
+        found.append(
+            Collective(
+                axis="tensor", kind="all_reduce", size=4 * hidden * count, calls=4 * count,
+                ranks=tensor,
+            )
+        )  # fmt: skip
+    if args.context_parallel_size > 1:
+        # Queries, keys, values and results, there and back.
+        found.append(
+            Collective(
+                axis="context", kind="all_to_all", size=8 * hidden * count, calls=8 * count,
+                ranks=args.context_parallel_size,
+            )
+        )  # fmt: skip
+    if args.pipeline_model_parallel_size > 1:
+        found.append(
+            Collective(
+                axis="pipeline", kind="send", size=2 * hidden, calls=2, ranks=2, is_hidden=True
+            )
+        )
+    if args.expert_model_parallel_size > 1:
+        found.append(
+            Collective(
+                axis="expert", kind="all_to_all", size=4 * hidden * count, calls=4 * count,
+                ranks=args.expert_model_parallel_size,
+            )
+        )  # fmt: skip
+    return found
