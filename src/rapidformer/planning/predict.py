@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rapidformer.config import Settings, resolve
-from rapidformer.planning.layout import Layout, Stage
+from rapidformer.planning.layout import LARGE, Layout, Stage
 from rapidformer.planning.parts import Cost, Memory, Part, Prediction, Shape
 from rapidformer.planning.work import count_work
 
@@ -21,8 +21,6 @@ _FRAGMENTS = 0.03
 """Of what is allocated: memory that the allocator holds in blocks that do not fit."""
 _CHUNK = 2**30
 """Of the fused loss: a chunk's logits in fp32."""
-_LARGE = 4096
-"""Smallest vocabulary of a fused loss."""
 _SMALL = 4096
 """Moments of fewer weights are not quantized."""
 _WORKSPACE = 70 * 2**20
@@ -215,9 +213,10 @@ class _Rank:
             return 0.0, 0.0
         tensor = layout.divide("layers")
         tokens = self._at(Cost(per_token=1.0)) * shape.trained_tokens
-        is_fused = layout.has("fused loss") and shape.vocabulary >= _LARGE
-        if not is_fused or (self._args.fused_loss == "auto" and 2 * tokens < shape.hidden_size):
-            scale = 1 / tensor if shape.vocabulary >= _LARGE else 1.0
+        if not layout.has_fused_loss or (
+            self._args.fused_loss == "auto" and 2 * tokens < shape.hidden_size
+        ):
+            scale = 1 / tensor if shape.vocabulary >= LARGE else 1.0
             after = self._at(shape.loss.saved) + self._at(shape.loss.backward_peak)
             return scale * max(self._at(shape.loss.forward_peak), after), 0.0
         is_trained = any(p.is_trained and "after" in p.places for p in self._stage.rest.parameters)
