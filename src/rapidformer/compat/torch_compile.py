@@ -54,6 +54,16 @@ PRIVATE_NAMES = {
 _KNOWN_OPERATORS = {"aten", "prims", "_c10d_functional", "rapidformer"}
 """Namespaces of operators that only change with the version of torch or with our sources."""
 
+_SAME_MEMORY = {
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "permute.default", "alias.default", "t.default",
+        "transpose.int", "unsqueeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
+        "reshape.default", "detach.default",
+    )
+}  # fmt: skip
+"""Operators whose result is their input in another shape."""
+
 Backend = str | Callable[..., Any]
 Rewrite = Callable[[Any], None]
 """Changes a traced graph in place."""
@@ -211,12 +221,7 @@ def list_kept(
 
 def _find_origin(node: Any) -> Any:
     """The node whose memory this one shows in another shape."""
-    names = ("view", "permute", "alias", "transpose", "unsqueeze", "squeeze", "expand", "t", "_un")
-    while (
-        node.op == "call_function"
-        and str(getattr(node.target, "_opname", "")).startswith(names)
-        and node.all_input_nodes
-    ):
+    while str(node.target) in _SAME_MEMORY:
         node = node.all_input_nodes[0]
     return node
 

@@ -18,9 +18,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from rapidformer.compat.torch_dispatch import TorchDispatchMode, tree_leaves, tree_map_only
+from rapidformer.compat.torch_dispatch import (
+    ATTENTION_PASSES,
+    READ_VALUE,
+    TorchDispatchMode,
+    attend,
+    attend_with_bias,
+    get_packet,
+    get_schema,
+    tree_leaves,
+    tree_map_only,
+)
 
-aten = torch.ops.aten
+_INDEX = torch.ops.aten.index.Tensor
 _ROUNDING = 512
 _LOW = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "addmm", "addbmm", "mm",
@@ -33,14 +43,6 @@ _HIGH = frozenset({
     "nll_loss", "cross_entropy", "cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
     "cosine_similarity", "kl_div", "binary_cross_entropy_with_logits", "ctc_loss", "softplus",
     "log10", "log2", "log1p", "expm1", "cosh", "sinh", "tan", "acos", "asin", "cdist", "rms_norm",
-})  # fmt: skip
-_PRODUCTS = frozenset({
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten._grouped_mm,
-})  # fmt: skip
-_ATTENTION = frozenset({
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
 })  # fmt: skip
 
 
@@ -139,10 +141,7 @@ class GpuTypes(TorchFunctionMode):
             query, key, value = self._cast((query, key, value), torch.float32, self._dtype)
         options: Any = {} if scale is None else {"scale": scale}
         if attn_mask is None and query.dtype is not torch.float32:
-            attended = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, **options
-            )
-            return attended[0]
+            return attend(query, key, value, dropout_p, is_causal, **options)
         if enable_gqa or key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
@@ -150,10 +149,7 @@ class GpuTypes(TorchFunctionMode):
             if attn_mask.dtype is torch.bool:
                 attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
             attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-        attended = aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, True, dropout_p, is_causal, **options
-        )
-        return attended[0]
+        return attend_with_bias(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
 class Tracing(TorchDispatchMode):
@@ -223,14 +219,14 @@ class Tracing(TorchDispatchMode):
             fresh += self._add(storage, key)
             if is_split:
                 self._split.add(key)
-        packet = function._overloadpacket
-        if packet in _ATTENTION:
+        packet = get_packet(function)
+        if packet in ATTENTION_PASSES:
             segment.attention_flops += flop_registry[packet](*args, **kwargs, out_val=outputs)
             segment.products += fresh
         elif packet in flop_registry:
             segment.matrix_flops += flop_registry[packet](*args, **kwargs, out_val=outputs)
             segment.products += fresh
-        elif fresh or function._schema.is_mutable:
+        elif fresh or get_schema(function).is_mutable:
             segment.moved += sum(_measure(t) for t in (*given, *made))
         segment.operations += bool(fresh)
         segment.peak = max(segment.peak, self._alive - self._started)
@@ -256,11 +252,10 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.is_meta for t in tensors):
         return function(*args, **kwargs)
-    if function is aten._local_scalar_dense.default:
+    if function is READ_VALUE:
         return 1.0 if tensors[0].is_floating_point() else 1
-    if function is aten.index.Tensor:
-        args = (args[0], [_list_places(index) for index in args[1]], *args[2:])
-        args = (args[0], [i for index in args[1] for i in index])
+    if function is _INDEX:
+        args = (args[0], [place for index in args[1] for place in _list_places(index)])
     args, kwargs = tree_map_only(
         Tensor, lambda t: t if t.is_meta or t.dim() == 0 else t.to("meta"), (args, kwargs)
     )
