@@ -100,10 +100,11 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
 
 def _describe_limits(found: dict[str, Any]) -> Iterator[str]:
     rows, length = found["largest_micro_batch"], found["longest_rows"]
-    yield (
-        f"limits    --micro-batch-size up to {rows}; with {found['rows']}, rows of up to "
-        f"{length:,} tokens"
-    )
+    if rows:
+        longest = f"rows of up to {length:,} tokens" if length else "no row fits"
+        yield f"limits    --micro-batch-size up to {rows}; with {found['rows']}, {longest}"
+    else:
+        yield f"limits    not even one row of {found['length']:,} tokens fits"
     switches = found["switches_that_fit"]
     if switches:
         yield f"to fit    {_describe_one(switches[0])}"
