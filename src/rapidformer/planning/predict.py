@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rapidformer.config import Settings, resolve
+from rapidformer.config import Settings
 from rapidformer.planning.layout import Layout, Stage
 from rapidformer.planning.parts import Cost, Memory, Part, Prediction, Shape
 from rapidformer.planning.work import count_work
@@ -29,13 +29,9 @@ _WORKSPACE = 70 * 2**20
 """Of the libraries of matrix products."""
 
 
-def predict(
-    shape: Shape, settings: Settings, world_size: int, *, length: int | None = None
-) -> Prediction:
-    """For the rank that needs the most; ``length`` replaces that of the measured rows."""
-    args = resolve(settings, world_size=world_size)
-    if length is not None:
-        shape = replace(shape, length=length)
+def predict(shape: Shape, settings: Settings, world_size: int) -> Prediction:
+    """For the rank that needs the most; the settings are resolved, for this or other ranks."""
+    args = settings.replace("rapidformer plan", world_size=world_size)
     layout = Layout(shape, args)
     ranks = [(_Rank(layout, stage), stage) for stage in layout.list_stages()]
     rank, stage = max(ranks, key=lambda each: each[0].memory.total)
