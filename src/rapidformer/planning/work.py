@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.planning.layout import Layout, Stage
+from rapidformer.planning.layout import Layout, Stage, State
 from rapidformer.planning.parts import Collective, Cost, Part, Work
 
 
@@ -39,21 +39,20 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
-    shards = layout.shards
-    weights = sum(layout.count(p) * p.width for p in stage.weights)
-    trained = [p for p in stage.weights if p.is_trained]
-    own = sum(layout.count(p, shards=shards) for p in trained)
+    state = layout.add_up(stage.rest)
+    for part, count, _ in stage.list_kinds():
+        state += layout.add_up(part.weights) * count
     kept = sum(at(part.saved) for part in blocks)
     return Work(
         flops=flops,
         moved=add([*blocks, *ends, *head], "moved"),
         operations=sum(part.operations for part in [*blocks, *ends, *head]),
         # Weights and moments are read and written, gradients read twice.
-        update_bytes=own * (2 * 4 + 2 * 4 + 2 * layout.moments),
+        update_bytes=state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer,
         host_bytes=2 * kept * layout.is_on_host("activations")
-        + 3 * weights * layout.is_on_host("weights"),
+        + 3 * state.whole * layout.is_on_host("weights"),
         host_update_bytes=0.0,
-        collectives=tuple(_list_collectives(layout, stage)),
+        collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
         tokens=float(args.global_batch_size or 1) * length * shape.filled,
@@ -61,15 +60,14 @@ def count_work(layout: Layout, stage: Stage) -> Work:
     )
 
 
-def _list_collectives(layout: Layout, stage: Stage) -> list[Collective]:
+def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
     args, shape = layout.args, layout.shape
     width = 4 if shape.precision == "fp32" else 2
     tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
     hidden = tokens * shape.hidden_size * width
     count = len(stage.blocks)
     found: list[Collective] = []
-    trained = sum(layout.count(p) * 4 for p in stage.weights if p.is_trained)
-    weights = sum(layout.count(p) * p.width for p in stage.weights)
+    trained, weights = state.trained, state.whole
     if layout.has("data parallelism"):
         found.append(
             Collective(
