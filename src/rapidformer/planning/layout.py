@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from rapidformer.accel.pipeline.layout import build_layout
 from rapidformer.config import Settings
 from rapidformer.config.row import Effect, Kept, Situation, Switch
 from rapidformer.config.switches import SWITCHES
@@ -21,6 +23,8 @@ LARGE = 4096
 """Smallest vocabulary of a fused loss."""
 _ADAM, _MOMENTUM = 8.0, 4.0
 """Bytes of state for each trained weight."""
+_SMALL = 4096
+"""Moments of fewer weights are not quantized."""
 _LOOKUP_COST = 0.05
 """Of an embedding table's weight, relative to one that is multiplied."""
 
@@ -30,6 +34,7 @@ class Layout:
 
     def __init__(self, shape: Shape, args: Settings) -> None:
         self.shape, self.args = shape, args
+        self._states: dict[int, State] = {}
         situation = Situation(device="cuda", ranks=args.world_size, precision=shape.precision)
         self.rows = {row.name: row for row in SWITCHES if _is_on(row, args, situation)}
         if (graph := self.rows.get("CUDA graph")) and self._is_busy(graph.effect):
@@ -127,10 +132,33 @@ class Layout:
             shards = max(shards // experts, 1)
         return -(-length // shards) * width
 
+    def add_up(self, weights: Weights) -> State:
+        """The state of a part of the model on one rank."""
+        if id(weights) not in self._states:  # equal blocks have the same weights
+            self._states[id(weights)] = self._add_up(weights)
+        return self._states[id(weights)]
+
+    def _add_up(self, weights: Weights) -> State:
+        total = State()
+        for each in weights.parameters:
+            own, mine = self.count(each), self.count(each, shards=self.shards)
+            moments = self._count_moments(mine, is_matrix=each.is_matrix)
+            total += State(
+                weights=mine * each.width, whole=own * each.width,
+                gradients=mine * each.width * each.is_trained,
+                trained=own * each.width * each.is_trained,
+                optimizer=int(moments * each.is_trained),
+                elements=mine * each.is_trained,
+            )  # fmt: skip
+        return total
+
+    def _count_moments(self, elements: int, *, is_matrix: bool) -> float:
+        is_plain = self.has("Muon") and not is_matrix
+        is_plain = is_plain or (self.has("int8 moments") and elements < _SMALL)
+        return elements * (_ADAM if is_plain else self.moments)
+
     def list_stages(self) -> Iterator[Stage]:
         """What each rank of the pipeline has, the ends first; one rank without a pipeline."""
-        from rapidformer.accel.pipeline.layout import build_layout
-
         parts = list_blocks(self.shape.blocks)
         ranks = self.divide("blocks")
         before = [p for p in self.shape.rest.weights.parameters if "before" in p.places]
@@ -138,12 +166,11 @@ class Layout:
         if ranks == 1:
             yield Stage(parts, True, True, self.shape.rest.weights, 1.0)
             return
-        cut = build_layout(
-            [sum(p.size for p in part.weights.parameters) for part in parts],
-            before=_LOOKUP_COST * sum(p.size for p in before), after=sum(p.size for p in after),
-            num_processes=ranks, schedule=self.args.pipeline_schedule,
-            layers_per_stage=self.args.num_layers_per_virtual_pipeline_stage,
-            model=self.shape.model,
+        cut = _cut(
+            tuple(part.weights.trained + part.weights.frozen for part in parts),
+            _LOOKUP_COST * sum(p.size for p in before), sum(p.size for p in after), ranks,
+            self.args.pipeline_schedule, self.args.num_layers_per_virtual_pipeline_stage,
+            self.shape.model,
         )  # fmt: skip
         count = self.args.gradient_accumulation_steps or 1
         for rank in range(ranks):
@@ -158,6 +185,30 @@ class Layout:
             )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Bytes of the training state on one rank."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    whole: int = 0
+    """Weights without sharding."""
+    trained: int = 0
+    """Gradients without sharding."""
+    elements: int = 0
+    """Trained elements, sharded."""
+
+    def __add__(self, other: State) -> State:
+        return State(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in _FIELDS})
+
+    def __mul__(self, count: int) -> State:
+        return State(**{f.name: getattr(self, f.name) * count for f in _FIELDS})
+
+
+_FIELDS = fields(State)
+
+
 @dataclass(frozen=True)
 class Stage:
     """What one rank of the pipeline has."""
@@ -169,11 +220,25 @@ class Stage:
     in_flight: float
     """Micro-batches whose activations are held at once."""
 
-    @property
-    def weights(self) -> Iterator[Parameter]:
-        for part in self.blocks:
-            yield from part.weights.parameters
-        yield from self.rest.parameters
+    def list_kinds(self, interval: int = 1) -> list[tuple[Part, int, int]]:
+        """Each kind of block, how many there are, and how many of them every n-th block is."""
+        found: dict[int, tuple[Part, int, int]] = {}
+        for number, part in enumerate(self.blocks):
+            _, count, chosen = found.get(id(part), (part, 0, 0))
+            found[id(part)] = (part, count + 1, chosen + (number % interval == 0))
+        return list(found.values())
+
+
+@functools.cache
+def _cut(
+    costs: tuple[int, ...], before: float, after: float, ranks: int, schedule: str | None,
+    layers: int | None, model: str,
+) -> Any:  # fmt: skip
+    """The stages of a pipeline; a search asks for the same ones again and again."""
+    return build_layout(
+        costs, before=before, after=after, num_processes=ranks, schedule=schedule,
+        layers_per_stage=layers, model=model,
+    )  # fmt: skip
 
 
 def list_blocks(groups: tuple[Blocks, ...]) -> list[Part]:

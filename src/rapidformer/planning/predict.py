@@ -7,10 +7,10 @@ when all gradients are. The largest one is the peak.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rapidformer.config import Settings, resolve
-from rapidformer.planning.layout import LARGE, Layout, Stage
+from rapidformer.config import Settings
+from rapidformer.planning.layout import LARGE, Layout, Stage, State
 from rapidformer.planning.parts import Cost, Memory, Part, Prediction, Shape
 from rapidformer.planning.work import count_work
 
@@ -21,40 +21,24 @@ _FRAGMENTS = 0.03
 """Of what is allocated: memory that the allocator holds in blocks that do not fit."""
 _CHUNK = 2**30
 """Of the fused loss: a chunk's logits in fp32."""
-_SMALL = 4096
-"""Moments of fewer weights are not quantized."""
 _WORKSPACE = 70 * 2**20
 """Of the libraries of matrix products."""
 
 
-def predict(
-    shape: Shape, settings: Settings, world_size: int, *, length: int | None = None
-) -> Prediction:
-    """For the rank that needs the most; ``length`` replaces that of the measured rows."""
-    args = resolve(settings, world_size=world_size)
-    if length is not None:
-        shape = replace(shape, length=length)
+def predict(shape: Shape, settings: Settings, world_size: int) -> Prediction:
+    """For the rank that needs the most; the settings are resolved, for this or other ranks."""
+    args = settings.replace("rapidformer plan", world_size=world_size)
     layout = Layout(shape, args)
     ranks = [(_Rank(layout, stage), stage) for stage in layout.list_stages()]
     rank, stage = max(ranks, key=lambda each: each[0].memory.total)
     return Prediction(memory=rank.memory, work=count_work(layout, stage))
 
 
-@dataclass
-class _State:
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    whole: int = 0
-    """Weights of all ranks that share them, in bytes, as gathered."""
-    trained: int = 0
-    """Gradients of those."""
-
-
 class _Rank:
     def __init__(self, layout: Layout, stage: Stage) -> None:
         self._layout, self._stage = layout, stage
         self._args, self._shape = layout.args, layout.shape
+        self._kinds = stage.list_kinds(max(layout.args.recompute_interval, 1))
         self.memory = self._find_peak()
 
     # ---- sizes ----------------------------------------------------------------------------------
@@ -78,25 +62,11 @@ class _Rank:
         stream = (1 - share) / self._layout.divide("stream")
         return value * (share / tensor + stream)
 
-    def _count_state(self) -> _State:
-        layout, state = self._layout, _State()
-        shards = layout.shards
-        for each in self._stage.weights:
-            own, mine = layout.count(each), layout.count(each, shards=shards)
-            state.whole += own * each.width
-            state.weights += (mine if shards > 1 else own) * each.width
-            if each.is_trained:
-                state.trained += own * each.width
-                state.gradients += mine * each.width
-                state.optimizer += self._count_moments(mine, is_matrix=each.is_matrix)
-        return state
-
-    def _count_moments(self, elements: int, *, is_matrix: bool) -> int:
-        per_weight = self._layout.moments
-        is_plain = self._layout.has("Muon") and not is_matrix
-        if is_plain or (self._layout.has("int8 moments") and elements < _SMALL):
-            per_weight = 8.0
-        return int(elements * per_weight)
+    def _count_state(self) -> State:
+        total = self._layout.add_up(self._stage.rest)
+        for part, count, _ in self._kinds:
+            total += self._layout.add_up(part.weights) * count
+        return total
 
     def _measure_kept(self, part: Part) -> float:
         """What a block keeps for its backward pass, without copies of weights."""
@@ -110,22 +80,18 @@ class _Rank:
             return self._divide_split(part, part.saved_compiled)
         return self._divide_split(part, part.saved) - casts
 
-    def _is_recomputed(self, number: int) -> bool:
-        interval = max(self._args.recompute_interval, 1)
-        return self._layout.kept in ("inputs", "products") and number % interval == 0
-
     def _sum_blocks(self) -> tuple[float, float]:
         """Activations of all blocks, and what the backward pass of one brings back at most."""
         kept, restored = 0.0, 0.0
-        for number, part in enumerate(self._stage.blocks):
+        is_recomputed = self._layout.kept in ("inputs", "products")
+        for part, count, chosen in self._kinds:
             everything = self._divide_split(part, part.saved) - self._at(part.casts)
-            if self._layout.kept in ("inputs", "products") and not self._is_recomputed(number):
-                kept += everything
-                continue
             own = self._measure_kept(part)
-            kept += own
-            if self._is_recomputed(number):
+            if is_recomputed:
+                kept += own * chosen + everything * (count - chosen)
                 restored = max(restored, everything - own + self._at(part.inputs))
+            else:
+                kept += own * count
         return kept, restored
 
     def _sum_casts(self) -> float:
@@ -134,8 +100,8 @@ class _Rank:
             return 0.0
         scale = 1 / self._layout.divide("layers")
         return scale * sum(
-            self._at(part.casts)
-            for part in self._stage.blocks
+            count * self._at(part.casts)
+            for part, count, _ in self._kinds
             if self._layout.kept == "everything" or part.weights.trained > part.weights.frozen
         )
 
@@ -149,10 +115,12 @@ class _Rank:
         is_graphed = layout.has("CUDA graph")
         if is_graphed and shape.filled < 1:
             # Before batches get other widths, their passes are compared, uncompiled and padded.
-            activations = sum(self._at(part.saved, is_padded=True) for part in stage.blocks)
+            activations = sum(
+                count * self._at(part.saved, is_padded=True) for part, count, _ in self._kinds
+            )
             casts = 0.0
         if layout.is_on_host("activations") and stage.blocks:
-            largest = 2 * max(self._measure_kept(part) for part in stage.blocks)
+            largest = 2 * max(self._measure_kept(part) for part, *_ in self._kinds)
             host += max(activations - largest, 0.0) * stage.in_flight
             activations = min(activations, largest)
         first = self._at(shape.rest.saved) if stage.is_first else 0.0
@@ -161,7 +129,7 @@ class _Rank:
         loss, head = self._measure_loss()
         ends = self._get_gradients(state)
         backward = max(
-            (self._divide_split(part, part.backward_peak) for part in stage.blocks), default=0.0
+            (self._divide_split(part, part.backward_peak) for part, *_ in self._kinds), default=0.0
         )
         held, at_end, gathers = self._count_copies(state)
         last = self._at(shape.rest.backward_peak) if stage.is_first else 0.0
@@ -176,20 +144,17 @@ class _Rank:
         worst = max(moments, key=lambda moment: sum(moment.values()))
         return self._build(state, worst, gathers, host)
 
-    def _get_gradients(self, state: _State) -> float:
+    def _get_gradients(self, state: State) -> float:
         if self._layout.is_on_host("gradients"):
             return 0.0
         is_sharded = self._layout.is_sharded("optimizer")  # from stage 1 on, after the last one
         return float(state.gradients if is_sharded else state.trained)
 
-    def _count_copies(self, state: _State) -> tuple[float, float, float]:
+    def _count_copies(self, state: State) -> tuple[float, float, float]:
         """Gradients held during the forward pass, copies at the end, and gathered weights."""
         layout, args = self._layout, self._args
-        block = max(
-            (sum(layout.count(p) * p.width for p in part.weights.parameters)
-             for part in self._stage.blocks), default=0,
-        )  # fmt: skip
-        rest = sum(layout.count(p) * p.width for p in self._stage.rest.parameters)
+        block = max((layout.add_up(part.weights).whole for part, *_ in self._kinds), default=0)
+        rest = layout.add_up(self._stage.rest).whole
         held, at_end, gathers = 0.0, 0.0, 0.0
         if (args.gradient_accumulation_steps or 1) > 1:
             is_whole = layout.has("ZeRO") and args.zero_stage == 1
@@ -213,9 +178,8 @@ class _Rank:
             return 0.0, 0.0
         tensor = layout.divide("layers")
         tokens = self._at(Cost(per_token=1.0)) * shape.trained_tokens
-        if not layout.has_fused_loss or (
-            self._args.fused_loss == "auto" and 2 * tokens < shape.hidden_size
-        ):
+        is_short = self._args.fused_loss == "auto" and 2 * tokens < shape.hidden_size
+        if not layout.has_fused_loss or is_short:
             scale = 1 / tensor if shape.vocabulary >= LARGE else 1.0
             after = self._at(shape.loss.saved) + self._at(shape.loss.backward_peak)
             return scale * max(self._at(shape.loss.forward_peak), after), 0.0
@@ -231,9 +195,7 @@ class _Rank:
         table = width * shape.head / tensor * (width < 4)
         return hidden + head + chunks * rows * words * width + table, head
 
-    def _build(
-        self, state: _State, moment: dict[str, float], gathers: float, host: float
-    ) -> Memory:
+    def _build(self, state: State, moment: dict[str, float], gathers: float, host: float) -> Memory:
         layout, args = self._layout, self._args
         parts = {
             name: (0 if layout.is_on_host(name) else getattr(state, name))

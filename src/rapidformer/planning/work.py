@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.planning.layout import Layout, Stage
+from rapidformer.planning.layout import Layout, Stage, State
 from rapidformer.planning.parts import Collective, Cost, Part, Work
 
 _FUSED_LOSS = 6
@@ -52,22 +52,22 @@ def count_work(layout: Layout, stage: Stage) -> Work:
                 )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
-    shards = layout.shards
-    weights = sum(layout.count(p) * p.width for p in stage.weights)
-    trained = [p for p in stage.weights if p.is_trained]
-    own = sum(layout.count(p, shards=shards) for p in trained)
+    state = layout.add_up(stage.rest)
+    for part, count, _ in stage.list_kinds():
+        state += layout.add_up(part.weights) * count
     # Weights and moments are read and written, gradients read twice.
-    update = own * (2 * 4 + 2 * 4 + 2 * layout.moments)
+    update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
+    is_on_host = layout.is_on_host("optimizer")
     kept = sum(at(part.saved) for part in blocks)
     return Work(
         flops=flops,
         moved=moved,
         operations=operations,
-        update_bytes=0.0 if layout.is_on_host("optimizer") else update,
+        update_bytes=0.0 if is_on_host else update,
         host_bytes=2 * kept * layout.is_on_host("activations")
-        + 3 * weights * layout.is_on_host("weights"),
-        host_update_bytes=update if layout.is_on_host("optimizer") else 0.0,
-        collectives=tuple(_list_collectives(layout, stage)),
+        + 3 * state.whole * layout.is_on_host("weights"),
+        host_update_bytes=update if is_on_host else 0.0,
+        collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
         tokens=float(args.global_batch_size or 1) * length * shape.filled,
@@ -76,15 +76,14 @@ def count_work(layout: Layout, stage: Stage) -> Work:
     )
 
 
-def _list_collectives(layout: Layout, stage: Stage) -> list[Collective]:
+def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
     args, shape = layout.args, layout.shape
     width = 4 if shape.precision == "fp32" else 2
     tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
     hidden = tokens * shape.hidden_size * width
     count = len(stage.blocks)
     found: list[Collective] = []
-    trained = sum(layout.count(p) * 4 for p in stage.weights if p.is_trained)
-    weights = sum(layout.count(p) * p.width for p in stage.weights)
+    trained, weights = state.trained, state.whole
     if layout.has("data parallelism"):
         found.append(
             Collective(
