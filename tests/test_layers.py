@@ -21,6 +21,7 @@ LAYERS = [
     {"dialects"},
     {"tasks"},
     {"training", "verification", "benchmarking", "sweeping"},
+    {"planning"},
     {"engine", "objectives"},
     {"accel", "checkpoint"},
     {"optim"},

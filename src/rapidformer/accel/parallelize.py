@@ -226,7 +226,7 @@ def _apply_all(assembly: Assembly) -> None:
     if assembly.pipeline is None and assembly.topology.mesh is not None and deferred is None:
         broadcast_weights(model)  # deferred ones are equal by construction
     _apply_rows(assembly, "placed")
-    if deferred is not None:
+    if deferred is not None and not deferred.is_hollow:
         device = torch.device("cpu") if args.cpu_offload else assembly.device
         make_weights(model, assembly.plan, deferred, device)
     _apply_rows(assembly, "final")

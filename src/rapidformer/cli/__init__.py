@@ -8,6 +8,7 @@ COMMANDS = {
     "launch": "run a Python script in every process",
     "verify": "prove that a run's switches do not change its result",
     "bench": "measure a run's speed and memory, and what would make it faster",
+    "plan": "say what a run will need, in memory and time, without running it",
     "sweep": "try settings on runs of their own, and find the best",
     "explain": "list every change that a run would make, and why",
     "config": "ask a few questions and write a file for --config",
@@ -22,7 +23,7 @@ COMMANDS = {
 DISTRIBUTED = frozenset({"train", "evaluate", "predict"})
 """Take the flags of a run, and start one process per GPU."""
 OWN_FLAGS = frozenset({
-    "preprocess", "data", "launch", "config", "verify", "bench", "sweep", "runs", "check", "export",
-    "plot",
+    "preprocess", "data", "launch", "config", "verify", "bench", "plan", "sweep", "runs", "check",
+    "export", "plot",
 })  # fmt: skip
 """Have their own flags, and therefore their own help."""

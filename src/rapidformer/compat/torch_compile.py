@@ -40,6 +40,8 @@ PRIVATE_NAMES = {
     "torch._inductor.config.patch": "the same",
     "torch._ops.OpOverload": "the same",
     "torch._ops.OpOverloadPacket": "the same",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "what a block keeps",
+    "torch._inductor.decomposition.select_decomp_table": "the same",
     "torch._dynamo.lookup_backend": "wrapping a backend",
     "torch.nn.attention._cur_sdpa_kernel_backends": "compiled code for each choice of attention",
     "torch.amp.autocast_mode._enter_autocast": "regions of a graph that change autocast",
@@ -51,6 +53,16 @@ PRIVATE_NAMES = {
 
 _KNOWN_OPERATORS = {"aten", "prims", "_c10d_functional", "rapidformer"}
 """Namespaces of operators that only change with the version of torch or with our sources."""
+
+_SAME_MEMORY = {
+    f"aten.{name}"
+    for name in (
+        "view.default", "_unsafe_view.default", "permute.default", "alias.default", "t.default",
+        "transpose.int", "unsqueeze.default", "squeeze.dim", "squeeze.dims", "expand.default",
+        "reshape.default", "detach.default",
+    )
+}  # fmt: skip
+"""Operators whose result is their input in another shape."""
 
 Backend = str | Callable[..., Any]
 Rewrite = Callable[[Any], None]
@@ -173,6 +185,45 @@ def extend_backend(backend: Backend, rewrites: Sequence[Rewrite]) -> Callable[..
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph
+
+
+def list_kept(
+    join: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], *, weights: int
+) -> list[tuple[int, ...]]:
+    """What the compiled forward pass of a function keeps, without values and without compiling.
+
+    ``join(primals, tangents)`` computes one output and gradients. Returns shape and bytes (last) of
+    each tensor, but not of the first ``weights`` primals and not of copies of them in other types.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(join, decomposition_table=select_decomp_table())(primals, tangents)
+    graph.graph.eliminate_dead_code()
+    with config.patch(ban_recompute_materialized_backward=False):
+        forward, _ = min_cut_rematerialization_partition(graph, (), num_fwd_outputs=1)
+    nodes = list(forward.graph.nodes)
+    own = set([node for node in nodes if node.op == "placeholder"][:weights])
+    for node in nodes:  # a weight in another type or order
+        inputs = node.all_input_nodes
+        if node.op != "placeholder" and len(inputs) == 1 and inputs[0] in own:
+            own.add(node)
+    kept: dict[Any, tuple[int, ...]] = {}
+    for node in nodes[-1].args[0][1:]:
+        value = node.meta.get("val")
+        if node not in own and isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            kept[_find_origin(node)] = (*value.shape, size)
+    return list(kept.values())
+
+
+def _find_origin(node: Any) -> Any:
+    """The node whose memory this one shows in another shape."""
+    while str(node.target) in _SAME_MEMORY:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _separate_cached_code() -> Any:

@@ -33,6 +33,15 @@ PRIVATE_NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "a loss inside a checkpoint",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
     "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
+    "torch.ops.aten._local_scalar_dense": "reading a value that is not there",
+    "torch._ops.OpOverload.overloadpacket": "the formula of an operator's work",
+    **{
+        f"torch.ops.aten.{name}_backward": "the same"
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+        )
+    },
     "torch.ops.aten._scaled_mm": "what selective recompute keeps",
     "torch._scaled_mm": "matrix products in fp8",
     "torch.ops.aten._flash_attention_forward": "attention over true lengths on a GPU",
@@ -44,8 +53,43 @@ EXPENSIVE_OPERATORS = tuple(getattr(_aten, name).default for name in _EXPENSIVE)
 """Matrix products over experts, and attention in one kernel, as autograd sees them."""
 SCALED_PRODUCT = _aten._scaled_mm.default
 """A matrix product in fp8."""
+ATTENTION_PASSES = frozenset(
+    getattr(_aten, f"{name}{end}") for name in _EXPENSIVE[1:3] for end in ("", "_backward")
+)
+"""Attention in one kernel of a GPU, forward and backward."""
+READ_VALUE = _aten._local_scalar_dense.default
+"""What ``tensor.item()`` and ``if tensor`` call."""
 FUSED_ATTENTIONS = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 """Functions in which torch's own layers compute attention and more in one call."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, **scale: Any
+) -> Tensor:
+    """Attention without a mask, as a GPU's kernel computes it; works without values."""
+    kernel = _aten._scaled_dot_product_flash_attention
+    attended: Tensor = kernel(query, key, value, dropout, is_causal, **scale)[0]
+    return attended
+
+
+def attend_with_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    **scale: Any,
+) -> Tensor:
+    """The same with a bias, or in fp32."""
+    kernel = _aten._scaled_dot_product_efficient_attention
+    attended: Tensor = kernel(query, key, value, bias, True, dropout, is_causal, **scale)[0]
+    return attended
+
+
+def get_packet(operator: Any) -> Any:
+    """An operator without regard to its overload."""
+    return operator.overloadpacket
 
 
 def get_schema(operator: Any) -> Any:

@@ -107,6 +107,35 @@ class Question:
     answers: Mapping[str, Mapping[str, Any]]
 
 
+Kept = Literal["everything", "inputs", "products", "compiled"]
+"""What a block keeps for its backward pass: all that autograd saves, its inputs alone, the results
+of matrix products and attention, or what a compiled block saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a switch does to the memory and work of a run, as ``rapidformer plan`` adds them up."""
+
+    keeps: Mapping[Any, Kept] = field(default_factory=dict)
+    """What a block keeps, by the value of a setting that turns the switch on."""
+    on_host: tuple[str, ...] = ()
+    """Parts of the memory that move to the host."""
+    shards_from: Mapping[str, int] = field(default_factory=dict)
+    """Parts of the state that are sharded over the data-parallel ranks, from which stage on."""
+    divides: Literal["", "layers", "stream", "tokens", "blocks", "experts"] = ""
+    """What its size divides; the stream is what is between split layers."""
+    moments: float | None = None
+    """Bytes of optimizer state for each trained weight."""
+    copies_gradients: Literal["", "always", "at the end"] = ""
+    """When a second copy of all gradients is held."""
+    takes: int = 0
+    """Bytes that it takes whatever the model."""
+    most_work: float | None = None
+    """Operations of a micro-batch above which it is not worth its cost."""
+    in_8_bits: bool = False
+    """Whether the blocks' matrix products are in 8 bits."""
+
+
 @dataclass(frozen=True)
 class Switch:
     """One switch: everything about it except the code that applies it."""
@@ -166,6 +195,8 @@ class Switch:
     question: Question | None = None
     exact: str = "to 1e-6"
     """For the docs: how closely its result matches a run without it."""
+    effect: Effect = Effect()
+    """For ``rapidformer plan``."""
 
     @property
     def settings(self) -> tuple[str, ...]:

@@ -230,6 +230,7 @@ class Updates:
     ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; see ``engine.run_update``."""
         passes = self._started_passes
+        get_observer().before_update(forward, update)
         if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
             # Its kernels are compiled during the first passes.
             self._compiles_update = True

@@ -56,10 +56,17 @@ def build_pretrained(
     auto_class_name: str, args: Settings, *, must_be_trained: bool = False, **config_overrides: Any
 ) -> nn.Module:
     """A model by its Auto class, fp32, in evaluation mode; split weights are created later."""
-    from rapidformer.models.deferred import build_for_split, splits_weights
+    from rapidformer.models.deferred import (
+        build_for_split,
+        build_hollow,
+        is_hollow_wanted,
+        splits_weights,
+    )
 
     config = load_config(args, **config_overrides)
     auto_class_name = choose_auto_class(auto_class_name, config)
+    if is_hollow_wanted():
+        return build_hollow(lambda: _adapt_fresh(auto_class_name, args, config, must_be_trained))
     if not splits_weights(args) or any(getattr(args, name) for name in _TRIED_OUT):
         if args.quantize_base is None:
             check_fits(config, lambda: _build_fresh(auto_class_name, args, config))
@@ -101,10 +108,7 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
 
     if is_from_scratch(args) or is_checkpoint_model(str(get_model_location(args))):
         # Weights of a checkpoint are loaded later, into a model that is already split.
-        fresh = _build_fresh(auto_class_name, args, config)
-        if not must_be_trained:
-            freeze_towers(fresh, args)
-        adapted = hide_learned_tokens(add_adapters(fresh, args))
+        adapted = _adapt_fresh(auto_class_name, args, config, must_be_trained)
         forget_base(adapted)
         return adapted
     location = str(get_model_location(args))
@@ -149,6 +153,16 @@ def _build(auto_class_name: str, args: Settings, config: Any, must_be_trained: b
     if args.allow_partial_load or not loads_checkpoint(args):
         _report_fresh_weights(report, location)
     return hide_learned_tokens(add_adapters(model, args, fresh=_list_fresh(report)))
+
+
+def _adapt_fresh(
+    auto_class_name: str, args: Settings, config: Any, must_be_trained: bool
+) -> nn.Module:
+    """A model with new weights, with what is frozen and the adapters."""
+    fresh = _build_fresh(auto_class_name, args, config)
+    if not must_be_trained:
+        freeze_towers(fresh, args)
+    return hide_learned_tokens(add_adapters(fresh, args))
 
 
 def _build_fresh(auto_class_name: str, args: Settings, config: Any) -> nn.Module:

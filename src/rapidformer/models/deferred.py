@@ -7,7 +7,8 @@ is never read or drawn. Buffers are real from the start, since every rank needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class DeferredWeights:
     recording: Recording
     parameters: dict[str, Tensor]
     """All that existed when the model was built."""
+    is_hollow: bool = False
+    """Whether values are never asked for: the model is only looked at."""
 
     def read(self, name: str, spans: Spans) -> Tensor:
         """A part of a parameter, with the values one process would have."""
@@ -45,6 +48,36 @@ class DeferredWeights:
     def __deepcopy__(self, memo: Any) -> DeferredWeights:
         """A copy of the model is made by the same recipes, which go by name."""
         return self
+
+
+_builds_hollow = False
+
+
+@contextmanager
+def building_hollow() -> Iterator[None]:
+    """Inside, models are built without values, which nothing may ask for."""
+    global _builds_hollow
+    before, _builds_hollow = _builds_hollow, True
+    try:
+        yield
+    finally:
+        _builds_hollow = before
+
+
+def is_hollow_wanted() -> bool:
+    """Whether models are to be built without values."""
+    return _builds_hollow
+
+
+def build_hollow(build: Callable[[], nn.Module]) -> nn.Module:
+    """``build()`` on the meta device; a frozen model beside it needs no values either."""
+    with torch.device("meta"):
+        model = build()
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+    put_fact(model, DeferredWeights(Recording(), dict(model.named_parameters()), is_hollow=True))
+    return model
 
 
 def splits_weights(args: Settings) -> bool:
@@ -66,6 +99,11 @@ def build_for_split(args: Settings, build: Callable[[], nn.Module]) -> nn.Module
     def build_adapted() -> nn.Module:
         return add_adapters(build(), args)
 
+    if is_hollow_wanted():
+        try:
+            return build_hollow(build_adapted)
+        except Exception:  # not every model can be built without values
+            return build_adapted()
     if not splits_weights(args):
         return build_adapted()
     # Rank 0's random numbers for all: other ranks may have drawn some of their own.

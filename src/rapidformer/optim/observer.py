@@ -38,6 +38,9 @@ class RunObserver:
     def see_training_data(self, dataset: Any, collate: Any) -> None:
         """The training data, and what makes a batch of its rows."""
 
+    def before_update(self, forward: Any, update: Any) -> None:
+        """An update is about to run: its forward step, and its micro-batches on this rank."""
+
     def see_phase(self, phase: str) -> None:
         """A part of an update has ended: ``data``, ``forward``, ``backward``, or ``loop`` (the
         training loop's own work). ``see_update`` ends the last part."""

@@ -42,7 +42,7 @@ def apply(assembly: Assembly) -> str:
     model, mesh = assembly.model, assembly.topology.get_expert_mesh("expert")
     assert mesh is not None
     assembly.applied.enter(QUIET_JOINING)
-    styles = dict(_find_experts(model, assembly.plan))
+    styles = dict(find_experts(model, assembly.plan))
     if problems := list(_find_problems(model, styles, mesh.size())):
         raise ConfigurationError(problems)
     for name, style in styles.items():
@@ -67,7 +67,7 @@ def _build_generate(cls: Any) -> dict[str, Any]:
     return {"generate": generate}
 
 
-def _find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
+def find_experts(model: nn.Module, plan: ModelPlan) -> Iterator[tuple[str, type]]:
     """Expert modules, by the model's own plan or by transformers'."""
     if plan.experts:
         yield from expand_patterns(model, dict.fromkeys(plan.experts, SortedExperts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rapidformer.config.row import (
+    Effect,
     Implication,
     Question,
     Rule,
@@ -30,6 +31,7 @@ FINAL = register(
         kind="automatic", options=("data_parallel",), ranks="several", module="data_parallel",
         moment="final", under_deepspeed="done by DeepSpeed",
         gain="a small Llama on 2 CPU processes: 100.2 % of the speed of DistributedDataParallel",
+        effect=Effect(copies_gradients="at the end"),
     ),
     # Around everything: the whole model runs under autocast.
     Switch(
@@ -64,6 +66,8 @@ FINAL = register(
         ),
         gain="BERT-base on an H200, 20 to 99 tokens, batch 16: 9.3 instead of 51.4 ms per step",
         exact="yes; padded batches to 1e-6, their dropout only in distribution",
+        # Measured on an H200: a second workspace of each library, and what a proof compares.
+        effect=Effect(copies_gradients="always", takes=3 * 10**8, most_work=5e13),
     ),
     Switch(
         "forward graphs",
@@ -162,7 +166,7 @@ FINAL = register(
         turned_on_by=("optimizer_state_dtype",), on_values=("bf16",), needs=(_ADAM,),
         is_refused_alone=True, moment="final", excludes=(_NO_DEEPSPEED,), verification="left out",
         why="it rounds the moments; both runs keep them in fp32",
-        exact="no: it trades precision for memory",
+        exact="no: it trades precision for memory", effect=Effect(moments=4.0),
     ),
     Switch(
         "int8 moments", "keep Adam's moments in 8 bits, which takes a quarter of the memory",
@@ -178,17 +182,20 @@ FINAL = register(
         ),
         verification="left out", why="it rounds the moments; both runs keep them in fp32",
         exact="no: it trades precision for memory",
+        effect=Effect(moments=2 * (1 + 4 / 256)),  # 256 of them have an fp32 scale
     ),
     Switch(
         "Muon", "update matrices with Muon, everything else with AdamW",
         turned_on_by=("optimizer",), on_values=("muon",), off={"optimizer": "sgd"}, moment="final",
         excludes=_WHOLE_MATRICES, verification="left out",
         why="it computes in bf16; both runs use SGD", exact="a choice of optimizer",
+        effect=Effect(moments=4.0),
     ),
     Switch(
         "Adafactor", "update with Adafactor, which stores rows and columns of moments only",
         turned_on_by=("optimizer",), on_values=("adafactor",), moment="final",
         excludes=_WHOLE_MATRICES, verification="kept", exact="a choice of optimizer",
+        effect=Effect(moments=0.0),
     ),
     Switch(
         "quantized base", "keep the frozen weights under adapters in 8 or 4 bits",

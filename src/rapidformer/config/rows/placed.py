@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rapidformer.config.row import (
+    Effect,
     Implication,
     Question,
     Rule,
@@ -35,11 +36,13 @@ PLACED = register(
         "tensor parallelism", turned_on_by=("tensor_model_parallel_size",),
         module="tensor.parallel", excludes_adapters=LEARNED_TOKENS, exact=f"to 3e-6{NEW_DROPOUT}",
         excludes=(not_with_images(f"vision towers have no plan to split them. {SHARD_INSTEAD}"),),
+        effect=Effect(divides="layers"),
     ),
     Switch(
         "sequence parallelism", "split the tokens between split layers too",
         turned_on_by=("sequence_parallel",), module="tensor.sequence",
         needs=(Rule("tensor parallelism"),), exact=f"to 3e-6{NEW_DROPOUT}",
+        effect=Effect(divides="stream"),
     ),
     Switch(
         "loss over a split vocabulary",
@@ -105,6 +108,7 @@ PLACED = register(
         verification="left out", why="fp8 changes the numbers by design; both runs are in fp32",
         exact="no: it trades precision for speed",
         gain="Llama 1B with --compile on an H200: 74.1k instead of 60.9k tokens/s",
+        effect=Effect(in_8_bits=True),
     ),
     # Before compilation, so that a compiled block is recomputed as compiled.
     Switch(
@@ -119,6 +123,7 @@ PLACED = register(
             Implication("checkpoint_activations", "recompute_granularity", "full"),
         ),
         exact="yes, dropout included",
+        effect=Effect(keeps={"full": "inputs", "selective": "products"}),
     ),
     Switch(
         "compilation", turned_on_by=("compile", "onnx_runtime_training"),
@@ -132,6 +137,7 @@ PLACED = register(
         exact=f"up to rounding: fused kernels sum in a different order{NEW_DROPOUT}",
         gain="Llama 1B with LoRA on an H200: 67.2k instead of 46.9k tokens/s, 30.4 instead of "
         "38.4 GiB",
+        effect=Effect(keeps={True: "compiled"}),
     ),
     Switch(
         "merged linear layers",
@@ -151,6 +157,7 @@ PLACED = register(
     Switch(
         "activation offload", turned_on_by=("activation_offload",), module="activation_offload",
         devices=("cuda",), is_idle_elsewhere=True, exact="yes, dropout included",
+        effect=Effect(on_host=("activations",)),
     ),
     Switch(
         "dynamic shape",
@@ -193,6 +200,7 @@ PLACED = register(
             not_with_images(f"ranks would share the tokens of an image. {SHARD_INSTEAD}"),
         ),
         excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
+        effect=Effect(divides="tokens"),
     ),
     # Before sharding, which shards each rank's experts further.
     Switch(
@@ -204,6 +212,7 @@ PLACED = register(
                  "--expert-model-parallel-size, and --zero-3-memory-optimization for the rest"),
             _NO_STAGES,
         ),
+        effect=Effect(divides="experts"),
     ),
     # Sharding must see the final blocks.
     Switch(
@@ -217,6 +226,7 @@ PLACED = register(
         ),
         gain="a small Llama on 2 CPU processes: 99.9, 99.1 and 98.1 % of the speed of hand-written "
         "fully_shard, for stages 1, 2 and 3",
+        effect=Effect(shards_from={"optimizer": 1, "gradients": 2, "weights": 3}),
     ),
     Switch(
         "hybrid sharding", turned_on_by=("hybrid_sharding_size",),
@@ -234,5 +244,6 @@ PLACED = register(
             Implication("cpu_offload", "zero_3_memory_optimization", True,
                         unless=(*_ZERO_STAGES, "deepspeed")),
         ),
+        effect=Effect(on_host=("weights", "gradients", "optimizer")),
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rapidformer.config.row import Rule, Switch, not_with_images, register
+from rapidformer.config.row import Effect, Rule, Switch, not_with_images, register
 
 NEW_DROPOUT = "; dropout only in distribution"
 LEARNED_TOKENS = {
@@ -33,7 +33,7 @@ WHOLE = register(
         options=("pipeline_schedule", "num_layers_per_virtual_pipeline_stage"),
         module="pipeline.pipeline", moment="whole", excludes_adapters=LEARNED_TOKENS,
         excludes=(not_with_images(f"stages exchange tokens, not images. {SHARD_INSTEAD}"),),
-        exact=f"to 5e-6{NEW_DROPOUT}",
+        exact=f"to 5e-6{NEW_DROPOUT}", effect=Effect(divides="blocks"),
     ),
     Switch(
         "DeepSpeed", turned_on_by=("deepspeed",), module="deepspeed.strategy", moment="whole",

@@ -1,0 +1,1 @@
+"""What a run will need, answered without training: memory per rank by part, and work to be done."""

@@ -1,0 +1,140 @@
+"""What a rank computes, moves and sends in a step, from what was measured once."""
+
+from __future__ import annotations
+
+from rapidformer.planning.layout import Layout, Stage, State
+from rapidformer.planning.parts import Collective, Cost, Part, Work
+
+_FUSED_LOSS = 6
+"""Bytes that a fused loss reads and writes for each logit beside its products."""
+_REPEATED = 0.6
+"""The forward pass's part of a block's operations, by the time that the host takes for them."""
+
+
+def count_work(layout: Layout, stage: Stage) -> Work:
+    """The work of one rank of the pipeline."""
+    args, shape = layout.args, layout.shape
+    rows, length = float(args.micro_batch_size or 1), float(shape.length)
+    filled = shape.filled if layout.has("dynamic shape") else 1.0
+    tensor, context = layout.divide("layers"), args.context_parallel_size
+
+    def at(cost: Cost) -> float:
+        varying = cost.at(rows * filled, length) - cost.constant
+        return (cost.constant + varying / context) / tensor
+
+    def add(parts: list[Part], name: str) -> float:
+        return sum(at(getattr(part, name)) for part in parts)
+
+    blocks = stage.blocks
+    ends = [shape.rest] * stage.is_first
+    head = [shape.loss] * stage.is_last
+    flops = {
+        "matrix": add([*blocks, *ends], "matrix_flops"),
+        "attention": add([*blocks, *ends, *head], "attention_flops"),
+        "head": add(head, "matrix_flops"),
+        "recompute": 0.0,
+        "fp8": 0.0,
+    }
+    moved = add([*blocks, *ends], "moved")
+    operations = sum(part.operations for part in [*blocks, *ends, *head])
+    if layout.has_fused_loss:
+        moved += at(Cost(per_token=shape.vocabulary * shape.trained_tokens * _FUSED_LOSS))
+    else:
+        moved += add(head, "moved")
+    if layout.kept in ("inputs", "products"):
+        repeated = blocks[:: max(args.recompute_interval, 1)]
+        moved += sum(at(part.moved) * part.forward_share for part in repeated)
+        operations += round(_REPEATED * sum(part.operations for part in repeated))
+        if layout.kept == "inputs":
+            for kind, name in (("recompute", "matrix_flops"), ("attention", "attention_flops")):
+                flops[kind] += sum(
+                    at(getattr(part, name)) * part.forward_share for part in repeated
+                )
+    if any(row.effect.in_8_bits for row in layout.rows.values()):
+        flops["fp8"] = add(blocks, "matrix_flops")
+    state = layout.add_up(stage.rest)
+    for part, count, _ in stage.list_kinds():
+        state += layout.add_up(part.weights) * count
+    # Weights and moments are read and written, gradients read twice.
+    update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
+    is_on_host = layout.is_on_host("optimizer")
+    kept = sum(at(part.saved) for part in blocks)
+    return Work(
+        flops=flops,
+        moved=moved,
+        operations=operations,
+        update_bytes=0.0 if is_on_host else update,
+        host_bytes=2 * kept * layout.is_on_host("activations")
+        + 3 * state.whole * layout.is_on_host("weights"),
+        host_update_bytes=update if is_on_host else 0.0,
+        collectives=tuple(_list_collectives(layout, stage, state)),
+        micro_batches=args.gradient_accumulation_steps or 1,
+        stages=args.pipeline_model_parallel_size,
+        tokens=float(args.global_batch_size or 1) * length * shape.filled,
+        samples=args.global_batch_size or 1,
+        is_captured=layout.has("CUDA graph"),
+    )
+
+
+def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
+    args, shape = layout.args, layout.shape
+    width = 4 if shape.precision == "fp32" else 2
+    tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
+    hidden = tokens * shape.hidden_size * width
+    count = len(stage.blocks)
+    found: list[Collective] = []
+    trained, weights = state.trained, state.whole
+    if layout.has("data parallelism"):
+        found.append(
+            Collective(
+                axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
+                ranks=layout.replicas, per="update", is_hidden=True,
+            )
+        )  # fmt: skip
+    if layout.shards > 1:
+        is_each = layout.is_sharded("weights")
+        found.append(
+            Collective(
+                axis="data", kind="all_gather", size=weights * (2 if is_each else 1),
+                calls=count * (2 if is_each else 1) + 1, ranks=layout.shards,
+                per="micro_batch" if is_each else "update", is_hidden=True,
+            )
+        )  # fmt: skip
+        found.append(
+            Collective(
+                axis="data", kind="reduce_scatter", size=trained, calls=count + 1,
+                ranks=layout.shards, is_hidden=True,
+                per="micro_batch" if layout.is_sharded("gradients") else "update",
+            )
+        )  # fmt: skip
+    tensor = layout.divide("layers")
+    if tensor > 1:
+        # Two in the forward pass of a block and two in its backward pass.
+        found.append(
+            Collective(
+                axis="tensor", kind="all_reduce", size=4 * hidden * count, calls=4 * count,
+                ranks=tensor,
+            )
+        )  # fmt: skip
+    if args.context_parallel_size > 1:
+        # Queries, keys, values and results, there and back.
+        found.append(
+            Collective(
+                axis="context", kind="all_to_all", size=8 * hidden * count, calls=8 * count,
+                ranks=args.context_parallel_size,
+            )
+        )  # fmt: skip
+    if args.pipeline_model_parallel_size > 1:
+        found.append(
+            Collective(
+                axis="pipeline", kind="send", size=2 * hidden, calls=2, ranks=2, is_hidden=True
+            )
+        )
+    if args.expert_model_parallel_size > 1:
+        found.append(
+            Collective(
+                axis="expert", kind="all_to_all", size=4 * hidden * count, calls=4 * count,
+                ranks=args.expert_model_parallel_size,
+            )
+        )  # fmt: skip
+    return found
