@@ -201,6 +201,9 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
 
 
 def _import_what_is_slow() -> None:
+    import torch
+
+    torch.backends.mkldnn.enabled = False  # as in tests/conftest.py; forks inherit it
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed does not search, and says nothing
     for name in SLOW:
         if importlib.util.find_spec(name.partition(".")[0]) is None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rapidformer.compat.torch_distributed import broadcast_from_first
 from rapidformer.compat.torch_modules import get_parameter_table, replace_tensors
 from rapidformer.dist.whole import find_strided_axis, get_shard
 from rapidformer.errors import ModelError
@@ -54,8 +54,7 @@ def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> 
 def broadcast_weights(model: nn.Module) -> None:
     """Give every rank the first one's weights: each may have initialised a new head differently."""
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, src=0)
+        broadcast_from_first([t.data for t in (*model.parameters(), *model.buffers())])
 
 
 def make_weights(

@@ -18,6 +18,7 @@ __all__ = ["StridedShard"]
 PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
+    "torch.distributed._broadcast_coalesced": "weights of the first rank for all, many at a time",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "groups over two axes of a run",
     "torch.distributed.tensor.placement_types._StridedShard": "fused weights split by heads",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
@@ -45,6 +46,12 @@ operations: Any = torch.ops._c10d_functional
 def get_default_store() -> Any:
     """The key-value store through which the ranks have found each other."""
     return distributed_c10d._get_default_store()
+
+
+def broadcast_from_first(tensors: Sequence[torch.Tensor]) -> None:
+    """Write the first rank's values into all ranks' tensors; small ones travel together."""
+    world = distributed_c10d.group.WORLD
+    torch.distributed._broadcast_coalesced(world, list(tensors), 2**25, 0)  # bytes at a time
 
 
 def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -1,12 +1,17 @@
-"""The part of a split tensor that a rank holds, and the whole tensor: ``full_tensor``, except for a fused weight (query, key and value side
-by side) of which a rank holds a piece of each part. torch 2.11 cannot join one: its parts are
-joined as separate matrices.
+"""The part of a split tensor that a rank holds, and the whole tensor.
+
+That is ``full_tensor``, except for a fused weight (query, key and value side by side) of which a
+rank holds a piece of each part. torch 2.11 cannot join one: its parts are joined as separate
+matrices.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rapidformer.compat.torch_distributed import StridedShard
 
+_MOST_AT_ONCE = 2**24
+"""Elements that are joined in one collective: enough small ones, and no strain on memory."""
 
 def get_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a split tensor; any other tensor itself."""
@@ -30,8 +37,52 @@ def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 def join_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every rank; every rank that holds a part must call this."""
-    tensor = tensor.detach()
-    return _join(tensor) if isinstance(tensor, DTensor) else tensor
+    [(_, whole)] = join_each([tensor])
+    return whole
+
+
+def join_each(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each tensor whole, after its index. Equal slices are joined many at a time, and come last."""
+    alike: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[int, DTensor]]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        tensor = tensor.detach()
+        if not isinstance(tensor, DTensor):
+            yield index, tensor
+        elif (axis := _find_axis_of_equal_slices(tensor)) is None:
+            yield index, _join(tensor)
+        else:
+            alike[tensor.device_mesh, axis, tensor.dtype].append((index, tensor))
+    for (mesh, axis, _), members in alike.items():
+        while members:
+            sizes = itertools.accumulate(tensor.numel() for _, tensor in members)
+            count = max(1, sum(size <= _MOST_AT_ONCE for size in sizes))
+            yield from _join_equal_slices(mesh, axis, members[:count])
+            members = members[count:]
+
+
+def _find_axis_of_equal_slices(tensor: DTensor) -> int | None:
+    """The only axis of the mesh that a tensor is split over, if all ranks hold equally much."""
+    mesh = tensor.device_mesh
+    axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(axes) != 1 or tensor.device.type != mesh.device_type:
+        return None
+    placement = tensor.placements[axes[0]]
+    is_even = type(placement) is Shard and tensor.shape[placement.dim] % mesh.size(axes[0]) == 0
+    return axes[0] if is_even else None
+
+
+def _join_equal_slices(
+    mesh: DeviceMesh, axis: int, members: list[tuple[int, DTensor]]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    with torch.no_grad():
+        slices = [tensor.to_local() for _, tensor in members]
+    mine = torch.cat([part.reshape(-1) for part in slices])
+    everyones = [torch.empty_like(mine) for _ in range(mesh.size(axis))]
+    torch.distributed.all_gather(everyones, mine, mesh.get_group(axis))
+    parts = [flat.split([part.numel() for part in slices]) for flat in everyones]
+    for (index, tensor), part, flat in zip(members, slices, zip(*parts, strict=True), strict=True):
+        dim = cast(Shard, tensor.placements[axis]).dim
+        yield index, torch.cat([piece.view(part.shape) for piece in flat], dim)
 
 
 def _join(tensor: DTensor, gradient: list[Any] | None = None) -> torch.Tensor:

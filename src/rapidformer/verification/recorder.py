@@ -23,7 +23,7 @@ from rapidformer.accel.dropout_seeds import apply_no_dropout, has_dropout
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
-from rapidformer.dist.whole import get_shard, join_whole
+from rapidformer.dist.whole import get_shard, join_each
 from rapidformer.errors import RapidformerError
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import list_layers
@@ -229,11 +229,13 @@ def _list_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _collect(tensors: dict[str, torch.Tensor]) -> Tensors:
-    arrays: dict[int, np.ndarray[Any, Any]] = {}
-    for tensor in tensors.values():
-        if id(tensor) not in arrays:
-            # A copy: a tensor that is whole on every rank shares the parameter's memory.
-            arrays[id(tensor)] = join_whole(tensor).float().cpu().numpy().copy()
+    unique = {id(tensor): tensor for tensor in tensors.values()}
+    ids = list(unique)
+    arrays: dict[int, np.ndarray[Any, Any]] = {
+        # A copy: a tensor that is whole on every rank shares the parameter's memory.
+        ids[index]: whole.float().cpu().numpy().copy()
+        for index, whole in join_each(unique.values())
+    }
     return {name: arrays[id(tensor)] for name, tensor in tensors.items()}
 
 
