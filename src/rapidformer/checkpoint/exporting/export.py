@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from rapidformer.checkpoint.exporting.build import (
     Recipes,
@@ -19,19 +17,19 @@ from rapidformer.checkpoint.exporting.build import (
     build_recipes,
     find_stored_dtype,
 )
+from rapidformer.checkpoint.exporting.card import check_license, write_card
 from rapidformer.checkpoint.exporting.files import cast, copy_texts, write_shards
+from rapidformer.checkpoint.exporting.folder import REPORT, list_files, refuse_foreign, staging_for
+from rapidformer.checkpoint.exporting.gguf.export import write_gguf
+from rapidformer.checkpoint.exporting.gguf.file import TYPES, check_kind, round_to
+from rapidformer.checkpoint.exporting.onnx import check_onnx, write_onnx
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
+from rapidformer.checkpoint.exporting.push import open_hub, push_folder
+from rapidformer.checkpoint.exporting.report import Report
+from rapidformer.checkpoint.exporting.serving import check_serving
 from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype
-from rapidformer.checkpoint.lock import replacing
-from rapidformer.checkpoint.publish import read_json
-from rapidformer.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ModelError,
-    RapidformerError,
-    count,
-)
+from rapidformer.errors import ConfigurationError, ModelError, count
 from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger
 from rapidformer.models.adapter_folder import save_adapter
@@ -41,59 +39,51 @@ from rapidformer.models.location import OwnCodeError
 from rapidformer.models.quantizing import forget_quantization
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_REPORT = "export.json"
-"""Lists what an export wrote: only such a folder is ever replaced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What was exported, and what is proven about it."""
-
-    source: str
-    folder: str
-    dtype: str
-    is_merged: bool
-    changes: Changes | None
-    """None if the starting model is unknown."""
-    proof: Proof | None
-    """None if it was not wanted."""
+FORMATS = ("transformers", "gguf", "onnx")
 
 
 def export(
     checkpoint: str | Path,
     out: str | Path,
     *,
+    format: str = "transformers",
     dtype: str | None = None,
+    quantize: str | None = None,
     max_shard_size: int | str = "5GB",
     merge: bool = True,
     verify: bool = True,
     allow_unchanged: bool = False,
     base: str | None = None,
+    push: str | None = None,
+    private: bool = False,
+    license: str | None = None,
 ) -> Report:
-    """Export a run, a checkpoint of any layout, a model or an adapter as a Hugging Face folder.
+    """Export a run, a checkpoint of any layout, a model or an adapter as a folder.
 
-    An adapter is merged into the weights under it; with ``merge=False`` it is exported by itself.
-    The folder is loaded by plain transformers and compared with the trained model before it gets
-    its name, unless ``verify`` is False. ``base`` is the model that training started from, if the
-    run does not know it.
+    ``format`` is ``transformers``, ``gguf`` (a language model for llama.cpp and Ollama, quantized
+    to ``quantize``) or ``onnx`` (an encoder). An adapter is merged into the weights under it; with
+    ``merge=False`` it is exported by itself. The folder is loaded by plain transformers (or
+    onnxruntime) and compared with the trained model before it gets its name, unless ``verify`` is
+    False. ``base`` is the model that training started from, if the run does not know it. ``push``
+    is the repository on the Hub that gets the folder, as one commit.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is unknown: use {', '.join(DTYPES)}.")
+    quant = _check_format(format, dtype, quantize, merge=merge)
+    check_license(license)
+    if private and not push:
+        raise ConfigurationError("--private needs --push ORG/NAME.")
     target = Path(out).expanduser()
-    _refuse_foreign(target)
+    refuse_foreign(target)
     source = find_source(checkpoint, base)
+    hub = open_hub(push, private=private) if push else None
     say = get_logger().info
-    with _staging(target) as staging:
-        try:
-            config = read_config(str(source.description), local_files_only=True)
-        except OwnCodeError:
-            raise ModelError(
-                f"{source.folder} comes with its own Python code, which export does not run: use "
-                "engine.export in the script that trained it."
-            ) from None
-        if source.base is not None:
-            forget_quantization(config, source.base, merges=merge)
+    with staging_for(target) as staging:
+        config = _read_config(source, merge=merge)
         kind = DTYPES[dtype] if dtype else find_stored_dtype(source)
+        if format == "onnx":
+            check_onnx(config, dtype)
+            kind = torch.float32
         kind_name = next((name for name, known in DTYPES.items() if known is kind), str(kind))
         say("source    %s", source.describe())
 
@@ -106,21 +96,75 @@ def export(
         else:
             recipes = build_recipes(source, config, merges=source.adapter is not None)
             changes = compare(recipes)
-            what = _write_model(recipes, staging, kind, max_shard_size)
+            if format == "gguf":
+                quant = quant or TYPES[kind]
+                what, kind_name = write_gguf(source, recipes, staging, target.name, quant), quant
+            elif format == "onnx":
+                what = write_onnx(recipes, staging)
+            else:
+                what = _write_model(recipes, staging, kind, max_shard_size)
             what += " (base model and adapter merged)" * (source.adapter is not None)
-        copy_texts(source, staging)
-        say("written   %s, %s%s", what, kind_name, "" if dtype else " as stored")
-        proof = prove(source, config, staging, kind) if verify else None
+        if format != "gguf":
+            copy_texts(source, staging)
+        say("written   %s, %s%s", what, kind_name, "" if dtype or quant else " as stored")
+        serving = check_serving(staging) if format == "transformers" else None
+        proof = _prove(format, source, config, staging, kind, quant) if verify else None
         if not verify:
             say("verified  no (--no-verify): nothing says that this is the trained model")
         report = Report(
-            source=str(source.folder), folder=str(target), dtype=kind_name,
+            source=str(source.folder), folder=str(target), format=format, dtype=kind_name,
             is_merged=source.adapter is not None and merge, changes=changes, proof=proof,
+            serving=serving,
         )  # fmt: skip
-        content = {**asdict(report), "files": sorted(_list_files(staging))}
-        (staging / _REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_card(staging, source, report, push or target.name, license)
+        content = {**asdict(report), "files": sorted(list_files(staging))}
+        (staging / REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
     say("exported  %s", target)
+    if hub is not None:
+        push_folder(hub, target)
     return report
+
+
+def _check_format(
+    format: str, dtype: str | None, quantize: str | None, *, merge: bool
+) -> str | None:
+    """The quantization by its proper name; refuses settings that do not fit together."""
+    if format not in FORMATS:
+        raise ConfigurationError(f"format {format!r} is unknown: use {', '.join(FORMATS)}.")
+    if quantize is not None and (format != "gguf" or dtype is not None):
+        reason = "--format gguf" if format != "gguf" else "no --dtype: it is a type of its own"
+        raise ConfigurationError(f"--quantize {quantize} needs {reason}.")
+    if format != "transformers" and not merge:
+        raise ConfigurationError(
+            f"--no-merge has no meaning for --format {format}, which holds a whole model: leave it "
+            "out, and the adapter is merged."
+        )
+    return check_kind(quantize) if format == "gguf" else None
+
+
+def _read_config(source: Source, *, merge: bool) -> Any:
+    try:
+        config = read_config(str(source.description), local_files_only=True)
+    except OwnCodeError:
+        raise ModelError(
+            f"{source.folder} comes with its own Python code, which export does not run: use "
+            "engine.export in the script that trained it."
+        ) from None
+    if source.base is not None:
+        forget_quantization(config, source.base, merges=merge)
+    return config
+
+
+def _prove(
+    format: str, source: Source, config: Any, staging: Path, kind: torch.dtype, quant: str | None
+) -> Proof:
+    if format == "gguf":
+        rounds = None if quant in (None, "F32") else round_to(quant)
+        return prove(source, config, staging, rounds, by="transformers' GGUF reader")
+    if format == "onnx":
+        return prove(source, config, staging, None, by="onnxruntime", batched=True)
+    is_rounded = kind.itemsize < torch.float32.itemsize
+    return prove(source, config, staging, (lambda one: one.to(kind)) if is_rounded else None)
 
 
 def _write_model(
@@ -164,42 +208,3 @@ def _write_adapter(
     }
     save_adapter(model, adapter, trained, staging)
     return changes
-
-
-# ---- the folder ----------------------------------------------------------------------------------
-
-
-def _refuse_foreign(target: Path) -> None:
-    """Refuse a folder with anything in it that no export wrote."""
-    if target.exists() and not target.is_dir():
-        raise ConfigurationError(f"{target} is a file: choose a folder to export to.")
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    ours = read_json(target / _REPORT, or_nothing=True).get("files")
-    known = {_REPORT, *(ours if isinstance(ours, list) else ())}
-    others = sorted(name for name in _list_files(target) if name not in known)
-    if ours is None or others:
-        shown = ", ".join(others[:3]) + (", ..." if others[3:] else "")
-        raise ConfigurationError(
-            f"{target} holds files that no export wrote ({shown}): choose another folder."
-        )
-
-
-def _list_files(folder: Path) -> Iterator[str]:
-    return (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-@contextlib.contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """A folder to write to; if something fails, nothing is left of it, and the error says why."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with replacing(target) as staging:
-            yield staging
-    except RapidformerError:
-        raise
-    except (OSError, SafetensorError) as reason:
-        text = getattr(reason, "strerror", None) or str(reason).rpartition("I/O error: ")[2]
-        raise CheckpointError(
-            f"{target} cannot be written: {text}. Nothing was exported."
-        ) from None

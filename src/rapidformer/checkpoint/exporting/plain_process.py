@@ -32,9 +32,12 @@ def save_rows(rows: Rows, file: Path) -> None:
 
 
 def load_model(folder: Path) -> Any:
-    """The exported model, or its base with the exported adapter."""
+    """The exported model, or its base with the exported adapter; whatever its format is."""
     import transformers
 
+    file = next(iter([*folder.glob("*.gguf"), *folder.glob("*.onnx")]), None)
+    if file is not None:
+        return _load_gguf(file) if file.suffix == ".gguf" else _load_onnx(file)
     adapter, location = folder / "adapter_config.json", str(folder)
     if adapter.is_file():
         location = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -52,6 +55,47 @@ def load_model(folder: Path) -> Any:
     if problems:
         sys.exit(f"the files do not fit the model: {json.dumps(problems)[:500]}")
     return model.eval()
+
+
+def _load_gguf(file: Path) -> Any:
+    """A model from a GGUF file; the configuration beside it must be what the file says."""
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = transformers.AutoConfig.from_pretrained(file.parent)
+    rope = getattr(config, "rope_parameters", {})
+    wanted = {**config.to_dict(), **rope.get("full_attention", rope)}
+    for name, value in load_gguf_checkpoint(str(file))["config"].items():
+        expected = wanted.get(name)
+        is_number = isinstance(value, (int, float)) and isinstance(expected, (int, float))
+        if name.endswith("_token_id"):
+            continue  # a model's configuration is often wrong about them; the tokenizer is not
+        if is_number and abs(value - expected) > 1e-6 * abs(expected):
+            sys.exit(f"the file says {name} {value}, the model has {expected}")
+    model_class = getattr(transformers, config.architectures[0])
+    model, report = model_class.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=torch.float32,
+        output_loading_info=True,
+    )  # fmt: skip
+    if report["missing_keys"] or report["mismatched_keys"]:
+        sys.exit(f"the file lacks weights of the model: {sorted(report['missing_keys'])[:5]}")
+    return model.eval()
+
+
+def _load_onnx(file: Path) -> Any:
+    """A graph as a function from named tensors to named tensors."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    inputs = {entry.name for entry in session.get_inputs()}
+
+    def compute(**row: Tensor) -> dict[str, Tensor]:
+        given = {name: tensor.numpy() for name, tensor in row.items() if name in inputs}
+        results = session.run(names, given)
+        return {name: torch.from_numpy(result) for name, result in zip(names, results, strict=True)}
+
+    return compute
 
 
 def main(folder: str, inputs: str, outputs: str) -> None:

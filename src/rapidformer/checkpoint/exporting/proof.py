@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,18 +59,32 @@ class Proof:
         )
 
 
-def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proof:
-    """Compare the trained model with the folder, one after the other: only one is in memory."""
+def prove(
+    source: Source,
+    config: Any,
+    folder: Path,
+    rounds: Callable[[Tensor], Tensor] | None,
+    *,
+    by: str = "plain transformers",
+    batched: bool = False,
+) -> Proof:
+    """Compare the trained model with the folder, one after the other: only one is in memory.
+
+    ``rounds`` is what the export makes of a weight, if that is less than fp32. ``batched`` inputs
+    have several rows and padding.
+    """
     model: Any = build_model(source, config)
     rows = _build_rows(model, folder)
+    if batched:
+        rows = [_widen(model, row, number) for number, row in enumerate(rows, start=1)]
     expected = plain_process.compute_outputs(model, rows)
     limit = _ROUND_OFF
-    if dtype.itemsize < torch.float32.itemsize:
+    if rounds is not None:
         # To the values that the export can hold; the model still computes in its own type.
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
-                    parameter.copy_(parameter.to(dtype))
+                    parameter.copy_(rounds(parameter))
         rounded = plain_process.compute_outputs(model, rows)
         limit += _MARGIN * _compare(expected, rounded, 0.0).relative
     del model
@@ -77,11 +92,25 @@ def prove(source: Source, config: Any, folder: Path, dtype: torch.dtype) -> Proo
     proof = _compare(expected, _compute_plainly(folder, rows), limit)
     if not proof.relative <= proof.limit:  # NaN is not
         raise ModelError(
-            f"plain transformers computes other logits from the export than the trained model's: "
-            f"{proof.describe()}. Nothing was exported. If --dtype is 16-bit, try fp32; {_SKIP}."
+            f"{by} computes other logits from the export than the trained model's: "
+            f"{proof.describe()}. Nothing was exported. If the weights are rounded (--dtype, "
+            f"--quantize), try --dtype fp32; {_SKIP}."
         )
-    get_logger().info("verified  by plain transformers: %s", proof.describe())
+    get_logger().info("verified  by %s: %s", by, proof.describe())
     return proof
+
+
+def _widen(model: Any, row: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """So many rows in one batch: each begins elsewhere, and each after the first has padding."""
+    ids = torch.cat([row["input_ids"].roll(shift, -1) for shift in range(number)])
+    mask = torch.ones_like(ids)
+    for shift in range(1, number):
+        mask[shift, -shift:] = 0
+    wide = {"input_ids": ids, "attention_mask": mask}
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        kinds = getattr(model.config, "type_vocab_size", 1) or 1
+        wide["token_type_ids"] = (torch.arange(ids.shape[-1]) % kinds).expand_as(ids).contiguous()
+    return wide
 
 
 def _build_rows(model: Any, folder: Path) -> plain_process.Rows:

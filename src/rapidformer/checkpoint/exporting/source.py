@@ -94,7 +94,7 @@ def _describe_checkpoint(folder: Path, base: str | None) -> Source:
 def _find_start(folder: Path) -> str | None:
     """The model whose weights the run started from, absolute or as it was given."""
     for place in (folder.parent, folder):
-        arguments = _read_arguments(place / _ARGUMENTS_FILE)
+        arguments = read_arguments(place / _ARGUMENTS_FILE)
         if arguments.get("from_scratch"):
             return None
         checkpoint = find_checkpoint(place) if place.is_dir() else None
@@ -105,7 +105,8 @@ def _find_start(folder: Path) -> str | None:
     return None
 
 
-def _read_arguments(file: Path) -> dict[str, Any]:
+def read_arguments(file: Path) -> dict[str, Any]:
+    """The settings of a run; none if they cannot be read."""
     import yaml
 
     try:

@@ -1,0 +1,1 @@
+"""A model as one GGUF file, for llama.cpp, Ollama and LM Studio."""
