@@ -170,6 +170,16 @@ def _get_distance(mine: Tensor, theirs: Tensor) -> Tensor:
     return torch.where(is_same, 0.0, mine - theirs).abs().amax()
 
 
+def describe_error(error: Exception) -> str:
+    """Why something could not be recorded, in a line."""
+    lines = str(error).strip().splitlines() or [""]
+    # Below a TorchScript function, torch puts the reason after a traceback.
+    text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
+    if "synchronizing CUDA operation" in text:
+        return "a step waits for the GPU, as .item() does"
+    return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
+
+
 T = TypeVar("T")
 _MOST_RESERVED = 0.5
 """If more of the device's memory is reserved than this, a recording might run out of it."""

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.rows import round_up
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 
@@ -35,10 +35,15 @@ Columns = Mapping[str, Column]
 
 
 def choose_columns(
-    model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: int = 1
+    model: Any,
+    batch: Mapping[str, Any],
+    mask: Tensor,
+    *,
+    factor: int = 1,
+    least: Sizes = NO_SIZES,
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
-    width = factor * mask.shape[1]
+    width = max(factor * mask.shape[1], least.columns)
     wide = _limit(model, mask.shape[1], -(-width // _WIDTHS) * _WIDTHS)
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
@@ -51,7 +56,9 @@ def choose_columns(
     return {name: Column(wide, fills[name]) for name in shaped}
 
 
-def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Columns:
+def choose_sides(
+    model: Any, batch: Mapping[str, Any], *, factor: int = 1, least: Sizes = NO_SIZES
+) -> Columns:
     """As ``choose_columns``, for both sides of an encoder-decoder model."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     encoder, decoder = _list_fills(model, ""), _list_fills(model, "decoder_")
@@ -62,11 +69,12 @@ def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: int = 1) -> Co
     if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
         return {}
     columns: dict[str, Column] = {}
-    for side, first in ((encoder, "attention_mask"), (decoder, "labels")):
+    sides = (encoder, "attention_mask", least.columns), (decoder, "labels", least.labels)
+    for side, first, at_least in sides:
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
-        wide = _limit(model, own, round_up(factor * own, least=_SIDE_WIDTHS))
+        wide = _limit(model, own, round_up(max(factor * own, at_least), least=_SIDE_WIDTHS))
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns
 
