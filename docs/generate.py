@@ -144,7 +144,7 @@ _VERIFIED = {
 
 def _describe_place(switch: Switch) -> str:
     """Devices, precisions and numbers of ranks, if not all."""
-    ranks = {"any": "", "one": "one rank", "several": "several ranks"}[switch.ranks]
+    ranks = "several ranks" if switch.ranks == "several" else ""
     words = (" or ".join(switch.devices).upper(), " or ".join(switch.precisions), ranks)
     training = "in training" if switch.is_for_training else ""
     return ", ".join(word for word in (*words, training) if word)

@@ -46,9 +46,9 @@ def test_states_reasons_and_how_to_change_them() -> None:
 
 
 def test_what_gives_way_says_to_what() -> None:
-    answers = ask(["--checkpoint-activations"], GPU)
+    answers = ask(["--activation-offload"], GPU)
     assert answers["CUDA graph"].state == "not applicable"
-    assert "--checkpoint-activations" in answers["CUDA graph"].why
+    assert "--activation-offload" in answers["CUDA graph"].why
     on_cpu = ask([], Situation(device="cpu", ranks=2, precision="fp32"))
     assert "CUDA device, and this run is on CPU" in on_cpu["small tables"].why
     assert on_cpu["data parallelism"].state == "on"
@@ -73,12 +73,12 @@ def docs(request: pytest.FixtureRequest) -> str:
 def test_the_command_lists_rows_and_ends_with_what_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["--device", "cpu", "--cuda-graph", "on", "--checkpoint-activations"]
+    flags = ["--device", "cpu", "--cuda-graph", "on", "--checkpoint-activations", "--cpu-offload"]
     assert main(["explain", *flags]) == 1
     output = capsys.readouterr()
     assert "on             recompute: recompute activations in the backward pass" in output.out
     assert "(asked for: --checkpoint-activations)" in output.out
-    assert "--cuda-graph on cannot be combined with --checkpoint-activations" in output.err
+    assert "--cuda-graph on cannot be combined with --cpu-offload" in output.err
     assert main(["explain", "--device", "cpu"]) == 0
 
 

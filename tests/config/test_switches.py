@@ -139,11 +139,11 @@ def test_every_pair_is_refused_or_not_as_the_table_says(one: Switch, other: Swit
 
 
 def test_a_switch_that_was_not_asked_for_gives_way() -> None:
-    args = parse_arguments(["--tensor-model-parallel-size", "2"]).replace("test", world_size=2)
+    args = parse_arguments(["--expert-model-parallel-size", "2"]).replace("test", world_size=2)
     assert not [p for p in find_problems(args) if "cannot be combined" in p]
     row = get_switch("dynamic shape")
     assert row.is_on(args) and not row.is_asked(args)
-    assert "whole layers" in (row.find_obstacle(args, Situation(device="cpu")) or "")
+    assert "not been tried together" in (row.find_obstacle(args, Situation(device="cpu")) or "")
     assert "CUDA device" in (
         get_switch("CUDA graph").find_obstacle(args, Situation(device="cpu")) or ""
     )

@@ -16,6 +16,7 @@ from tests.parity.harness import check, keep_rate, under, zero
 from tests.processes import run_in_kept_processes
 
 ON = {"dynamic_shape": "on"}
+TENSOR = {"tensor_model_parallel_size": 2}
 
 
 def test_in_one_process() -> None:
@@ -28,9 +29,19 @@ def test_on_two_processes() -> None:
     check(2, cases + under({**ON, **layouts[3]}, "bert", "t5"))
 
 
+def test_with_shared_layers() -> None:
+    """A head that joins its logits, a loss over a split vocabulary, and split tokens."""
+    fused, split = {**TENSOR, "fused_loss": "on"}, {**TENSOR, "sequence_parallel": True}
+    cases = under({**ON, **TENSOR}, "bert", "gpt2") + under({**ON, **fused}, "t5", "llama")
+    check(2, cases + under({**ON, **split}, "llama"))
+
+
 def test_a_loss_that_reads_padding_on_two_processes() -> None:
-    """Only the first rank has padding: it alone computes its step again, or never removes it."""
-    layouts = [{}, zero(1), zero(3)]
+    """Only the first rank has padding: it alone computes its step again, or never removes it.
+
+    Ranks that share layers all do.
+    """
+    layouts = [{}, zero(1), zero(3), TENSOR]
     expected = train_reading(build_reading())
     for processes in run_in_kept_processes(train_layouts, 2, layouts):
         for layout, weights in zip(layouts, processes, strict=True):
@@ -63,16 +74,17 @@ def train_reading(model: Any, layout: dict[str, Any] | None = None) -> dict[str,
         settings = {"clip_grad": 0.0, "log_level": "error", **layout}
         engine = RapidformerEngine(args=settings)
         _, optimizer, _ = engine.compose(model, optimizer, lr_scheduler_fn=keep_rate)
-        rank = engine.runtime.topology.get_rank("data")
-        batch = {name: value[2 * rank : 2 * rank + 2] for name, value in batch.items()}
+        topology = engine.runtime.topology
+        rank, rows = topology.get_rank("data"), 4 // topology.data
+        batch = {name: value[rows * rank : rows * (rank + 1)] for name, value in batch.items()}
     for _ in range(2):
         loss = model(**batch).logits.pow(2).mean((1, 2)).mean()
-        loss.backward() if engine is None else engine.backward(loss, weight=2.0)
+        loss.backward() if engine is None else engine.backward(loss, weight=float(len(labels)))
         optimizer.step()
         optimizer.zero_grad()
     if engine is None:
         return {name: p.detach() for name, p in model.named_parameters()}
-    assert get_fact(model, Removal).is_on is (rank == 1 or bool(layout))
+    assert get_fact(model, Removal).is_on is (rank == 1 or engine.args.zero_stage > 0)
     return {
         name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
         for name, p in model.named_parameters()

@@ -41,6 +41,7 @@ from rapidformer.accel.cuda_graph.passes import (
     draw_unused,
 )
 from rapidformer.accel.cuda_graph.recorder import Recorder
+from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision
@@ -121,7 +122,8 @@ class Full(Again):
 
 def _list(outcome: Outcome) -> list[torch.Tensor]:
     gradients = [gradient for gradient in outcome.gradients or () if gradient is not None]
-    return [outcome.norm, *(result.loss for result in outcome.results), *gradients]
+    norm = [outcome.norm] if outcome.norm is not None else []
+    return [*norm, *(result.loss for result in outcome.results), *gradients]
 
 
 class Values(Callback):
@@ -195,11 +197,14 @@ class Run(Finetuner):
         model = super().compose()
         if self._capture is not None:
             engine = self.engine
+            synchronizer = engine.model.parallelized.synchronizer
+            reducer = synchronizer if isinstance(synchronizer, GradientReducer) else None
             prove_filling(model, engine.model.parallelized.plan, None)
             engine.updates.graphs = GraphedPasses(
                 model, engine.model.parameters, engine.device, self._capture,
                 engine.updates.weights.count_labels,
                 is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.model.work,
+                topology=engine.runtime.topology, reducer=reducer,
             )  # fmt: skip
         return model
 

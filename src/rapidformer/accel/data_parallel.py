@@ -3,11 +3,14 @@
 DistributedDataParallel would decide in the *forward* pass whether to communicate, and fail on
 parameters that a step does not use. Here a hook per parameter fills buckets during the backward
 pass; a parameter that no rank used keeps ``grad = None``, as in one process.
+
+A replayed CUDA graph runs no hooks: its gradients are sent afterwards, in the same buckets. So a
+rank that replays its passes and one that runs them exchange the same things in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.compat.torch_tensors import copy_all
 from rapidformer.dist.whole import get_shard
 
 _BUCKET_BYTES = 25 * 2**20
+
+Gradients = Mapping[nn.Parameter, torch.Tensor]
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -39,14 +45,48 @@ def apply(assembly: Assembly) -> str | None:
     return f"gradients summed over {mesh.size()} ranks"
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """A bucket at a fixed place, which a CUDA graph fills."""
+
+    flat: torch.Tensor
+    places: list[torch.Tensor]
+    """Views of it: the gradient of each parameter."""
+    flags: torch.Tensor
+    """Another view: which of them are gradients."""
+
+
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[nn.Parameter] = field(default_factory=list)
     waiting: int = 0
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
-    all_used: torch.Tensor | None = None
-    """On the device, one flag per parameter: what is sent when each of them has a gradient."""
+    flags: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict)
+    """On the device, by which parameters have a gradient: what is sent to say so."""
+    memory: _Memory | None = None
+
+    def get_flags(self, used: tuple[bool, ...]) -> torch.Tensor:
+        if used not in self.flags:
+            first = self.parameters[0]
+            self.flags[used] = torch.tensor(used, dtype=first.dtype, device=first.device)
+        return self.flags[used]
+
+    def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Each parameter's gradient, as a flat tensor, and the flags."""
+        sizes = [get_shard(p).numel() for p in self.parameters]
+        *gradients, flags = flat.split([*sizes, len(sizes)])
+        return gradients, flags
+
+    def get_memory(self) -> _Memory:
+        if self.memory is None:
+            first, parameters = self.parameters[0], self.parameters
+            size = sum(p.numel() for p in parameters) + len(parameters)
+            flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+            pieces, flags = self.split(flat)
+            places = [shape_like(each, p) for each, p in zip(pieces, parameters, strict=True)]
+            self.memory = _Memory(flat, places, flags)
+        return self.memory
 
 
 class GradientReducer(GradientSynchronizer):
@@ -69,7 +109,7 @@ class GradientReducer(GradientSynchronizer):
         for bucket in _build_buckets(unfrozen):
             self._buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(bucket.parameters, bucket)
-        self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in unfrozen]
+        self._hooks += [p.register_post_accumulate_grad_hook(self.on_gradient) for p in unfrozen]
 
     def close(self) -> None:
         """Sum nothing any more."""
@@ -94,7 +134,45 @@ class GradientReducer(GradientSynchronizer):
         for bucket in self._buckets:
             _finish(bucket)
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def place(self, gradients: Gradients) -> dict[nn.Parameter, torch.Tensor]:
+        """Copy gradients to where ``sum_placed`` takes them from; returns them there.
+
+        A CUDA graph may record this, once it has run.
+        """
+        self._adopt_unfrozen()
+        placed: dict[nn.Parameter, torch.Tensor] = {}
+        for bucket in self._buckets:
+            memory, used = bucket.get_memory(), tuple(p in gradients for p in bucket.parameters)
+            pairs = list(zip(bucket.parameters, memory.places, strict=True))
+            here = {p: place for p, place in pairs if p in gradients}
+            for place in (place for p, place in pairs if p not in gradients):
+                place.zero_()
+            sources = [*(gradients[p] for p in here), bucket.get_flags(used)]
+            copy_all([*here.values(), memory.flags], sources)
+            placed |= here
+        return placed
+
+    def has_placed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are in the memory that ``place`` copies to."""
+        known = {id(place) for bucket in self._buckets for place in bucket.get_memory().places}
+        return all(id(gradient) in known for gradient in gradients if gradient is not None)
+
+    def sum_placed(self, placed: Gradients) -> dict[nn.Parameter, torch.Tensor]:
+        """Sum over the ranks what was placed, in place; returns the gradients of the update."""
+        for bucket in self._buckets:
+            flat = bucket.get_memory().flat
+            bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work, memory = None, bucket.get_memory()
+            users = _count_users(memory.flags, [p in placed for p in bucket.parameters])
+            rows = zip(bucket.parameters, memory.places, users, strict=True)
+            sums |= {p: place for p, place, count in rows if count > 0}
+        return sums
+
+    def on_gradient(self, parameter: nn.Parameter) -> None:
         """Called when a parameter's gradient is ready: send its bucket once it is full."""
         if not self._is_active:
             return
@@ -162,11 +240,7 @@ def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
-    first = bucket.parameters[0]
-    if bucket.all_used is None:
-        bucket.all_used = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
-    used = [p.grad is not None for p in bucket.parameters]
-    flags = bucket.all_used if all(used) else bucket.all_used * bucket.all_used.new_tensor(used)
+    flags = bucket.get_flags(tuple(p.grad is not None for p in bucket.parameters))
     pieces = [
         torch.zeros_like(get_shard(p)) if p.grad is None else get_shard(p.grad)
         for p in bucket.parameters
@@ -178,12 +252,16 @@ def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
 def _finish(bucket: _Bucket) -> None:
     assert bucket.work is not None and bucket.flat is not None
     bucket.work.wait()
-    sizes = [get_shard(p).numel() for p in bucket.parameters]
-    *gradients, flags = bucket.flat.split([*sizes, len(sizes)])
-    is_complete = all(p.grad is not None for p in bucket.parameters)
-    # Only a rank without a gradient must ask (and wait) whether another rank had one.
-    users = [1.0] * len(sizes) if is_complete else flags.tolist()
+    gradients, flags = bucket.split(bucket.flat)
+    users = _count_users(flags, [p.grad is not None for p in bucket.parameters])
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
             parameter.grad = shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None
+
+
+def _count_users(flags: torch.Tensor, used: Sequence[bool]) -> list[float]:
+    """On how many ranks each parameter has a gradient; at least 1 if it has one on this rank."""
+    # Only a rank without a gradient must ask (and wait) whether another rank had one.
+    counts: list[float] = [1.0] * len(used) if all(used) else flags.tolist()
+    return counts

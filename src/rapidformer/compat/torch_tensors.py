@@ -110,10 +110,14 @@ def is_view_of_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def has_gradient_hooks(tensors: Sequence[Tensor]) -> bool:
-    """Whether something runs when one of the tensors gets its gradient."""
+def has_gradient_hooks(tensors: Sequence[Tensor], but: object = None) -> bool:
+    """Whether something, ``but`` this function, runs when one of the tensors gets its gradient."""
     return any(
-        tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        tensor._backward_hooks
+        or any(
+            hook != but
+            for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+        )
         for tensor in tensors
     )
 

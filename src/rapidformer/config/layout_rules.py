@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from rapidformer.config.row import end_sentence
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Situation, to_flag
+from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.errors import MissingPackageError, count
 from rapidformer.nearest import find_nearest
 
@@ -30,9 +30,6 @@ def find_layout_problems(args: Settings) -> Iterator[str]:
             if rule.holds(args):
                 both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
                 yield f"{both}: {end_sentence(rule.reason)}"
-        if switch.ranks == "one" and switch.is_asked(args) and args.world_size > 1:
-            obstacle = switch.find_obstacle(args, Situation(ranks=args.world_size))
-            yield switch.refuse(args, obstacle or "")
         if switch.is_refused_alone and not switch.has_what_it_needs(args):
             needed = " or ".join(rule.describe() for rule in switch.needs)
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."

@@ -173,7 +173,7 @@ class Switch:
     """The types of device that it works on; empty: any."""
     precisions: tuple[str, ...] = ()
     """The precisions that it works in; empty: any."""
-    ranks: Literal["any", "one", "several"] = "any"
+    ranks: Literal["any", "several"] = "any"
     is_idle_elsewhere: bool = False
     """Whether it has no effect on other devices, and says so, instead of being refused."""
 
@@ -244,9 +244,7 @@ class Switch:
         if device is not None and self.devices and device not in self.devices:
             wanted = " or ".join(kind.upper() for kind in self.devices)
             return f"it needs a {wanted} device, and this run is on {device.upper()}"
-        if ranks is not None and self.ranks != "any" and (self.ranks == "one") != (ranks == 1):
-            if self.ranks == "one":
-                return f"it works on one rank, and this run has {ranks}"
+        if ranks == 1 and self.ranks == "several":
             return "it is for several ranks, and this run has one"
         if precision is not None and self.precisions and precision not in self.precisions:
             return f"it works in {' and '.join(self.precisions)}, and this run is in {precision}"

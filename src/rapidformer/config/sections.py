@@ -192,8 +192,9 @@ class AccelerationArguments:
     """compile each transformer block with torch.compile"""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """replay a step (forward, backward, clipping, AdamW) as one CUDA graph, which saves launching
-    each kernel: auto = on one GPU, if launches matter and a replay gives the same result. Padded
-    batches are rounded to a few sizes, so dropout draws other masks for them than with off"""
+    each kernel; with data parallelism as two, before and after the exchange of gradients: auto = if
+    launches matter and a replay gives the same result. Padded batches are rounded to a few sizes,
+    so dropout draws other masks for them than with off"""
     onnx_runtime_training: bool = False
     """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "inductor"

@@ -28,6 +28,16 @@ def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
     return _sum(tensor, topology.get_group("data"))
 
 
+def max_over_replicas(numbers: list[int], topology: Topology) -> list[int]:
+    """The largest of each number over all ranks that saw different tokens, exchanged by hosts."""
+    group = topology.get_replica_group()
+    if group is None:
+        return numbers
+    largest = torch.tensor(numbers, device="cpu")
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(tensor, group=group)

@@ -19,9 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rapidformer.accel.cuda_graph.graphs import GraphedPasses, MayCapture
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
+from rapidformer.accel.cuda_graph.permission import MayCapture
 from rapidformer.accel.cuda_graph.recorder import CudaCapture
+from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.unpad.calls import count_steps
@@ -291,14 +293,15 @@ class Updates:
         if self.graphs is None:
             return None
         beat("forward", self.clock.updates + 1)
-        updates = steps_at_once and self._can_update_in_graph()
+        can_update = steps_at_once and self._can_update_in_graph()
+        graphed_update = self._graphed_update if can_update else None
         is_padding_left = getattr(forward, "reads_no_padding", False)
         with reading_no_padding() if is_padding_left else nullcontext():
             outcome = self.graphs.run(
                 functools.partial(self.weights.run_forward, forward),
                 update,
                 getattr(forward, "steps", (forward,)),
-                self._graphed_update if updates else None,
+                graphed_update,
             )
         if outcome is None:
             return None
@@ -309,6 +312,14 @@ class Updates:
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
+        # In the order of passes that run one by one: other ranks may do so in this update.
+        finishing = self.graphs.finishing
+        if finishing is not None:
+            outcome = finishing.sum_gradients(outcome)
+        total = self.clock.sum_weights(self._runtime.device)
+        if finishing is not None:
+            outcome = finishing.run(outcome, total, graphed_update)
+        assert outcome.norm is not None
         if outcome.gradients is not None:
             for parameter, gradient in zip(passes.parameters, outcome.gradients, strict=True):
                 parameter.grad = gradient
@@ -359,12 +370,9 @@ class Updates:
         return results
 
     def _build_graphs(
-        self,
-        parallelized: Parallelized,
-        parameters: Sequence[nn.Parameter],
-        work: ModelWork | None,
+        self, parallelized: Parallelized, parameters: Sequence[nn.Parameter], work: ModelWork | None
     ) -> GraphedPasses | None:
-        model = parallelized.model
+        model, reducer = parallelized.model, parallelized.synchronizer
         allowed = find_fact(model, MayCapture)
         if allowed is None:
             return None
@@ -372,7 +380,9 @@ class Updates:
         return GraphedPasses(
             model, parameters, device, CudaCapture(device), self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
-            compiles=self.args.compile, work=work, blocks=parallelized.plan.get_blocks(model),
+            compiles=self.args.compile, work=work, topology=self._runtime.topology,
+            reducer=reducer if isinstance(reducer, GradientReducer) else None,
+            blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
         )  # fmt: skip
 
     def close(self) -> None:

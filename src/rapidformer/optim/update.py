@@ -178,13 +178,13 @@ class UpdateClock:
         """Turn the sums into the mean (``measure`` its norm: other stages hold parts)."""
         scale = scaler.scale if scaler else 1.0
         if self.keeper is not None:
-            total = self._sum_weights(self.keeper.device)
+            total = self.sum_weights(self.keeper.device)
             self._norm = self.keeper.finish(float(total) * scale)
             self._is_complete = True
             return
         self._parameters = parameters
         gradients = self._list_gradients()
-        factor = 1.0 / (self._sum_weights(gradients[0].device if gradients else None) * scale)
+        factor = 1.0 / (self.sum_weights(gradients[0].device if gradients else None) * scale)
         if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
             multiply_all([get_shard(gradient) for gradient in gradients], factor)
         self._measure = functools.partial(measure, get_norm) if measure else self._measure_own
@@ -201,7 +201,6 @@ class UpdateClock:
     ) -> None:
         """Take a gradient that is a mean, and its norm; ``is_applied``: a CUDA graph did."""
         self._is_applied, self._parameters = is_applied, parameters
-        self._sum_weights(norm.device)
         self._norm, self._measure = norm, self._measure_own if may_change else None
         self._is_complete = True
         get_observer().see_gradients()
@@ -212,7 +211,7 @@ class UpdateClock:
     def _measure_own(self) -> torch.Tensor:
         return get_norm(self._list_gradients())
 
-    def _sum_weights(self, device: torch.device | None) -> float | torch.Tensor:
+    def sum_weights(self, device: torch.device | None) -> float | torch.Tensor:
         """The weight of the global batch: a number in one process, otherwise a tensor."""
         weight = self._weight
         smallest = torch.finfo(torch.float32).tiny  # nothing is learnt if nothing counts

@@ -3,7 +3,8 @@
 A graph repeats only what the device did: not the Python code around it. So the passes over each
 kind of batch first run as usual, are recorded, and must then give the same losses and gradients
 when they are replayed. Schedule, logging and callbacks stay outside, and so does the optimizer
-unless it is one that can be recorded.
+unless it is one that can be recorded. Gradients that several ranks have are summed between two
+graphs, so each rank records and replays by itself.
 
 A batch runs with the same sizes whether it is replayed or not, so a result depends neither on when
 something was recorded nor on where a run was resumed.
@@ -12,15 +13,15 @@ something was recorded nor on where a run was resumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.agreement import agree
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.finishing import Finishing
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.passes import (
     GraphedUpdate,
@@ -39,13 +40,15 @@ from rapidformer.accel.cuda_graph.recorder import (
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
-from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.unpad.rows import Sizes
 from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import find_fact, put_fact
+from rapidformer.overlay import find_fact
 
 MOST_GRAPHS = 16
 _MOST_AT_ONCE = 6
@@ -56,22 +59,6 @@ _MOST_CHANGES = 8
 """How often numbers that the code reads may change in a row, with no replay in between."""
 _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
-
-
-@dataclass(frozen=True)
-class MayCapture:
-    """A fact on a model whose passes may be replayed."""
-
-    is_asked: bool
-    """Whether the user insists (``--cuda-graph on``)."""
-
-
-def apply(assembly: Assembly) -> None:
-    """Allow the engine to capture; what cannot be replayed is in the row."""
-    if not isinstance(assembly.synchronizer, Alone):
-        return
-    prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
-    put_fact(assembly.model, MayCapture(is_asked=assembly.args.cuda_graph == "on"))
 
 
 class LongStepsError(NotRepeatableError):
@@ -93,12 +80,16 @@ class GraphedPasses:
         is_16_bit: bool,
         compiles: bool,
         work: ModelWork | None,
+        topology: Topology,
+        reducer: GradientReducer | None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
         self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
         self._model, self._parameters, self._device = model, parameters, device
         self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
-        self._capture = capture
+        self._capture, self._topology, self._reducer = capture, topology, reducer
+        self.finishing = Finishing(capture, parameters, device, reducer) if reducer else None
+        """What becomes of the passes' results on several ranks."""
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -112,6 +103,8 @@ class GraphedPasses:
         """Where the weights were when the graphs were recorded."""
         self.problem: str | None = None
         """Why no step is replayed any more; None while it may be."""
+        self._has_ended = False
+        """Whether every rank knows that none is."""
         self.in_pieces: BlockGraphs | None = None
         """What replays blocks instead of whole steps."""
 
@@ -124,7 +117,9 @@ class GraphedPasses:
     @property
     def updates(self) -> bool:
         """Whether the graphs update the weights, too."""
-        return any(graph.passes.updated for graph in self._graphs.values())
+        graphs = self._graphs.values()
+        is_second = self.finishing is not None and self.finishing.updates
+        return is_second or any(graph.passes.updated for graph in graphs)
 
     def run(
         self,
@@ -133,37 +128,64 @@ class GraphedPasses:
         steps: Sequence[Callable[..., Any]],
         graphed_update: GraphedUpdate | None = None,
     ) -> Outcome | None:
-        """Run the passes of an update, maybe with the update itself; None: without a graph."""
-        if self.problem is not None:
+        """Run the passes of an update, maybe with the update itself; None: without a graph.
+
+        All ranks call this; ``finishing`` has the rest.
+        """
+        if self._has_ended:
             return None
-        if any(parameter.grad is not None for parameter in self._parameters):
-            return None  # the gradients of this update are added to others
-        weights = [self._count_labels(micro_batch) for micro_batch in update]
-        if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
-            return None
+        request, inputs = None, list[Inputs | None]()
         try:
-            if not self._recorder.is_warm:
-                self._code = ReplayedCode(steps, self._model)
-                self._check(update)
-            if not self._is_asked:
-                self._code.check_hooks(self._parameters)
-            if steps != self._code.steps:
-                return None  # another loss
-            code = self._describe_code()
-            request = Request(run_forward, update, weights, code, graphed_update)
-            inputs = self._read_inputs(request)
+            if self.problem is None:
+                request = self._read_request(run_forward, update, steps, graphed_update)
+            if request is not None:
+                inputs = [read_inputs(self._model, each.batch) for each in update]
         except NotRepeatableError as problem:
             is_worth_it = not isinstance(problem, LongStepsError)
             self._give_up(str(problem), in_pieces=is_worth_it)
+        sizes = (each.sizes for each in inputs if each is not None)
+        self.problem, least = agree(self._topology, self.problem, sizes)
+        if self.problem is not None:
+            self._has_ended = True
+            self._graphs.clear()
             return None
+        if request is None:
+            return None
+        inputs = self._round(request, inputs, least)
         known = [each for each in inputs if each is not None]
         if len(known) < len(inputs):
             return None  # it must run as it is
         places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._graphs.clear()
+            if self.finishing is not None:
+                self.finishing.forget()
             self._places = places
-        return self._run(request, known)
+        return self._run(request, known, least)
+
+    def _read_request(
+        self,
+        run_forward: RunForward,
+        update: Update,
+        steps: Sequence[Callable[..., Any]],
+        graphed_update: GraphedUpdate | None,
+    ) -> Request | None:
+        """What is to run; None if this update cannot be replayed."""
+        if any(parameter.grad is not None for parameter in self._parameters):
+            return None  # the gradients of this update are added to others
+        weights = [self._count_labels(micro_batch) for micro_batch in update]
+        if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
+            return None
+        if not self._recorder.is_warm:
+            self._code = ReplayedCode(steps, self._model)
+            self._check(update)
+        if not self._is_asked:
+            self._code.check_hooks(self._parameters, self._reducer)
+        if steps != self._code.steps:
+            return None  # another loss
+        reducer = self._reducer
+        graphed_update = graphed_update if reducer is None else None
+        return Request(run_forward, update, weights, self._describe_code(), graphed_update, reducer)
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
@@ -187,13 +209,20 @@ class GraphedPasses:
             )
         return now
 
-    def _read_inputs(self, request: Request) -> list[Inputs | None]:
+    def _round(
+        self, request: Request, inputs: list[Inputs | None], least: Sizes
+    ) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
 
         def take_snapshot() -> Snapshot:
             return Snapshot(self._code.examination.list_tensors(), self._device)
 
-        inputs = [read_inputs(self._model, each.batch) for each in request.update]
+        inputs = [
+            each
+            if each is not None and each.sizes == least
+            else read_inputs(self._model, micro_batch.batch, least=least)
+            for each, micro_batch in zip(inputs, request.update, strict=True)
+        ]
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
         if compiled is not None and any(each is None or each.is_rounded for each in inputs):
             compiled.expect_other_sizes()
@@ -202,7 +231,7 @@ class GraphedPasses:
             return inputs
         return [read_inputs(self._model, each.batch, widens=False) for each in request.update]
 
-    def _run(self, request: Request, inputs: list[Inputs]) -> Outcome | None:
+    def _run(self, request: Request, inputs: list[Inputs], least: Sizes) -> Outcome | None:
         key, weights = request.describe(inputs), request.weights
         graph = self._graphs.get(key)
         if graph is not None and not graph.passes.prepare():
@@ -229,22 +258,28 @@ class GraphedPasses:
                 return Passes(request, inputs, self._parameters, self._device).run_passes()
             is_small = inputs[0].num_tokens <= MANY_TOKENS
             if self.count == 1 and is_common and len(request.update) == 1 and is_small:
-                self._record_larger(request, key, before)
+                self._record_larger(request, key, least, before)
             return self._record(request, inputs, before)
 
         return self._try(work)
 
-    def _record_larger(self, request: Request, own: Hashable, before: Snapshot) -> None:
+    def _record_larger(
+        self, request: Request, own: Hashable, least: Sizes, before: Snapshot
+    ) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run."""
         for sizes_up in range(1, _LARGER_SIZES + 1):
-            inputs = read_inputs(self._model, request.update[0].batch, sizes_up=sizes_up)
-            key = request.describe([inputs]) if inputs is not None else own
-            if inputs is None or key == own or key in self._graphs:
+            read = (
+                read_inputs(self._model, each.batch, least=least, sizes_up=sizes_up)
+                for each in request.update
+            )
+            inputs = [each for each in read if each is not None]
+            key = request.describe(inputs) if len(inputs) == len(request.update) else own
+            if key == own or key in self._graphs:
                 continue
             if not self._capture.has_room:
                 return
             try:
-                self._record(request, [inputs], before, is_used=False)
+                self._record(request, inputs, before, is_used=False)
             except Exception as error:
                 # Such a batch may never come; if it does, recording is tried again.
                 get_logger().info(

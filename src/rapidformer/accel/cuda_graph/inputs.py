@@ -2,7 +2,8 @@
 
 A batch's key is everything that Python code can see of it except the values of its tensors, and
 there is a graph for each key. To keep keys few, a batch that runs unpadded is first padded to one
-of a few widths, and so is one for an encoder-decoder model.
+of a few widths, and so is one for an encoder-decoder model: to those that the largest batch of the
+update needs, on any rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rapidformer.accel.unpad.batches import (
 )
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sizes
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
@@ -39,6 +40,7 @@ _ALIGNMENT = 256
 _LARGE = 2**20
 """In bytes: what is larger is not joined with other tensors."""
 _PLAIN = (type(None), bool, int, float, str)
+_WIDTHS_OF = ("attention_mask", "labels")
 
 
 class NotRepeatableError(RapidformerError):
@@ -78,6 +80,12 @@ class Inputs:
         """How many tokens the model computes on; 0 if that is not known."""
         return len(self.rows.places) if self.rows is not None else 0
 
+    @property
+    def sizes(self) -> Sizes:
+        """What it was rounded up to."""
+        widths = [self.columns[n].width if n in self.columns else 0 for n in _WIDTHS_OF]
+        return Sizes(*widths, self.num_tokens, self.rows.bound if self.rows is not None else 0)
+
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
         rows = [tensor.numpy() for tensor in self.rows.tensors] if self.rows is not None else []
@@ -85,16 +93,21 @@ class Inputs:
 
 
 def read_inputs(
-    model: nn.Module, batch: Any, *, sizes_up: int = 0, widens: bool = True
+    model: nn.Module,
+    batch: Any,
+    *,
+    least: Sizes = NO_SIZES,
+    sizes_up: int = 0,
+    widens: bool = True,
 ) -> Inputs | None:
     """Prepare a batch, from host memory only; None if it must run as it is.
 
     That is the case if the model removes padding that a graph would keep: with dropout, that
     changes the results.
-    ``sizes_up`` rounds the number of tokens up to a later size. Without ``widens``, the batch keeps
-    its width.
+    It is rounded up to ``least``, and its tokens, with ``sizes_up``, to a later size than that.
+    Without ``widens``, the batch keeps its width.
     """
-    padding = _read_padding(model, batch, sizes_up, widens=widens)
+    padding = _read_padding(model, batch, least, sizes_up, widens=widens)
     if padding is None:
         return None
     columns, fixed = padding
@@ -106,7 +119,9 @@ def read_inputs(
     return Inputs(batch, arrays, others, columns, fixed, key)
 
 
-def find_columns(model: nn.Module, batch: Any, *, factor: float = 1.0) -> Columns:
+def find_columns(
+    model: nn.Module, batch: Any, *, factor: float = 1.0, least: Sizes = NO_SIZES
+) -> Columns:
     """The columns that a batch may get, as far as is known without its loss."""
     filling = find_fact(model, Filling)
     if filling is None or not filling.is_exact:
@@ -114,12 +129,13 @@ def find_columns(model: nn.Module, batch: Any, *, factor: float = 1.0) -> Column
     if any(value.is_floating_point() for value in iterate_tensors(batch)):
         return {}  # a weight that is 0 today may hide what the loss reads tomorrow
     if is_encoder_decoder(model):
-        return choose_sides(model, batch, factor=factor)
-    return choose_columns(model, batch, batch["attention_mask"], factor=factor)
+        return choose_sides(model, batch, factor=factor, least=least)
+    mask = batch["attention_mask"]
+    return choose_columns(model, batch, mask, factor=factor, least=least)
 
 
 def _read_padding(
-    model: nn.Module, batch: Any, sizes_up: int, *, widens: bool
+    model: nn.Module, batch: Any, least: Sizes, sizes_up: int, *, widens: bool
 ) -> tuple[Columns, FixedRows | None] | None:
     """The columns that a batch gets, and what the model would read off its mask, if it has one."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -129,12 +145,12 @@ def _read_padding(
     if not isinstance(labels, Tensor) and not reads_no_padding():
         return {}, None
     is_real = get_host_copy(mask).bool().numpy()
-    columns = find_columns(model, batch) if widens else {}
+    columns = find_columns(model, batch, least=least) if widens else {}
     wide = pad_array(is_real, columns.get("attention_mask"))
     if not is_encoder_decoder(model):
         if labels is not None and labels.shape == mask.shape:
             labels = pad(get_host_copy(labels), columns.get("labels"))
-        fixed = read_fixed_rows(model, wide, labels, sizes_up)
+        fixed = read_fixed_rows(model, wide, labels, sizes_up, least if widens else NO_SIZES)
         if fixed.rows is not None:
             return columns, fixed
         columns, wide = {}, is_real  # the padding stays, and more of it could change the loss

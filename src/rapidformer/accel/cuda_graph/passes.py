@@ -1,7 +1,8 @@
 """The passes of an update over inputs at fixed places in memory, and the update of the weights.
 
 With the optimizer in a graph, gradients never leave it: only if nothing looks at them in between,
-and if it reads all that changes from the device (``optim/multi_tensor``).
+and if it reads all that changes from the device (``optim/multi_tensor``). On several ranks the
+passes end with sums, which are exchanged outside (``finishing.py`` has the rest).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, StaticInputs
+from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.compat.torch_tensors import copy_all, count_changes, multiply_all
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
@@ -36,16 +38,18 @@ class Outcome:
     results: list[MicroBatchResult]
     gradients: list[Tensor | None] | None
     """Of all parameters: the mean over the update, not clipped yet; None: they were used."""
-    norm: Tensor
+    norm: Tensor | None
+    """None: they are sums over this rank's part of the update."""
 
     def copy(self, weights: Sequence[float]) -> Outcome:
         """A copy that the next replay does not overwrite, except for the gradients."""
         results = map(_copy_result, self.results, weights)
-        return Outcome(list(results), self.gradients, self.norm.clone())
+        norm = self.norm.clone() if self.norm is not None else None
+        return Outcome(list(results), self.gradients, norm)
 
     def read(self) -> list[float]:
         """All numbers that must not depend on a replay; waits for the device."""
-        numbers = [self.norm]
+        numbers = [self.norm] if self.norm is not None else []
         for result in self.results:
             weight = result.weight if result.is_weight_given else 0.0
             numbers += [result.loss, torch.as_tensor(weight)]
@@ -103,6 +107,8 @@ class Request:
     code: Hashable
     """All that the loss depends on besides its batch and the weights."""
     graphed_update: GraphedUpdate | None
+    reducer: GradientReducer | None = None
+    """What sums gradients over the ranks afterwards, if there are several."""
 
     def describe(self, inputs: list[Inputs]) -> Hashable:
         """The key of its graph, if these are its inputs."""
@@ -123,6 +129,8 @@ class Passes:
         self._launch: Launch | None = None
         self._inputs = [StaticInputs(each, device) for each in inputs]
         self._weights = torch.empty(len(inputs) + 1, device=device)
+        self._is_whole = len(inputs) == 1 and request.reducer is None
+        """Whether a single micro-batch is all of the update."""
         self._fill_weights(request.weights)
         self.gradients: list[Tensor | None] | None = None
         """Where the gradients are left; None: wherever the backward pass puts them."""
@@ -154,9 +162,10 @@ class Passes:
 
     def _fill_weights(self, weights: Sequence[float]) -> None:
         """Each micro-batch's fraction in units of the first, and what their sum is divided by."""
-        if len(weights) == 1:
-            return  # all of it, so nothing is multiplied
-        fractions = [weight / weights[0] for weight in weights]
+        if self._is_whole:
+            return  # so nothing is multiplied
+        unit = weights[0] if self._request.reducer is None else 1.0  # which ranks share
+        fractions = [weight / unit for weight in weights]
         values = torch.tensor([*fractions, 1.0 / sum(fractions)], device="cpu")
         pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
         self._weights.copy_(pinned, non_blocking=True)
@@ -179,6 +188,8 @@ class Passes:
             self._launch = graphed.find_launch(self._parameters, outcome.gradients)
             with graphed.without_effect():
                 self._finish(outcome)
+        elif self._request.reducer is not None:
+            self._finish(outcome)
         return outcome
 
     def run(self) -> Outcome:
@@ -187,8 +198,11 @@ class Passes:
 
     def _finish(self, outcome: Outcome) -> Outcome:
         assert outcome.gradients is not None
+        if self._request.reducer is not None:
+            return place_sums(outcome, self._parameters, self._request.reducer)
         if self._launch is None:
             return replace(outcome, gradients=self._leave(outcome.gradients))
+        assert outcome.norm is not None
         assert self._request.graphed_update is not None
         pairs = zip(self._parameters, outcome.gradients, strict=True)
         gradients = {id(parameter): grad for parameter, grad in pairs if grad is not None}
@@ -213,6 +227,8 @@ class Passes:
         held = [gradient for gradient in gradients if gradient is not None]
         if not held:
             raise NotRepeatableError("a step has no gradients")
+        if self._request.reducer is not None:
+            return Outcome(results, gradients, None)
         divisor = self._get_factor(results)
         if isinstance(divisor, Tensor) or divisor != 1.0:
             multiply_all(held, divisor)
@@ -225,13 +241,15 @@ class Passes:
         if result.is_weight_given != first.is_weight_given:
             raise NotRepeatableError("only some of its forward steps return a weight")
         if not result.is_weight_given:
-            return 1.0 if len(self._inputs) == 1 else self._weights[number]
+            return 1.0 if self._is_whole else self._weights[number]
+        if self._request.reducer is not None:
+            return result.weight
         unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
         return result.weight / unit
 
     def _get_factor(self, results: list[MicroBatchResult]) -> float | Tensor:
         if not results[0].is_weight_given:
-            return 1.0 if len(results) == 1 else self._weights[-1]
+            return 1.0 if self._is_whole else self._weights[-1]
         fractions = [self._get_fraction(n, each, results[0]) for n, each in enumerate(results)]
         return 1.0 / sum(fractions[1:], start=0.0 + fractions[0])
 
@@ -242,6 +260,16 @@ class Passes:
         moved = [(old, new) for old, new in pairs if old is not None and new is not None]
         copy_all([old for old, _ in moved], [new for _, new in moved])
         return [new if old is None or new is None else old for old, new in pairs]
+
+
+def place_sums(
+    outcome: Outcome, parameters: Sequence[nn.Parameter], reducer: GradientReducer
+) -> Outcome:
+    """The outcome with its gradients where the reducer takes them from."""
+    assert outcome.gradients is not None
+    pairs = zip(parameters, outcome.gradients, strict=True)
+    placed = reducer.place({p: gradient for p, gradient in pairs if gradient is not None})
+    return replace(outcome, gradients=[placed.get(p) for p in parameters])
 
 
 def _copy_result(result: MicroBatchResult, counted: float) -> MicroBatchResult:

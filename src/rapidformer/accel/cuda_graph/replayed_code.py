@@ -9,6 +9,7 @@ from torch import nn
 
 from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
@@ -32,8 +33,10 @@ class ReplayedCode:
         if effect is not None:
             raise NotRepeatableError(str(effect))
 
-    def check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse hooks, which may be registered at any time."""
+    def check_hooks(
+        self, parameters: Sequence[nn.Parameter], reducer: GradientReducer | None = None
+    ) -> None:
+        """Refuse hooks but the reducer's, which may be registered at any time."""
         count = sum(map(len, self._hooks))
         if count != self._hook_count:
             watched = find_watched(dict(self._model.named_modules()))
@@ -41,7 +44,7 @@ class ReplayedCode:
                 names = describe_watched(watched)
                 raise NotRepeatableError(f"a replay would not run the hooks on {names}")
             self._hook_count = count
-        if has_gradient_hooks(parameters):
+        if has_gradient_hooks(parameters, but=reducer and reducer.on_gradient):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
 
     def describe(self) -> tuple[Hashable, ...]:

@@ -34,6 +34,7 @@ from rapidformer.accel.fused_loss.head import Head
 from rapidformer.accel.fused_loss.layered import deferring_layers, find_layered_head
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
+from rapidformer.accel.unpad.on_demand import map_tokens
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
@@ -161,11 +162,11 @@ def _build_head(
         weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
         assert weight is not None
         if words is not None:
-            hidden = copy_in(hidden, words.group)
+            hidden = map_tokens(hidden, functools.partial(copy_in, group=words.group))
         if labels is None:
             bias = None if bias is None else bias.to(hidden.dtype)
             logits: Tensor = functional.linear(hidden, weight.to(hidden.dtype), bias)
-            return logits if words is None else words.join(logits)
+            return logits if words is None else map_tokens(logits, words.join)
         assert recipe is not None
         recipe = dataclasses.replace(recipe, words=words)
         region = find_fact(self, ContextRegion)

@@ -26,6 +26,7 @@ from rapidformer.accel.tensor.styles import SequenceRegion, Split
 from rapidformer.compat.torch_dispatch import EXPENSIVE_OPERATORS, SCALED_PRODUCT
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.models.plan import ModelPlan
+from rapidformer.optim.multi_tensor.tables import is_recording
 from rapidformer.overlay import extend, find_fact, put_fact
 
 _aten = torch.ops.aten
@@ -85,7 +86,10 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         buffers = find_fact(self, BlockBuffers)
         if buffers is not None:
             run = buffers.repeat(run)
-        return checkpoint(run, *args, **options, **kwargs)
+        # torch cannot read the state of random numbers while it records a CUDA graph; models that
+        # draw some are not recorded.
+        draws = not is_recording(next(self.parameters()).device)
+        return checkpoint(run, *args, preserve_rng_state=draws, **options, **kwargs)
 
     return {"__call__": call}
 

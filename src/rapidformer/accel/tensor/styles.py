@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from rapidformer.accel.split.on_demand import join_on_demand, stand_for
 from rapidformer.accel.tensor.slices import distribute_part, find_slice
+from rapidformer.accel.unpad.on_demand import lacks_padding, map_tokens
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import (
@@ -256,11 +257,19 @@ class ColwiseGathered(Style):
     """Computes this rank's slice of the outputs and joins all of them."""
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if lacks_padding(hidden):
+            return map_tokens(hidden, self._join)
         split = get_fact(self, Split)
         part = self._multiply(self._take_whole(hidden), self.bias)
         if split.keeps_output_split:
             shape = (*part.shape[:-1], split.length)
             return distribute_part(part, split.mesh, Shard(part.dim() - 1), shape)
+        return gather_out(part, -1, split.length, split.group)
+
+    def _join(self, tokens: Tensor) -> Tensor:
+        split = get_fact(self, Split)
+        with inside_a_call():  # with padding, it is computed after the call
+            part = self._multiply(self._take_whole(tokens), self.bias)
         return gather_out(part, -1, split.length, split.group)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.promises import find_labels, find_promise
-from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.data.batch import get_host_copy
 from rapidformer.models.own_loss import shifts_labels
@@ -80,13 +80,17 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
 
 
 def read_fixed_rows(
-    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0
+    model: Any,
+    is_real: Mask,
+    labels: Tensor | None,
+    sizes_up: int = 0,
+    least: Sizes = NO_SIZES,
 ) -> FixedRows:
     """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
     filling = find_fact(model, Filling)
     is_proven = filling is not None and filling.is_exact
     if _is_on(model) and is_proven and _is_removable(model, is_real, labels):
-        rows = Rows.read_filled(is_real, sizes_up)
+        rows = Rows.read_filled(is_real, sizes_up, least)
         if rows.is_contiguous:
             return FixedRows(rows, labelled=_halve(model, rows, labels))
     return FixedRows(None, is_full=bool(is_real.all()))

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.rows import round_up
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 
@@ -36,10 +36,15 @@ Columns = Mapping[str, Column]
 
 
 def choose_columns(
-    model: Any, batch: Mapping[str, Any], mask: Tensor, *, factor: float = 1.0
+    model: Any,
+    batch: Mapping[str, Any],
+    mask: Tensor,
+    *,
+    factor: float = 1.0,
+    least: Sizes = NO_SIZES,
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
-    width = math.ceil(factor * mask.shape[1])
+    width = max(math.ceil(factor * mask.shape[1]), least.columns)
     wide = _limit(model, mask.shape[1], max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
@@ -52,7 +57,9 @@ def choose_columns(
     return {name: Column(wide, fills[name]) for name in shaped}
 
 
-def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: float = 1.0) -> Columns:
+def choose_sides(
+    model: Any, batch: Mapping[str, Any], *, factor: float = 1.0, least: Sizes = NO_SIZES
+) -> Columns:
     """As ``choose_columns``, for both sides of an encoder-decoder model."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     encoder, decoder = _list_fills(model, ""), _list_fills(model, "decoder_")
@@ -63,11 +70,13 @@ def choose_sides(model: Any, batch: Mapping[str, Any], *, factor: float = 1.0) -
     if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
         return {}
     columns: dict[str, Column] = {}
-    for side, first in ((encoder, "attention_mask"), (decoder, "labels")):
+    sides = (encoder, "attention_mask", least.columns), (decoder, "labels", least.labels)
+    for side, first, at_least in sides:
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
-        wide = _limit(model, own, round_up(math.ceil(factor * own), **_SIDE_WIDTHS))
+        width = max(math.ceil(factor * own), at_least)
+        wide = _limit(model, own, round_up(width, **_SIDE_WIDTHS))
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns
 

@@ -250,6 +250,11 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
+def lacks_padding(tensor: Tensor) -> bool:
+    """Whether only the real tokens of a tensor exist."""
+    return isinstance(tensor, Unpadded) and tensor.is_lazy
+
+
 def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that treats each token alone, and that torch's dispatch does not see."""
     if isinstance(tensor, Unpadded) and tensor.is_lazy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,20 @@ Mask = NDArray[np.bool_]
 """[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
 _MANY_ROWS = 16
 """From here on, the number of real tokens varies so little that finer sizes are few, too."""
+
+
+class Sizes(NamedTuple):
+    """What batches are rounded up to, at least: what the largest one of an update needs."""
+
+    columns: int = 0
+    labels: int = 0
+    """Columns of the labels, which a decoder may have of its own."""
+    tokens: int = 0
+    bound: int = 0
+    """Of a row's length, as ``Rows.bound``."""
+
+
+NO_SIZES = Sizes()
 
 
 @dataclass(frozen=True)
@@ -71,27 +85,34 @@ class Rows:
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
-    def read_filled(real: Mask, sizes_up: int = 0) -> Rows:
+    def read_filled(real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES) -> Rows:
         """The rows of a mask in host memory, keeping enough padding to reach one of a few sizes.
 
         Unlike added zeros, padding has places in the batch. So there are as many places as tokens,
-        and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size.
+        and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size
+        than the tokens or ``least`` need.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
         # The sum of few rows varies more: fewer sizes, so that each comes again.
         sizes = 8 if len(real) >= _MANY_ROWS else 4
-        size = round_up(len(places), least=128, sizes=sizes)
+        size = round_up(max(len(places), least.tokens), least=128, sizes=sizes)
         for _ in range(sizes_up):
             size = round_up(size + 1, least=128, sizes=sizes)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
+        bound = max(_find_bound(max(lengths)), least.bound)
         places = np.concatenate([places, padding])
-        return Rows(
+        rows = Rows(
             shape=(real.shape[0], real.shape[1]), places=torch.from_numpy(places),
-            lengths=lengths + _cut(len(padding), max(*lengths, 1)),
+            lengths=lengths + _cut(len(padding), bound),
             columns=torch.from_numpy(places % real.shape[1]), is_contiguous=_is_contiguous(real),
             is_rounded=True, is_filled=True, starts_left=bool(real[:, 0].all()),
         )  # fmt: skip
+        # As many as if all of it were padding: the same for every batch of these sizes.
+        most = len(lengths) + -(-size // bound)
+        ends = rows._compute_ends(2 ** most.bit_length() - len(rows.lengths))
+        vars(rows).update(bound=bound, ends=ends)
+        return rows
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -107,7 +128,7 @@ class Rows:
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
         fixed = replace(self, places=places, columns=columns, is_fixed=True, packed={})
-        vars(fixed)["ends"] = ends
+        vars(fixed).update(ends=ends, bound=self.bound)
         return fixed
 
     def _round_up(self) -> Rows:
@@ -130,8 +151,7 @@ class Rows:
     @cached_property
     def bound(self) -> int:
         """A power of two that no row exceeds. Unlike ``longest``, it hardly ever changes."""
-        bound: int = max(64, 2 ** (self.longest - 1).bit_length())
-        return bound
+        return _find_bound(self.longest)
 
     @cached_property
     def ends(self) -> Tensor:
@@ -263,6 +283,10 @@ class Layout:
 def _is_contiguous(real: Mask) -> bool:
     starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
     return bool(starts == np.count_nonzero(real.any(1)))
+
+
+def _find_bound(longest: int) -> int:
+    return max(64, 1 << (longest - 1).bit_length())
 
 
 def round_up(tokens: int, *, least: int = 64, sizes: int = 8) -> int:

@@ -13,6 +13,10 @@ from rapidformer.config.row import (
 )
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
+_COLLECTIVES = (
+    "tensor parallelism", "pipeline", "context parallelism", "expert parallelism",
+)  # fmt: skip
+"""What exchanges something between ranks in every pass."""
 _WHOLE_MATRICES = tuple(
     Rule(name, "it looks at whole matrices and cannot work on split ones. Use adam or sgd, or "
          "leave one of them out", among_ranks=name == "ZeRO")  # on one rank it has no effect
@@ -49,16 +53,16 @@ FINAL = register(
     # Last of what a pass consists of: the passes are recorded with everything above in them.
     Switch(
         "CUDA graph", turned_on_by=("cuda_graph",), off={"cuda_graph": "off"},
-        module="cuda_graph.graphs", moment="final", is_for_training=True,
-        under_deepspeed="not applied", devices=("cuda",), ranks="one", precisions=("fp32", "bf16"),
+        module="cuda_graph.permission", moment="final", is_for_training=True,
+        under_deepspeed="not applied", devices=("cuda",), precisions=("fp32", "bf16"),
         excludes=(
             *(
                 Rule(name, f"{why}. Leave out --cuda-graph")
                 for name, why in {
+                    **dict.fromkeys(_COLLECTIVES, "its collectives cannot be replayed yet"),
                     "ZeRO": "its collectives and host copies cannot be replayed yet",
                     "CPU offload": "its collectives and host copies cannot be replayed yet",
                     "DeepSpeed": "it performs its updates itself",
-                    "recompute": "recomputed blocks cannot be replayed yet",
                     "activation offload": "copies to the host cannot be replayed yet",
                 }.items()
             ),

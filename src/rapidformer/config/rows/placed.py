@@ -167,7 +167,6 @@ PLACED = register(
             *(
                 Rule(name, f"{why}. Leave out --dynamic-shape")
                 for name, why in {
-                    "tensor parallelism": "blocks without padding need whole layers",
                     "pipeline": "stages exchange rows of one length",
                     "context parallelism": "ranks share rows of one length",
                     "expert parallelism": "it has not been tried together",

@@ -1,0 +1,125 @@
+"""What data parallelism adds to a replayed step: ours in a process group of one rank, with NCCL.
+
+    python benchmarks/gpu_graph_ranks.py [--workloads bert-16 gpt2] [--steps 200]
+
+The group has one rank, so nothing travels: this shows the cost of agreeing on sizes, of filling
+buckets, of launching collectives and of the second graph. What the exchange itself takes follows
+from the gradient's bytes and the link (docs/speed.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from workloads import Workload, list_workloads
+
+from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.dist.topology import Topology, build_lone_mesh
+from rapidformer.training.callbacks import Callback
+
+WARM_UP = 60
+RUNS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "alone, no graphs": {"cuda_graph": "off"},
+    "in a group": {"group": True},
+    "in a group, no graphs": {"group": True, "cuda_graph": "off"},
+}
+
+
+class Group(Topology):
+    """One rank that behaves as if it had others."""
+
+    num_replicas = 2  # type: ignore[assignment]
+
+    def get_replica_mesh(self) -> DeviceMesh | None:
+        return self.mesh
+
+
+class Watch(Callback):
+    """Times the steps after the warm-up."""
+
+    steps = 0
+    began = 0.0
+
+    def on_step_begin(self, *_: Any) -> None:
+        if self.steps == WARM_UP:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+        self.steps += 1
+
+    def get_milliseconds(self) -> float:
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - self.began) / (self.steps - WARM_UP)
+
+
+class Bench(Finetuner):
+    def __init__(self, work: Workload, steps: int, *, group: bool = False, **more: Any) -> None:
+        settings = {
+            "micro_batch_size": work.batch, "epochs": 1, "lr": 2e-5, "log_interval": 50,
+            "dataloader_type": "single", "save": "none", "mixed_precision": "bf16",
+        }  # fmt: skip
+        super().__init__(RapidformerEngine(args={**settings, **more}))
+        self.watch = Watch()
+        self.callbacks = [self.watch]
+        self._work, self._has_group = work, group
+        self._rows = work.make_rows(work.batch * (steps + WARM_UP))
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return self._rows, None, None, None
+
+    def model_optimizer_lr_scheduler_provider(self) -> Any:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            return self._work.build(), None, None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        return model(**batch).loss
+
+    def compose(self) -> Any:
+        model = super().compose()
+        if self._has_group:
+            self._join_group(model)
+        return model
+
+    def _join_group(self, model: Any) -> None:
+        """What the row of data parallelism does, and what else depends on there being ranks."""
+        updates, mesh = self.engine.updates, build_lone_mesh("cuda")
+        parallelized = self.engine.model.parallelized
+        parallelized.synchronizer = GradientReducer(model.parameters(), mesh.get_group())
+        group: Any = Group(mesh=mesh)
+        updates._runtime.__dict__["topology"] = group
+        updates.weights.topology = updates.clock._topology = group
+        updates.graphs = updates._build_graphs(
+            parallelized, self.engine.model.parameters, self.engine.model.work
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", nargs="+", default=["bert-16", "gpt2"])
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
+    lines = []
+    for name in args.workloads:
+        work = list_workloads("full")[name]
+        for run, more in RUNS.items():
+            bench = Bench(work, args.steps, **more)
+            bench.train()
+            graphs = bench.engine.updates.graphs
+            count = 0 if graphs is None else graphs.count
+            problem = "" if graphs is None else graphs.problem or ""
+            took = bench.watch.get_milliseconds()
+            lines.append(f"{name:10} {run:24} {took:8.2f} ms/step  {count} graphs {problem}")
+            bench.engine.close()
+            del bench
+            torch.cuda.empty_cache()
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""``--cuda-graph``: whether the engine may record the passes of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rapidformer.accel.assembly import Alone, Assembly
+from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.config.switches import get_switch
+from rapidformer.errors import ConfigurationError
+from rapidformer.overlay import list_layers, put_fact
+
+
+@dataclass(frozen=True)
+class MayCapture:
+    """A fact on a model whose passes may be replayed."""
+
+    is_asked: bool
+    """Whether the user insists (``--cuda-graph on``)."""
+    in_pieces: bool
+    """Whether blocks may be replayed by themselves where a whole step cannot be."""
+
+
+def apply(assembly: Assembly) -> None:
+    """Allow the engine to capture; what cannot be replayed is in the row."""
+    if not isinstance(assembly.synchronizer, Alone | GradientReducer):
+        return
+    obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
+    if obstacle is None:
+        prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
+        recomputes = assembly.is_meant(get_switch("recompute"))
+        in_pieces = isinstance(assembly.synchronizer, Alone) and not recomputes
+        put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
+    elif is_asked:
+        raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+
+
+def _find_obstacle(assembly: Assembly) -> str | None:
+    """What of this model cannot be replayed, beside what the row says."""
+    if any("statistics" in list_layers(module) for module in assembly.model.modules()):
+        return "the ranks exchange the statistics of BatchNorm in every pass"
+    if assembly.is_meant(get_switch("recompute")) and has_dropout(assembly.model):
+        return "recomputed blocks with dropout need random numbers that a recording cannot repeat"
+    return None
