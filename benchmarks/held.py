@@ -196,8 +196,6 @@ def measure(
     take_turn: Callable[[], object],
 ) -> Result:
     held = HELD[model]
-    if name == "HF Trainer":  # it records nothing
-        warm_up = min(warm_up, WARM_UP)
     work = held.build_workload(size)
     rows = work.make_rows(work.batch * (warm_up + steps))
     timed = range(warm_up * work.batch, len(rows))

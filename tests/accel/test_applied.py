@@ -74,6 +74,7 @@ ONE_PROCESS = [
     ("gpt2", {"checkpoint_activations": True, "compile": True, "compile_backend": "eager"}),
     ("bert", {"dynamic_shape": "on", "compile": True, "compile_backend": "eager"}),
     ("t5", {"dynamic_shape": "on", "fused_loss": "on"}),
+    ("deberta", {"dynamic_shape": "on"}),
     ("gpt2", {"fused_loss": "on", "attention": "eager"}),
     ("gpt2-lora", {"mixed_precision": "bf16"}),
     ("mixtral", {"mixed_precision": "bf16"}),

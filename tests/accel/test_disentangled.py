@@ -84,6 +84,7 @@ def test_every_token_of_a_padded_batch() -> None:
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(2, 21))
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_lengths() -> None:
     model = build("v3")
     batches = [make_batch(), {n: v[:, 2:19] if v.dim() > 1 else v for n, v in make_batch().items()}]

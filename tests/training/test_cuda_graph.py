@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from rapidformer import Finetuner, RapidformerEngine
-from rapidformer.accel.cuda_graph import graphs
+from rapidformer.accel.cuda_graph import graphs, inputs
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
@@ -258,6 +258,19 @@ def test_fixed_shapes_give_the_same_bits(more: dict[str, Any]) -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_large_tensors_are_copied_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> list[dict[str, Any]]:
+        capture = Again()
+        run = Run(make_gpt2(), make_texts(24), capture)
+        run.train()
+        assert capture.replayed > 2
+        return run.values.lines
+
+    expected = train()
+    monkeypatch.setattr(inputs, "_is_copied_alone", lambda tensor: True)
+    assert train() == expected
+
+
 def test_numbers_drawn_on_the_host_without_effect_do_not_prevent_a_graph() -> None:
     """OPT draws one for each block to decide whether to skip it, even if the chance is 0."""
     config = OPTConfig(
@@ -476,6 +489,25 @@ def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float
     assert capture.replayed > capture.recorded > 1
     mine = [line["loss"] for line in graphed.values.lines]
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+class Crowded(Mixed):
+    """There is no memory for the comparison of more than two rows."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        if not model.training and len(batch["labels"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(**batch).loss
+
+
+def test_wider_batches_are_compared_on_fewer_rows_if_memory_is_short(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    capture = Again()
+    Crowded(make_t5(0.0), make_pairs(24), capture, dynamic_shape="off").train()
+    assert capture.replayed > capture.recorded > 1
+    assert "batches keep their widths" not in caplog.text
 
 
 def test_in_fp32_a_wider_batch_must_have_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:

@@ -127,7 +127,7 @@ class Widths:
             values = [torch.as_tensor(mean).detach().item() for mean in means]
             return values, take_gradients(self._parameters)
 
-        state = "in evaluation mode"
+        state, fewer = "in evaluation mode", None
         with _evaluating(self._model, before, in_fp32=self._runs_in_fp32):
             try:
                 expected, gradients = run({})
@@ -135,8 +135,12 @@ class Widths:
                 means, wide_gradients = run(columns)
             except Exception as error:  # the user's code may expect this width, and fail in any way
                 take_gradients(self._parameters)
-                first_line = next(iter(str(error).splitlines()), "")
-                return f"a step fails {state} ({type(error).__name__}: {first_line})"
+                fewer = _halve(micro_batch) if isinstance(error, torch.OutOfMemoryError) else None
+                if fewer is None:
+                    first_line = next(iter(str(error).splitlines()), "")
+                    return f"a step fails {state} ({type(error).__name__}: {first_line})"
+        if fewer is not None:  # in fp32, a step takes more memory than usual
+            return self._compare(run_forward, fewer, columns, before)
         for mine, theirs in zip(means, expected, strict=True):
             if math.isnan(mine) and not math.isnan(theirs):
                 return (
@@ -154,6 +158,16 @@ class Widths:
         if self._limit == 0.0 and (difference or means != expected):
             return "in fp32, a batch with more columns has other last bits"
         return None
+
+
+def _halve(micro_batch: MicroBatch) -> MicroBatch | None:
+    """Half of its rows; None if it is not clear where they are, or there is only one."""
+    tensors = list(iterate_tensors(micro_batch.batch))
+    counts = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+    if len(counts) != 1 or max(counts) < 2:
+        return None
+    half = max(counts) // 2
+    return micro_batch._replace(batch=map_tensors(micro_batch.batch, lambda _, t: t[:half]))
 
 
 def _grows(inputs: Inputs | None) -> bool:
