@@ -87,7 +87,6 @@ def main() -> None:
         ("a counter and a clock", Counting, {}),
         ("the same, --cuda-graph off", Counting, {"cuda_graph": "off"}),
         ("reads its loss", Reading, {}),
-        ("the same, --cuda-graph off", Reading, {"cuda_graph": "off"}),
     ]
     lines = []
     for name, kind, more in runs:
