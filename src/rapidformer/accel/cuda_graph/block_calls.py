@@ -38,7 +38,8 @@ class BlockCall:
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall | None:
     """A call that can be replayed; None if something in it may hold more than its values."""
-    leaves, form = tree_leaves((args, kwargs)), []
+    leaves = tree_leaves((args, kwargs))
+    form: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, RowMask) and leaf.fused is not None:
             fused = leaf.fused

@@ -93,8 +93,8 @@ class ForwardGraphs:
                 self._code.check_hooks(())
                 self._described = self._code.describe()
             # Hooks of transformers collect what was asked for.
-            is_plain = call is None or self._code.has_hooks
-            recorded = None if is_plain else self._find(block, run, call)
+            has_hooks = self._code.has_hooks
+            recorded = None if call is None or has_hooks else self._find(block, run, call)
         except Exception as error:
             # Whatever it is, the block itself runs next: if it fails too, the user sees that.
             self.problem = describe_error(error)
