@@ -239,7 +239,9 @@ def test_a_head_computes_labelled_tokens_alone(monkeypatch: pytest.MonkeyPatch) 
     found = []
     for is_on in (False, True):
         chosen: dict[str, Any] = {} if is_on else {"dynamic_shape": "off", "fused_loss": "off"}
-        engine = RapidformerEngine(args={"mixed_precision": "bf16", "cuda_graph": "off", **chosen})
+        engine = RapidformerEngine(
+            args={"mixed_precision": "bf16", "cuda_graph": "off", "lr": 1e-3, **chosen}
+        )
         model = Qwen3ForCausalLM(config)
         model.load_state_dict(state)
         model, *_ = engine.compose(model=model)

@@ -10,6 +10,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
@@ -123,11 +124,15 @@ def train(kind: type[Counting], model: Any, rows: Rows, capture: Any, **more: An
     [(Counting, {"global_batch_size": 8}, 0.0), (Twice, {}, 0.0), (Penalised, {}, 1e-5)],
 )
 def test_every_step_runs_the_users_code(
-    kind: type[Counting], more: dict[str, Any], limit: float
+    kind: type[Counting],
+    more: dict[str, Any],
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Losses, norms and weights, with dropout. Second derivatives add up in another order."""
     plain = train(kind, make_gpt2(), make_texts(16), None, **more)
     capture = Again()
+    monkeypatch.setattr(Following, "recover", None)
     replayed = train(kind, make_gpt2(), make_texts(16), capture, **more)
     assert replayed.in_pieces.problem is None
     assert capture.replayed > capture.recorded > 0
@@ -154,6 +159,40 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4)
     replayed.engine.close()
     assert all(get_compiled_call(block) is None for block in model.modules())
+
+
+class Changed(Counting):
+    """Calls its second block with another tensor, once, and reads hidden states later."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        block = model.transformer.h[1]
+        if self.steps == 5:
+            model.transformer.h[1] = Doubled(block)
+        outputs = model(**batch, output_hidden_states=self.steps == 7)
+        model.transformer.h[1] = block
+        read = [each.square().mean() for each in outputs.hidden_states or ()]
+        return outputs.loss + sum(read)
+
+
+class Doubled(torch.nn.Module):
+    """Calls a block with twice its input."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.block(2 * hidden, *args, **kwargs)
+
+
+def test_blocks_that_are_called_in_another_way() -> None:
+    plain = train(Changed, make_gpt2(), make_texts(32), None)
+    capture = Again()
+    replayed = train(Changed, make_gpt2(), make_texts(32), capture)
+    assert replayed.in_pieces.problem is None
+    assert capture.recorded == 2, "both blocks together: a forward and a backward pass"
+    assert replayed.values.lines == plain.values.lines
 
 
 class Stale(Again):

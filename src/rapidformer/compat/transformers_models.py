@@ -180,7 +180,7 @@ def get_expert_plan(model: Any) -> dict[str, str]:
 
 def takes_static_cache(model: Any) -> bool:
     """Whether a model may generate with a cache of one size that never waits for the device."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     is_decoder = is_own_model(get_own_class(model)) and hasattr(model, "generate")
     if not is_decoder or config.is_encoder_decoder or not model._can_compile_fullgraph:
         return False

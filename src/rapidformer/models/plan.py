@@ -18,7 +18,7 @@ from torch import nn
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.towers import is_inside, list_frozen_parts
-from rapidformer.overlay import find_fact
+from rapidformer.overlay import find_fact, get_own_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,3 +295,9 @@ def find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def runs_in_library_code(model: nn.Module, block: str) -> bool:
+    """Whether transformers' own code hands hidden states from this block to the next one."""
+    owner = get_own_class(model.get_submodule(block.rpartition(".")[0].rpartition(".")[0]))
+    return str(owner.forward.__module__).startswith("transformers.")

@@ -25,6 +25,8 @@ class BlockCall:
     """The tensors and row masks among its arguments, in order."""
     form: Hashable
     """Everything that Python code can see of the arguments except the values of tensors."""
+    constants: Hashable
+    """The same without anything about tensors."""
     is_rounded: bool
     """Whether it has one of a few sizes."""
 
@@ -36,7 +38,8 @@ class BlockCall:
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall | None:
     """A call that can be replayed; None if something in it may hold more than its values."""
-    leaves, form = tree_leaves((args, kwargs)), []
+    leaves = tree_leaves((args, kwargs))
+    form: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, RowMask) and leaf.fused is not None:
             fused = leaf.fused
@@ -49,7 +52,9 @@ def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall | None
             return None
     values = [leaf for leaf in leaves if isinstance(leaf, (Tensor, RowMask))]
     is_rounded = any(isinstance(value, RowMask) for value in values)
-    return BlockCall(args, kwargs, values, (len(args), *kwargs, *form), is_rounded)
+    plain = (leaf for leaf in leaves if isinstance(leaf, _PLAIN))
+    constants = (len(args), *kwargs, *plain)
+    return BlockCall(args, kwargs, values, (*constants, *form), constants, is_rounded)
 
 
 class StaticCall:
@@ -70,12 +75,9 @@ class StaticCall:
             each for each in self._values if isinstance(each, Tensor) and each.requires_grad
         ]
 
-    def fill(self, call: BlockCall, filled: dict[int, Any]) -> None:
-        """Copy in the arguments of another call of the same form, each once."""
+    def fill(self, call: BlockCall) -> None:
+        """Copy in the arguments of another call of the same form."""
         for static, value in zip(self._values, call.values, strict=True):
-            if filled.get(id(static)) is value:
-                continue
-            filled[id(static)] = value
             if isinstance(static, Tensor):
                 write(static, value)
             else:

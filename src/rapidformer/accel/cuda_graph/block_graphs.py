@@ -1,18 +1,19 @@
-"""Replay a model's blocks one by one, where the code around them must run in every step.
+"""Replay a model's blocks, where the code around them must run in every step.
 
-A step that counts, prints or reads a value cannot be one graph. Its model's blocks can be: each
-gets a graph of its forward pass and one of its backward pass, while the step, the rest of the model
-and the loss run as they are. To autograd, a replayed block is one operation.
+A step that counts, prints or reads a value cannot be one graph. Its model's blocks can be: they get
+a graph of their forward pass and one of their backward pass, while the step, the rest of the model
+and the loss run as they are. To autograd, what is replayed is one operation. Blocks that pass their
+output straight to the next one are replayed together (``chains.py``).
 
-All graphs share their memory. What a forward pass leaves for its backward pass lasts until blocks
-are replayed for the next micro-batch, so graphs are used together only if they were recorded
-together. A backward pass that comes later, or that will be differentiated itself, runs the block
-again without a graph.
+Calls are noted in one forward pass, recorded before the next, and replayed from then on. All graphs
+share their memory: what a forward pass leaves for its backward pass lasts until the forward pass of
+the next micro-batch, so graphs are used together only if they were recorded together.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,48 +21,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import (
-    set_warn_on_accumulate_grad_stream_mismatch as warn_of_other_streams,
-)
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall, read_call
+from rapidformer.accel.cuda_graph.block_calls import BlockCall, read_call
+from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
-from rapidformer.accel.cuda_graph.recorder import (
-    CudaCapture,
-    choose_rounding,
-    describe_error,
-)
+from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.unpad.batches import Filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
+from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
 
-
-class _Together:
-    """The blocks that were recorded in one forward pass."""
-
-    def __init__(self, *, is_open: bool) -> None:
-        self.blocks: dict[Hashable, RecordedBlock] = {}
-        self.statics: dict[int, tuple[Any, Any]] = {}
-        """Arguments by their ids, with their static copies: blocks share a mask."""
-        self.filled: dict[int, Any] = {}
-        """What was copied to each static argument in this pass."""
-        self.is_open = is_open
-        """Whether more blocks may be recorded."""
-
-    def finish(self) -> None:
-        """End the recording: the backward passes, latest block first."""
-        self.is_open = False
-        self.statics.clear()
-        restores = [block.record_backward() for block in reversed(self.blocks.values())]
-        for restore in reversed(restores):
-            restore()
+_MOST_CHAINED = 2**31
+"""In bytes: the gradients of a chain lie in memory twice."""
 
 
 def round_rows(model: nn.Module) -> None:
@@ -69,6 +47,15 @@ def round_rows(model: nn.Module) -> None:
     removal, filling = find_fact(model, Removal), find_fact(model, Filling)
     if removal is not None and filling is not None and filling.is_exact:
         removal.rounds_up = True
+
+
+class _Together:
+    """The blocks of one forward pass: noted first, then recorded together."""
+
+    def __init__(self, *, is_noted: bool) -> None:
+        self.notes = Notes() if is_noted else None
+        self.chains: dict[Hashable, tuple[Chain, RecordedBlock]] = {}
+        """By the first call of each."""
 
 
 class BlockGraphs:
@@ -88,7 +75,10 @@ class BlockGraphs:
         self._compiles, self._rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), nn.ModuleList(blocks))
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
-        self._gradients = GradientMemory(blocks, device)
+        self._gradients = GradientMemory(device)
+        self._model, found = model, {module: name for name, module in model.named_modules()}
+        self._names = [found[block] for block in blocks]
+        self._may_chain = self._find_whether_chained()
         self._recorded: dict[Hashable, _Together] = {}
         self._seen: set[int] = set()
         self._described: Hashable = None
@@ -98,6 +88,7 @@ class BlockGraphs:
         self._is_running = False
         self._together: _Together | None = None
         """The blocks of this pass; None before the first is called."""
+        self._following: Following | None = None
         self._calls: Counter[nn.Module] = Counter()
         self._calls_before: list[Any] = []
         self.problem: str | None = None
@@ -113,10 +104,21 @@ class BlockGraphs:
             run = before if before is not None else functools.partial(call_plainly, block)
             set_compiled_call(block, functools.partial(self._call, block, run))
 
+    def _find_whether_chained(self) -> bool:
+        """Whether nothing but blocks touches hidden states: no pixels are added to some."""
+        find_text: Any = getattr(getattr(self._model, "config", None), "get_text_config", None)
+        is_text = find_text is not None and find_text() is self._model.config
+        size = sum(parameter.nbytes for parameter in self._parameters)
+        return (
+            is_text
+            and size <= _MOST_CHAINED
+            and all(runs_in_library_code(self._model, name) for name in self._names)
+        )
+
     @property
     def count(self) -> int:
         """For how many sizes blocks are replayed."""
-        return len(self._recorded) if self.problem is None else 0
+        return sum(bool(each.chains) for each in self._recorded.values())
 
     @property
     def num_blocks(self) -> int:
@@ -132,87 +134,100 @@ class BlockGraphs:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs, which a backward pass follows."""
-        if self.problem is not None:
-            yield
-            return
-        self._begin()
+        if self.problem is None:
+            self._begin()
         self._is_running = self.problem is None
         try:
             yield
         finally:
             self._is_running = False
-        together = self._together
-        if together is not None:
-            together.filled.clear()
-        if together is not None and together.is_open:
-            now = get_numbers(self._device)
-            try:
-                together.finish()
-            except Exception as error:  # blocks run again in their backward pass
-                self._give_up(describe_error(error))
-            set_numbers(now, self._device)
+            following, self._following = self._following, None
+            if self._together is not None and self._together.notes is not None:
+                self._together.notes.forget()
+        if following is not None:
+            raise NotRepeatableError(
+                "the model has called only some of its blocks, which are replayed together as CUDA "
+                "graphs. Set --cuda-graph off."
+            )
 
     def _begin(self) -> None:
         self._number += 1
-        if self._together is not None:
-            for block in self._together.blocks.values():
-                block.release()
-            warn_of_other_streams(True)
-        self._together = None
+        last, self._together = self._together, None
+        if last is not None and last.notes is not None:
+            self._record(last, last.notes)
         self._calls.clear()
-        try:
-            self._code.check_hooks(())
-        except NotRepeatableError as problem:
-            self._give_up(str(problem))
         self._described = self._code.describe()
         places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places
 
+    def _record(self, together: _Together, notes: Notes) -> None:
+        """Record the calls that the last pass has noted."""
+        now = get_numbers(self._device)
+        before = Snapshot(self._code.examination.list_tensors(), self._device)
+        chains = build_chains(notes.calls, are_linked=self._may_chain)
+        together.notes = None
+        try:
+            recorded = [
+                RecordedBlock(
+                    chain, self._capture, self._gradients, before, rounding=self._rounding,
+                    forbids_reads=not self._compiles,
+                )
+                for chain in chains
+            ]  # fmt: skip
+            for block in reversed(recorded):
+                block.record_backward()
+            for block in recorded:
+                block.release()
+        except Exception as error:
+            # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
+            self._give_up(describe_error(error))
+            before.restore()
+        else:
+            pairs = zip(chains, recorded, strict=True)
+            together.chains = {chain.key: (chain, block) for chain, block in pairs}
+        set_numbers(now, self._device)
+
     def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replay a block, or run it."""
         if not self._is_running or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         call = read_call(args, kwargs)
-        recorded = None if call is None else self._find(block, run, call)
-        if call is None or recorded is None:
+        following, self._following = self._following, None
+        if following is not None and (call is None or not following.expects(block, call)):
+            args, kwargs = following.recover(args, kwargs, self._device)
             return run(*args, **kwargs)
-        assert self._together is not None
-        return recorded.replay(call, self._together.filled, self._is_current(self._number))
-
-    def _is_current(self, number: int) -> Callable[[], bool]:
-        return lambda: number == self._number
-
-    def _find(
-        self, block: nn.Module, run: Callable[..., Any], call: BlockCall
-    ) -> RecordedBlock | None:
-        """The graphs of this call, which are recorded if it is time for that."""
+        if following is not None:
+            self._following = following.step()
+            return following.output
+        if call is None:
+            return run(*args, **kwargs)
         if self._together is None:
             self._together = self._choose(call)
         together = self._together
         self._calls[block] += 1
         key = (block, self._calls[block], call.form)
-        if key in together.blocks or not together.is_open:
-            return together.blocks.get(key)
-        # Until these are released, autograd sums gradients on the recording stream, and says so.
-        warn_of_other_streams(False)
-        before = Snapshot(self._code.examination.list_tensors(), self._device)
-        try:
-            recorded = RecordedBlock(
-                block, run, call, StaticCall(call, together.statics), self._capture,
-                self._gradients, before, rounding=self._rounding, forbids_reads=not self._compiles,
-            )  # fmt: skip
-        except Exception as error:
-            # Whatever it is, the block itself runs next: if it fails too, the user sees that.
-            before.restore()
-            self._give_up(describe_error(error))
-            return None
-        together.blocks[key] = recorded
-        return recorded
+        if together.notes is not None:
+            return together.notes.run(key, block, run, call)
+        if key not in together.chains:
+            return run(*args, **kwargs)
+        chain, recorded = together.chains[key]
+        number, numbers = self._number, get_numbers(self._device)
+        output = recorded.replay(call, numbers, lambda: number == self._number)
+        self._following = Following.start(chain, call, output, numbers)
+        return output if self._following is None else chain.stand_in
 
     def _choose(self, call: BlockCall) -> _Together:
         """The recordings of this pass, by its first block."""
+        if self._code.has_hooks:
+            try:
+                self._code.check_hooks(())
+            except NotRepeatableError as problem:
+                self._give_up(str(problem))
+            return _Together(is_noted=False)  # those of transformers collect what was asked for
+        if any(map(operator.is_not, map(self._model.get_submodule, self._names), self._blocks)):
+            return _Together(is_noted=False)  # something stands in a block's place
         key = (call.form, self._described)
         if key in self._recorded:
             return self._recorded[key]
@@ -220,7 +235,7 @@ class BlockGraphs:
         is_due = call.is_rounded or hash(key) in self._seen
         is_due = is_due and self._number > 1 and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
-        together = _Together(is_open=is_due)
+        together = _Together(is_noted=is_due)
         if is_due:
             self._recorded[key] = together
         return together
@@ -229,4 +244,3 @@ class BlockGraphs:
         self.problem = self.problem or problem
         self._is_running = False
         self._recorded.clear()
-        warn_of_other_streams(True)

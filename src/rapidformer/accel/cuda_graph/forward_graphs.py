@@ -92,7 +92,9 @@ class ForwardGraphs:
             if block is self._first:
                 self._code.check_hooks(())
                 self._described = self._code.describe()
-            recorded = None if call is None else self._find(block, run, call)
+            # Hooks of transformers collect what was asked for.
+            has_hooks = self._code.has_hooks
+            recorded = None if call is None or has_hooks else self._find(block, run, call)
         except Exception as error:
             # Whatever it is, the block itself runs next: if it fails too, the user sees that.
             self.problem = describe_error(error)
@@ -144,6 +146,6 @@ class _Forward:
 
     def replay(self, call: BlockCall) -> Any:
         """The output of this call."""
-        self._static.fill(call, {})
+        self._static.fill(call)
         self._replay()
         return tree_map_only(Tensor, torch.clone, self._output)

@@ -1,4 +1,4 @@
-"""The graphs of one call of a block: recorded, compared with the block itself, and replayed."""
+"""The graphs of a chain of blocks: recorded, compared with the blocks, and replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import use_kernels
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall, write
+from rapidformer.accel.cuda_graph.block_calls import BlockCall, write
+from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
@@ -27,29 +28,18 @@ _ALIGNMENT = 128
 
 
 class GradientMemory:
-    """Where the graphs leave the gradients of a block's parameters, until they are copied.
+    """Where graphs leave the gradients of parameters until they are copied, all in one place."""
 
-    One block's are as many as there ever are at a time.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[torch.dtype, Tensor] = {}
 
-    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        sizes: dict[torch.dtype, int] = defaultdict(int)
-        for block in blocks:
-            for dtype, size in _measure(list(block.parameters())).items():
-                sizes[dtype] = max(size, sizes[dtype])
-        self._memory = {
-            dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()
-        }
-
-    def lay_out(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """A place for each parameter's gradient."""
-        return _lay_out(parameters, self._memory)
-
-    def copy(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """What lies in these places, as autograd may keep it."""
-        sizes = _measure(parameters)
-        fresh = {dtype: self._memory[dtype][:size].clone() for dtype, size in sizes.items()}
-        return _lay_out(parameters, fresh)
+    def reserve(self, parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, Tensor]:
+        """Memory for the gradients of these, by dtype."""
+        for dtype, size in _measure(parameters).items():
+            if dtype not in self._memory or len(self._memory[dtype]) < size:
+                self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return {dtype: self._memory[dtype][:size] for dtype, size in _measure(parameters).items()}
 
 
 def _round_up(count: int) -> int:
@@ -64,13 +54,15 @@ def _measure(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, int]:
 
 
 def _lay_out(parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
-    ends: dict[torch.dtype, int] = defaultdict(int)
-    places = []
-    for parameter in parameters:
-        start, count = ends[parameter.dtype], parameter.numel()
-        places.append(memory[parameter.dtype][start : start + count].view(parameter.shape))
-        ends[parameter.dtype] += _round_up(count)
-    return places
+    """The place of each parameter's gradient."""
+    places: dict[int, Tensor] = {}
+    for dtype, whole in memory.items():
+        own = [parameter for parameter in parameters if parameter.dtype == dtype]
+        counts = [parameter.numel() for parameter in own]
+        sizes = [size for count in counts for size in (count, _round_up(count) - count)]
+        for parameter, part in zip(own, whole.split(sizes)[::2], strict=True):
+            places[id(parameter)] = part.view(parameter.shape)
+    return [places[id(parameter)] for parameter in parameters]
 
 
 @dataclass(frozen=True)
@@ -81,14 +73,11 @@ class _Slot:
 
 
 class RecordedBlock:
-    """A block's forward and backward pass as graphs."""
+    """The forward and backward pass of a chain of blocks as graphs."""
 
     def __init__(
         self,
-        block: nn.Module,
-        run: Callable[..., Any],
-        call: BlockCall,
-        static: StaticCall,
+        chain: Chain,
         capture: CudaCapture,
         memory: GradientMemory,
         before: Snapshot,
@@ -96,10 +85,11 @@ class RecordedBlock:
         rounding: float,
         forbids_reads: bool,
     ) -> None:
-        """Record a call's forward pass; ``before`` is the state in which it begins."""
-        self._block, self._run, self._static, self._capture = block, run, static, capture
-        self._device, self._memory, self._rounding = before.device, memory, rounding
-        self.parameters = [each for each in block.parameters() if each.requires_grad]
+        """Record the forward pass; ``before`` is the state in which it begins."""
+        self._chain, self._static, self._capture = chain, chain.static, capture
+        self._device, self._rounding, self._before = before.device, rounding, before
+        self.parameters = chain.parameters
+        self._memory = memory.reserve(chain.parameters)
         self._live: list[Tensor] = []
         """The output tensors with what autograd saved for them, until they are released."""
         self._form: Any = None
@@ -109,8 +99,7 @@ class RecordedBlock:
         """Where the gradients of the outputs are read."""
         self._of_inputs: list[Tensor] = []
         self._has_gradient: list[bool] = []
-        self._replay_backward: Callable[[], None] | None = None
-        static.fill(call, {})
+        self._replay_backward: Callable[[], None]
         with _without_cast_cache():
             with self._shifted():
                 rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
@@ -122,10 +111,10 @@ class RecordedBlock:
                 self._replay_forward()
                 self._check(self.outputs, rehearsed[0], "outputs")
         before.restore()
-        self._rehearsed: tuple[list[Tensor | None], Snapshot] | None = rehearsed[1], before
+        self._rehearsed: list[Tensor | None] = rehearsed[1]
 
     def _run_forward(self) -> list[Tensor]:
-        output = self._run(*self._static.args, **self._static.kwargs)
+        output = self._chain.run(*self._static.args, **self._static.kwargs)
         self._live = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self.is_trained = [tensor.requires_grad for tensor in self._live]
         numbers = itertools.count()
@@ -136,7 +125,7 @@ class RecordedBlock:
         found = self._differentiate()
         self._has_gradient = [gradient is not None for gradient in found]
         count = len(self._static.trained)
-        pairs = zip(self._memory.lay_out(self.parameters), found[count:], strict=True)
+        pairs = zip(_lay_out(self.parameters, self._memory), found[count:], strict=True)
         held = [(place, gradient) for place, gradient in pairs if gradient is not None]
         copy_all([place for place, _ in held], [gradient for _, gradient in held])
         return [gradient for gradient in found[:count] if gradient is not None]
@@ -169,29 +158,17 @@ class RecordedBlock:
             for tensor, value in values:
                 write(tensor, value)
 
-    def record_backward(self) -> Callable[[], None]:
-        """Record the backward pass; returns what replays the forward pass of this call again.
-
-        Call that for all blocks, in the order in which they ran: a forward pass overwrites what
-        those of later blocks have left.
-        """
-        assert self._rehearsed is not None
-        expected, before = self._rehearsed
-        self._rehearsed = None
+    def record_backward(self) -> None:
+        """Record the backward pass."""
         with _without_cast_cache():
-            self._of_inputs, replay = self._capture.record(self._run_backward)
+            self._of_inputs, self._replay_backward = self._capture.record(self._run_backward)
             with self._shifted():
-                before.restore()
+                self._before.restore()
                 self._replay_forward()
-                replay()
-                self._check(self._list_gradients(), expected, "gradients")
-
-        def restore() -> None:
-            before.restore()
-            self._replay_forward()
-            self._replay_backward = replay
-
-        return restore
+                self._replay_backward()
+                self._check(self._list_gradients(), self._rehearsed, "gradients")
+        self._before.restore()
+        self._rehearsed = []
 
     def _check(
         self, mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None], what: str
@@ -209,26 +186,16 @@ class RecordedBlock:
         """Let other recordings use the memory of what autograd saved."""
         self._live = []
 
-    def replay(
-        self, call: BlockCall, filled: dict[int, Any], is_current: Callable[[], bool]
-    ) -> Any:
-        """The output of this call."""
-        self._static.fill(call, filled)
-        again = functools.partial(
-            self._run_again, call, get_numbers(self._device), note_mode(self._device)
-        )
+    def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+        """The output of this call, which begins with these random numbers."""
+        self._static.fill(call)
+        again = functools.partial(self._run_again, call, numbers, note_mode(self._device))
         self._replay_forward()
         values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
         return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
 
-    @property
-    def can_go_back(self) -> bool:
-        """Whether its backward pass is recorded."""
-        return self._replay_backward is not None
-
     def go_back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of inputs and parameters from those of the outputs."""
-        assert self._replay_backward is not None
         for place, gradient in zip(self._gradients, gradients, strict=True):
             place.copy_(gradient)
         self._replay_backward()
@@ -240,7 +207,8 @@ class RecordedBlock:
         found: list[Tensor | None] = [
             next(of_inputs) if has_gradient else None for has_gradient in self._has_gradient[:count]
         ]
-        copied = self._memory.copy(self.parameters)
+        fresh = {dtype: whole.clone() for dtype, whole in self._memory.items()}
+        copied = _lay_out(self.parameters, fresh)
         pairs = zip(copied, self._has_gradient[count:], strict=True)
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
@@ -257,9 +225,9 @@ class RecordedBlock:
 
         set_numbers(numbers, self._device)
         try:
-            with enter_mode(), use_kernels(self._block):
+            with enter_mode(), use_kernels(self._chain.blocks[0]):
                 args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
-                output = self._run(*args, **kwargs)
+                output = self._chain.run(*args, **kwargs)
         finally:
             set_numbers(now, self._device)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -290,7 +258,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recorded: RecordedBlock = ctx.recorded
         given = list(itertools.compress(gradients, recorded.is_trained))
-        if ctx.is_current() and recorded.can_go_back and not torch.is_grad_enabled():
+        if ctx.is_current() and not torch.is_grad_enabled():
             return None, None, None, *recorded.go_back(given)
         assert ctx.saved_tensors  # torch looks whether something has changed them
         return None, None, None, *ctx.run_again(given)

@@ -33,6 +33,11 @@ class ReplayedCode:
         if effect is not None:
             raise NotRepeatableError(str(effect))
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are hooks, if only a library's."""
+        return any(self._hooks)
+
     def check_hooks(
         self, parameters: Sequence[nn.Parameter], reducer: GradientReducer | None = None
     ) -> None:

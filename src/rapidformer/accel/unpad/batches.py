@@ -102,8 +102,9 @@ def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
     Any other fraction would be another graph.
     """
     half = len(rows.places) // 2
-    is_by_token = labels is not None and labels.shape == rows.shape
-    return half if is_by_token and _count_labels(model, labels) <= half else None
+    if labels is None or labels.shape != rows.shape:
+        return None
+    return half if _count_labels(model, labels) <= half else None
 
 
 def _count_labels(model: Any, labels: Tensor) -> int:

@@ -40,7 +40,7 @@ from rapidformer.compat.transformers_models import get_attention, is_own_model, 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
-from rapidformer.models.plan import LAYER_DROPS, ModelPlan
+from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
 from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, put_fact, remove
 
@@ -335,9 +335,7 @@ def extend_blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
     for name, block in zip(plan.blocks, blocks, strict=True):
         stacks[name.rpartition(".")[0]].append(block)
     for name, stack in stacks.items():
-        # Whether transformers' own code passes hidden states from block to block.
-        owner = get_own_class(model.get_submodule(name.rpartition(".")[0]))
-        is_own = str(owner.forward.__module__).startswith("transformers.")
+        is_own = runs_in_library_code(model, f"{name}.0")
         for block in stack:
             is_read = block is stack[-1] or not is_own
             extend(block, "unpad", _build_block, is_shared=True)
