@@ -17,7 +17,7 @@ from tests.parity.models import SAMPLES, build_model, build_rows
 from tests.processes import run_in_kept_processes
 
 MICRO = 4
-STEPS = 50
+STEPS = 25  # the third epoch has begun
 RATE = 2e-3
 WARM_UP = 5
 
