@@ -5,9 +5,9 @@ Or one with a GGUF file or an ONNX graph; ``--push`` sends it to the Hub.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from argparse import BooleanOptionalAction
-from contextlib import nullcontext
 from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
@@ -35,13 +35,21 @@ def run(argv: list[str]) -> None:
     configure_logging(args.log_level)
     from rapidformer.checkpoint.exporting.export import export
 
-    with tempfile.TemporaryDirectory() if not out else nullcontext("") as place:
+    place = None if out else Path(tempfile.mkdtemp(prefix="export-"))
+    target = Path(out) if place is None else place / args.push.rpartition("/")[2]
+    try:
         export(
-            checkpoint, out or Path(place) / args.push.rpartition("/")[2], format=args.format,
-            dtype=args.dtype, quantize=args.quantize, max_shard_size=args.max_shard_size,
-            merge=args.merge, verify=args.verify, allow_unchanged=args.allow_unchanged,
-            base=args.base, push=args.push, private=args.private, license=args.license,
+            checkpoint, target, format=args.format, dtype=args.dtype, quantize=args.quantize,
+            max_shard_size=args.max_shard_size, merge=args.merge, verify=args.verify,
+            allow_unchanged=args.allow_unchanged, base=args.base, push=args.push,
+            private=args.private, license=args.license,
         )  # fmt: skip
+    except BaseException:
+        if place is not None and not target.exists():
+            place.rmdir()  # an export that could not be pushed is kept
+        raise
+    if place is not None:
+        shutil.rmtree(place)
 
 
 def _build_parser() -> CommandParser:

@@ -60,7 +60,8 @@ def push_folder(hub: Hub, folder: Path) -> None:
     """One commit with the whole folder, then a comparison with what the Hub has."""
     files = sorted(list_files(folder))
     try:
-        hub.api.create_repo(hub.name, private=hub.private, exist_ok=True)
+        # None, not False: an organization may make its repositories private by itself.
+        hub.api.create_repo(hub.name, private=hub.private or None, exist_ok=True)
         commit = hub.api.upload_folder(
             repo_id=hub.name, folder_path=folder, delete_patterns=_REPLACED,
             commit_message=f"Export of {folder.name} by rapidformer",

@@ -13,6 +13,7 @@ from typing import Any
 
 from rapidformer.checkpoint.exporting.gguf.families import Metadata
 from rapidformer.errors import ModelError
+from rapidformer.log import get_logger
 
 # gguf.TokenType
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -140,9 +141,15 @@ def _describe_sentence_piece(content: dict[str, Any]) -> dict[str, Any]:
                     f"llama.cpp would also make {piece!r} of {left!r} and {right!r}, which is no "
                     "merge of this tokenizer"
                 )
+    adds_space = _adds_space(content)
+    if adds_space and _find(content, "pre_tokenizer", "Metaspace"):
+        get_logger().info(
+            "tokenizer llama.cpp also puts a space after each special token, and a second one "
+            "before a text that begins with one"
+        )
     return {
         "ggml.model": "llama", "ggml.pre": "default", "scores": scores,
-        "ggml.add_space_prefix": _adds_space(content),
+        "ggml.add_space_prefix": adds_space,
     }  # fmt: skip
 
 
