@@ -45,9 +45,7 @@ def answer(planner: Planner) -> dict[str, Any]:
         "run": None if run is None else asdict(run),
         "largest_micro_batch": planner.find_largest_batch(),
         "longest_rows": planner.find_longest(),
-        "switches_that_fit": []
-        if fits
-        else [_describe_layout(each) for each in planner.list_switches(_SHOWN)],
+        "switches": [_describe_layout(layout) for layout in planner.list_switches(_SHOWN)],
         "layouts": [_describe_layout(layout) for layout in planner.list_layouts(_SHOWN)],
     }
 
