@@ -218,10 +218,11 @@ def build_trainer(work: Workload, rows: Any, engine: Any, *watching: Callback) -
     return Bench(engine)
 
 
-def train(run: Run, size: str) -> Result:
-    """The figures of one training."""
+def train(run: Run, size: str, steps: tuple[int, int] | None = None) -> Result:
+    """The figures of one training, with ``steps`` before the clock starts and after."""
     work = list_every_workload(size)[run.workload]
-    warm_up, timed = STEPS.get(run.workload, (4, 4)) if HAS_GPU else (2, 2)
+    usual = STEPS.get(run.workload, (4, 4)) if HAS_GPU else (2, 2)
+    warm_up, timed = steps or usual
     rows = work.make_rows(run.batch * (warm_up + timed))
     watched = Watch(Stopwatch(warm_up))
 
@@ -359,7 +360,7 @@ LIMITS: dict[str, tuple[float, Run]] = {
     "gpt2": (16, Run("gpt2", 8)),
     "gpt2, recompute": (8, Run("gpt2", 8, FULL)),
     "gpt2, loss not fused": (24, Run("gpt2", 8, {"fused_loss": "off"})),
-    "gpt2-medium": (24, Run("gpt2-medium", 8)),
+    "gpt2-medium": (48, Run("gpt2-medium", 8)),
     "gpt2-medium, recompute": (12, Run("gpt2-medium", 8, FULL)),
 }
 """A device's GiB, and what is trained on it with more and more rows."""
@@ -378,7 +379,7 @@ def try_limits(name: str, largest: int, size: str) -> Result:
     for share in AROUND:
         rows = round(share * largest)
         try:
-            train(replace(run, batch=rows), size)
+            train(replace(run, batch=rows), size, (2, 4))
             fits = True
         except torch.OutOfMemoryError:
             fits = False
