@@ -29,7 +29,6 @@ def answer(planner: Planner) -> dict[str, Any]:
     """Everything that was found out, as JSON takes it."""
     asked = planner.plan()
     assert asked is not None  # as the settings are, they were checked
-    fits = asked.fits(planner.cluster)
     run = estimate_run(asked.timing, planner.settings, planner.cluster, planner.shape.samples)
     return {
         "model": planner.shape.model,
@@ -39,15 +38,15 @@ def answer(planner: Planner) -> dict[str, Any]:
         "precision": planner.shape.precision,
         "rows": planner.settings.micro_batch_size,
         "length": planner.shape.length,
-        "fits": fits,
+        "fits": asked.fits(planner.cluster),
         **_describe_layout(asked),
         "memory": _to_gib(asked.prediction.memory),
         "seconds_by_part": asked.timing.parts,
         "run": None if run is None else asdict(run),
         "largest_micro_batch": planner.find_largest_batch(),
         "longest_rows": planner.find_longest(),
-        "switches_that_fit": [] if fits else [_describe_layout(o) for o in planner.list_switches()],
-        "layouts": [_describe_layout(layout) for layout in planner.list_layouts()[:_SHOWN]],
+        "switches": [_describe_layout(layout) for layout in planner.list_switches(_SHOWN)],
+        "layouts": [_describe_layout(layout) for layout in planner.list_layouts(_SHOWN)],
     }
 
 
@@ -105,12 +104,14 @@ def _describe_limits(found: dict[str, Any]) -> Iterator[str]:
         yield f"limits    --micro-batch-size up to {rows}; with {found['rows']}, {longest}"
     else:
         yield f"limits    not even one row of {found['length']:,} tokens fits"
-    switches = found["switches_that_fit"]
+    switches = found["switches"]
+    if found["fits"]:
+        return
     if switches:
         yield f"to fit    {_describe_one(switches[0])}"
-        for other in switches[1:_SHOWN]:
+        for other in switches[1:]:
             yield f"       or {_describe_one(other)}"
-    elif not found["fits"]:
+    else:
         yield "to fit    no single switch is enough"
 
 

@@ -6,15 +6,15 @@ A layout changes where the work is done, never its result: the global batch stay
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE
+from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems
 from rapidformer.config.switches import to_flag
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import RapidformerError
 from rapidformer.planning.devices import GIB, Cluster
 from rapidformer.planning.parts import Prediction, Shape, Work
 from rapidformer.planning.predict import predict
@@ -81,11 +81,11 @@ class Planner:
             self._typical = replace(shape, filled=filled)
 
     def plan(self, **changes: Any) -> Layout | None:
-        """The training with other settings; None if they exclude each other."""
+        """The training with other settings; None if its blocks cannot be divided like that."""
         settings = self.settings.replace(SOURCE, **changes)
         try:
             prediction = predict(self.shape, settings, self.cluster.count)
-        except ConfigurationError:
+        except RapidformerError:
             return None
         timing = estimate(
             self._count_work(settings, prediction), settings, self.cluster, self.shape.precision
@@ -107,11 +107,18 @@ class Planner:
 
     # ---- layouts ---------------------------------------------------------------------------------
 
-    def list_layouts(self) -> list[Layout]:
-        """Those that fit, the fastest first."""
-        found = [self.plan(**changes) for changes in self._list_candidates()]
-        fitting = [layout for layout in found if layout is not None and layout.fits(self.cluster)]
-        return sorted(fitting, key=lambda layout: (layout.timing.step, len(layout.changes)))
+    def list_layouts(self, most: int) -> list[Layout]:
+        """The fastest ones that fit."""
+        return self._choose(self._list_candidates(), most)
+
+    def _choose(self, candidates: Iterable[dict[str, Any]], most: int) -> list[Layout]:
+        """Those that fit and may be combined, the fastest first."""
+        planned = (self.plan(**changes) for changes in candidates)
+        fitting = [each for each in planned if each is not None and each.fits(self.cluster)]
+        fitting.sort(key=lambda layout: (layout.timing.step, len(layout.changes)))
+        # Last, because it takes longer than a prediction.
+        allowed = (each for each in fitting if not any(find_layout_problems(each.settings)))
+        return list(islice(allowed, most))
 
     def _list_candidates(self) -> Iterator[dict[str, Any]]:
         ranks, total = self.cluster.count, self.settings.global_batch_size or 1
@@ -192,21 +199,16 @@ class Planner:
 
     def find_longest(self) -> int:
         """Tokens of the longest rows that fit, with the micro-batch as it is."""
-        return _find_most(lambda length: self._fits(length), _LONGEST)
+        return _find_most(lambda length: self._fits(replace(self.shape, length=length)), _LONGEST)
 
-    def _fits(self, length: int | None = None, **changes: Any) -> bool:
+    def _fits(self, shape: Shape | None = None, **changes: Any) -> bool:
         settings = self.settings.replace(SOURCE, **changes)
-        memory = predict(self.shape, settings, self.cluster.count, length=length).memory
+        memory = predict(shape or self.shape, settings, self.cluster.count).memory
         return memory.total <= self.cluster.device.memory * GIB
 
-    def list_switches(self) -> list[Layout]:
+    def list_switches(self, most: int) -> list[Layout]:
         """Single switches that make it fit, the cheapest in time first."""
-        fitting = [
-            layout
-            for changes in self._list_single_changes()
-            if (layout := self.plan(**changes)) is not None and layout.fits(self.cluster)
-        ]
-        return sorted(fitting, key=lambda layout: layout.timing.step)
+        return self._choose(self._list_single_changes(), most)
 
     def _list_single_changes(self) -> Iterator[dict[str, Any]]:
         settings, replicas = self.settings, self.settings.data_parallel_size
