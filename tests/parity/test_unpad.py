@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from rapidformer import RapidformerEngine
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import get_fact
+from rapidformer.verification.recorder import Recorder
 from tests.accel.test_unpad import build
 from tests.parity.harness import check, keep_rate, under, zero
 from tests.processes import run_in_kept_processes
 
 ON = {"dynamic_shape": "on"}
 TENSOR = {"tensor_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
 
 
 def test_in_one_process() -> None:
@@ -29,11 +31,30 @@ def test_on_two_processes() -> None:
     check(2, cases + under({**ON, **layouts[3]}, "bert", "t5", "deberta"))
 
 
-def test_with_shared_layers() -> None:
-    """A head that joins its logits, a loss over a split vocabulary, and split tokens."""
-    fused, split = {**TENSOR, "fused_loss": "on"}, {**TENSOR, "sequence_parallel": True}
-    cases = under({**ON, **TENSOR}, "bert", "gpt2") + under({**ON, **fused}, "t5", "llama")
-    check(2, cases + under({**ON, **split}, "llama"))
+class Removing(Recorder):
+    """Also checks that padding was removed to the end: nothing has read it."""
+
+    def after_compose(self, engine: Any) -> None:
+        super().after_compose(engine)
+        self._removal = get_fact(engine.model.module, Removal)
+
+    def finish(self) -> Any:
+        assert self._removal.is_on
+        return super().finish()
+
+
+def test_with_shared_layers_and_rows() -> None:
+    """A head that joins its logits, losses over a split vocabulary or tokens, and split tokens."""
+    fused = {"fused_loss": "on"}
+    layouts: list[tuple[dict[str, Any], list[str]]] = [
+        (TENSOR, ["bert", "gpt2"]),
+        ({**TENSOR, **fused}, ["t5", "llama"]),
+        ({**TENSOR, "sequence_parallel": True}, ["llama"]),
+        (CONTEXT, ["bert", "gpt2"]),
+        ({**CONTEXT, **fused, "checkpoint_activations": True}, ["llama"]),
+    ]
+    cases = [under({**ON, **more}, *names, recorder=Removing) for more, names in layouts]
+    check(2, [case for some in cases for case in some])
 
 
 def test_a_loss_that_reads_padding_on_two_processes() -> None:

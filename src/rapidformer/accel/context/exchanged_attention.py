@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from rapidformer.accel.unpad.kernels import NAME as UNPADDED
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import FUSED_ATTENTIONS
 from rapidformer.compat.transformers_models import (
@@ -33,7 +34,7 @@ from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
 from rapidformer.overlay import find_fact, put_fact
 
-_PREFIX = "rapidformer_context_"
+PREFIX = "rapidformer_context_"
 KNOWN = ("sdpa", "eager")
 """The implementations that take a mask of tokens x tokens, or none."""
 
@@ -48,7 +49,7 @@ def apply_context_attention(
     for config in find_configs(model):
         name = get_attention(config)
         if name in KNOWN:
-            set_attention(config, _PREFIX + name)
+            set_attention(config, PREFIX + name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:
@@ -59,10 +60,10 @@ def find_configs(model: nn.Module) -> list[Any]:
 
 def _list_entries() -> Iterator[Entry]:
     """Functions in transformers' interfaces that split heads around its own."""
-    for name in KNOWN:
+    for name in (*KNOWN, UNPADDED):
         build = functools.partial(_build_attention, name)
-        yield Entry(get_attention_table(), _PREFIX + name, build)
-        yield Entry(get_mask_table(), _PREFIX + name, functools.partial(_build_masks, name))
+        yield Entry(get_attention_table(), PREFIX + name, build)
+        yield Entry(get_mask_table(), PREFIX + name, functools.partial(_build_masks, name))
 
 
 ATTENTION = Patch(_list_entries)
@@ -119,9 +120,9 @@ def get_repeats(heads: int, key_heads: int, size: int) -> int:
     return next(n for n in choices if key_heads * n % size == 0)
 
 
-def _take_heads(region: ContextRegion, mask: Tensor | None, heads: int) -> Tensor | None:
+def _take_heads(region: ContextRegion, mask: Any, heads: int) -> Any:
     """This rank's part of a mask that differs between heads."""
-    if mask is None or mask.dim() != 4 or mask.shape[1] == 1:
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] == 1:
         return mask
     assert mask.shape[1] == heads
     return mask.chunk(region.size, dim=1)[region.rank]

@@ -42,6 +42,7 @@ from rapidformer.accel.tensor.styles import (
     replace_first,
     replace_output,
 )
+from rapidformer.accel.unpad.on_demand import lacks_padding
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.seeding import RandomState
@@ -336,7 +337,8 @@ class SplitHead:
     def forward(self, hidden: Tensor) -> Tensor:
         place = get_fact(self, SplitHeadPlace)
         region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
-        if not (place.keeps_slice and length and region.can_split(length)):
+        is_whole = lacks_padding(hidden) or not place.keeps_slice
+        if is_whole or not (length and region.can_split(length)):
             whole: Tensor = super().forward(hidden)  # type: ignore[misc]
             return whole
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]

@@ -34,8 +34,9 @@ from rapidformer.accel.fused_loss.head import Head
 from rapidformer.accel.fused_loss.layered import deferring_layers, find_layered_head
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.tensor.styles import ColwiseGathered, Split
-from rapidformer.accel.unpad.on_demand import map_tokens
+from rapidformer.accel.unpad.on_demand import lacks_padding, map_tokens
 from rapidformer.accel.unpad.promises import find_promise
+from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.torch_dispatch import find_unknown_functions
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.dist.regions import copy_in
@@ -170,7 +171,10 @@ def _build_head(
         assert recipe is not None
         recipe = dataclasses.replace(recipe, words=words)
         region = find_fact(self, ContextRegion)
-        if region is None:
+        if region is not None and not recipe.is_by_row and teacher is None:
+            picked = pick_labelled(hidden, labels, recipe.ignore_index)
+            hidden, labels = picked if picked is not None else (hidden, labels)
+        if region is None or lacks_padding(hidden):
             return compute_losses(hidden, weight, bias, labels, recipe, teacher)
         # Every rank has the hidden states of all tokens after the last block: each takes a slice.
         own, length = region.slice(labels[None])[0], len(labels)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad.sides import is_encoder_decoder
@@ -29,8 +30,12 @@ def find_difference(
     dtype: torch.dtype | None = None,
     *,
     is_packed: bool = False,
+    sharing: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """How a forward pass differs from the model's own, also under autocast; None if it does not."""
+    """How a forward pass differs from the model's own, also under autocast; None if it does not.
+
+    ``sharing`` are the ranks that share each row, which all call this.
+    """
     device = next(model.parameters()).device
     try:
         with evaluation_mode(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -40,10 +45,10 @@ def find_difference(
             is_rounded = dtype is not None and any(p.dtype == dtype for p in model.parameters())
             difference = None
             if not is_rounded:  # frozen weights in 16 bits do not meet fp32 outside autocast
-                difference = _compare(model, plan, forward, batch)
+                difference = _compare(model, plan, forward, batch, sharing)
             if difference is None and dtype is not None and (is_rounded or device.type == "cuda"):
                 with torch.autocast(device.type, dtype=dtype):
-                    difference = _compare(model, plan, forward, batch, _LIMIT_16_BIT)
+                    difference = _compare(model, plan, forward, batch, sharing, _LIMIT_16_BIT)
             return difference
     except ModelError as error:
         return str(error)
@@ -63,6 +68,7 @@ def _compare(
     plan: ModelPlan,
     forward: Forward,
     batch: dict[str, Any],
+    sharing: dist.ProcessGroup | None,
     limit: float = _LIMIT,
 ) -> str | None:
     """Compare the logits, and the gradients of the first and the last block."""
@@ -71,6 +77,9 @@ def _compare(
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
     expected = _run(functools.partial(call_plainly, model), batch, weights)
     changed = _run(forward, batch, weights)
+    if sharing is not None:  # each rank has those of its own tokens
+        for gradient in (*expected[1:], *changed[1:]):
+            dist.all_reduce(gradient, group=sharing)
     if expected[0].dtype in (torch.float16, torch.bfloat16):
         limit = _LIMIT_16_BIT
     names = ["logits", *["gradients"] * len(weights)]

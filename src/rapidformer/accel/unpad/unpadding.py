@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.arguments import find_argument_names
-from rapidformer.accel.context.exchanged_attention import find_configs
+from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.calls import Call, Help, Removal, record_padded
 from rapidformer.accel.unpad.columns import choose_sides, widen
@@ -44,6 +45,9 @@ from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
 from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, put_fact, remove
 
+_UNPADDED = {"sdpa": NAME, PREFIX + "sdpa": PREFIX + NAME}
+"""What takes the place of a model's attention."""
+
 assert tokenwise  # it fills the table of operations that need no padding
 
 
@@ -56,6 +60,7 @@ def apply(assembly: Assembly) -> str | None:
     obstacle = _find_obstacle(assembly) or apply_unpadding(
         assembly.model, assembly.plan, assembly.precision.dtype, is_compiled=args.compile,
         applied=assembly.applied, help_of_others=help_of_others,
+        sharing=assembly.topology.get_group("context"),
     )  # fmt: skip
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -84,6 +89,7 @@ def apply_unpadding(
     is_compiled: bool = False,
     applied: Applied | None = None,
     help_of_others: Help = Help.NONE,
+    sharing: dist.ProcessGroup | None = None,
 ) -> str | None:
     """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
     problem = _find_problem(model, plan)
@@ -96,9 +102,10 @@ def apply_unpadding(
     unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     # transformers warns if one asks a model without a head for its loss.
     with uncompiled(model.modules()), quiet_transformers(None):
-        difference = find_difference(model, plan, unpadded, dtype)
+        find = functools.partial(find_difference, model, plan, unpadded, dtype, sharing=sharing)
+        difference = find()
         packs = difference is None and shifts_labels(model)
-        packs = packs and not find_difference(model, plan, unpadded, dtype, is_packed=True)
+        packs = packs and not find(is_packed=True)
     if difference is None and not trial.is_on:
         difference = "it reads what its blocks return for padding"
     if difference is not None:
@@ -113,10 +120,11 @@ def apply_unpadding(
 
 def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
     """Let attention, blocks and stacks run unpadded when asked to; returns how to undo it."""
-    configs = [config for config in find_configs(model) if get_attention(config) == "sdpa"]
+    chosen = [(config, get_attention(config)) for config in find_configs(model)]
+    configs = [(config, name) for config, name in chosen if name in _UNPADDED]
     stacks = find_stacks(model) if is_encoder_decoder(model) else None
-    for config in configs:
-        set_attention(config, NAME)
+    for config, name in configs:
+        set_attention(config, _UNPADDED[name])
     extended = extend_blocks(model, plan)
     if stacks is not None:
         extended += extend_sides(model, *stacks)
@@ -124,8 +132,8 @@ def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
     def restore() -> None:
         for module in extended:
             remove(module, "unpad")
-        for config in configs:
-            set_attention(config, "sdpa")
+        for config, name in configs:
+            set_attention(config, name)
 
     return restore
 
@@ -275,7 +283,7 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    has_sdpa = any(get_attention(part) == "sdpa" for part in find_configs(model))
+    has_sdpa = any(get_attention(part) in _UNPADDED for part in find_configs(model))
     if not has_sdpa and not disentangled.is_applied(model):
         return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):

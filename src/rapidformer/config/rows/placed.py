@@ -159,6 +159,17 @@ PLACED = register(
         devices=("cuda",), is_idle_elsewhere=True, exact="yes, dropout included",
         effect=Effect(on_host=("activations",)),
     ),
+    # Outside all of these: tokens are split before the first block and joined after the last.
+    Switch(
+        "context parallelism", turned_on_by=("context_parallel_size",), module="context.parallel",
+        excludes=(
+            _NO_STAGES,
+            not_with_images(f"ranks would share the tokens of an image. {SHARD_INSTEAD}"),
+        ),
+        excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
+        effect=Effect(divides="tokens"),
+    ),
+    # Outside that one: the ranks share rows that lie end to end.
     Switch(
         "dynamic shape",
         turned_on_by=("dynamic_shape",), off={"dynamic_shape": "off"}, module="unpad.unpadding",
@@ -168,7 +179,6 @@ PLACED = register(
                 Rule(name, f"{why}. Leave out --dynamic-shape")
                 for name, why in {
                     "pipeline": "stages exchange rows of one length",
-                    "context parallelism": "ranks share rows of one length",
                     "expert parallelism": "it has not been tried together",
                     "DeepSpeed": "it has not been tried together",
                 }.items()
@@ -190,16 +200,6 @@ PLACED = register(
                  "--zero-1-memory-optimization, -2- or -3- instead of DeepSpeed"),
         ),
         exact=f"to 1e-6{NEW_DROPOUT}", under_deepspeed="not applied",
-    ),
-    # Outside all of these: tokens are split before the first block and joined after the last.
-    Switch(
-        "context parallelism", turned_on_by=("context_parallel_size",), module="context.parallel",
-        excludes=(
-            _NO_STAGES,
-            not_with_images(f"ranks would share the tokens of an image. {SHARD_INSTEAD}"),
-        ),
-        excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
-        effect=Effect(divides="tokens"),
     ),
     # Before sharding, which shards each rank's experts further.
     Switch(
