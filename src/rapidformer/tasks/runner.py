@@ -16,6 +16,7 @@ from rapidformer.objectives.objective import AskedModel
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
 from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
+from rapidformer.tasks.evaluation.samples import SampleAnswers, describe_tables
 from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
@@ -90,7 +91,16 @@ class TaskFinetuner(Finetuner):
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
         assert self.prepared is not None
-        return measure(self.engine, self.task, model, loader, self.prepared, split).compute()
+        samples = SampleAnswers(self.task, self.prepared, split)
+        tally = measure(
+            self.engine, self.task, model, loader, self.prepared, split, samples=samples
+        )
+        if self.engine.is_main:
+            self.details.update(tables=describe_tables(tally.tables()), samples=samples.describe())
+        return tally.compute()
+
+    def get_prepared(self) -> PreparedData | None:
+        return self.prepared
 
 
 def train_task(
