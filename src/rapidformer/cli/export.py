@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
+from dataclasses import asdict
+from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging
+from rapidformer.run_events import append_event, find_run
 
 _DESCRIPTION = """\
 Write the model of a run as a Hugging Face folder, from a checkpoint of any layout, without having
@@ -28,10 +31,12 @@ def run(argv: list[str]) -> None:
     configure_logging(args.log_level)
     from rapidformer.checkpoint.exporting.export import export
 
-    export(
+    report = export(
         checkpoint, out, dtype=args.dtype, max_shard_size=args.max_shard_size, merge=args.merge,
         verify=args.verify, allow_unchanged=args.allow_unchanged, base=args.base,
     )  # fmt: skip
+    if folder := find_run(Path(checkpoint).expanduser()):  # for its page
+        append_event(folder, "export", facts=asdict(report))
 
 
 def _build_parser() -> CommandParser:

@@ -12,8 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.publish import read_json, replace_text
 from rapidformer.errors import DataError
+from rapidformer.report import PAGE_FILE
 from rapidformer.report.run import find_metrics, read_run
 from rapidformer.strict_json import drop_not_finite
 
@@ -45,10 +47,18 @@ def build_content(sources: Sequence[Path]) -> dict[str, Any]:
     """What the page shows of runs, or of a sweep by its folder."""
     sweep = _read_sweep(sources[0]) if len(sources) == 1 else None
     if sweep is not None:
-        sources = [sources[0] / trial["folder"] for trial in sweep["trials"]]
-        sources = [source for source in sources if (source / "metrics.jsonl").is_file()]
+        folders = [sources[0] / trial["folder"] for trial in sweep["trials"]]
+        for folder, trial in zip(folders, sweep["trials"], strict=True):
+            trial["has_page"] = (folder / PAGE_FILE).is_file()
+        sources = [folder for folder in folders if (folder / METRICS_FILE).is_file()]
     most = max(100, min(_MOST_POINTS, 4 * _MOST_POINTS // max(1, len(sources))))
-    runs = [read_run(find_metrics(source), most=most) for source in sources]
+    runs = []
+    for source in sources:
+        try:
+            runs.append(read_run(find_metrics(source), most=most))
+        except DataError:
+            if sweep is None:  # a trial may have failed before its first step
+                raise
     names = [run["name"] for run in runs]
     for run in runs:
         if names.count(run["name"]) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.inventory import RunEntry, take_inventory
+from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import DataError
 from rapidformer.hub import suggest_path
 from rapidformer.report.metrics import Line, build_curves, list_evaluations, read_lines
@@ -18,6 +19,8 @@ from rapidformer.run_events import read_events
 ARGUMENTS_FILE = "arguments.yaml"
 Event = dict[str, Any]
 _SETTING = re.compile(r"(?:# )?(\w+): (.*)")
+_EVALUATED = "evaluation_*.json"
+"""Written by ``rapidformer evaluate``."""
 _SHOWN_EVALUATIONS = 30
 """Rows of evaluations, and evaluations with their tables and samples."""
 _OPEN_END = 2**31
@@ -61,6 +64,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "phases": last.get("phases"),
         "events": [e for e in events if e["event"] not in ("evaluation", "batch", "phases")],
         "plan": _find_plan(lines, last),
+        "evaluated": [read_json(f, or_nothing=True) for f in sorted(folder.glob(_EVALUATED))],
         "odd": [line for line in lines if _is_odd(line)][-100:],
     }
 

@@ -44,7 +44,7 @@ function makeSweep(sweep) {
   const isHigher = best && sweep.trials.some((one) => one.state === "complete" && one.value != null && one.value < best.value);
   const order = [...sweep.trials].sort((a, b) => (a.value == null) - (b.value == null) || (isHigher ? -1 : 1) * (a.value - b.value));
   const rows = order.map((trial) => [trial.number, trial.value, ...names.map((name) => trial.parameters[name]), trial.state + (trial.error ? `: ${trial.error}` : ""),
-    make("a", { href: `${trial.folder}/report.html` }, trial.folder)]);
+    trial.has_page ? make("a", { href: `${encodeURIComponent(trial.folder)}/report.html` }, trial.folder) : make("span", {}, trial.folder)]);
   return make("section", { class: "card hero" }, make("div", {}, make("h1", {}, sweep.name), make("span", { class: "pill running" }, `${sweep.trials.length} trials`)),
     best ? [make("p", {}, `Best: trial ${best.number} with ${sweep.metric} ${formatNumber(best.value)}. This command trains with its settings again:`), makeCopied(sweep.command)] : make("p", {}, "No trial ran to its end."),
     makeTable(["Trial", sweep.metric, ...names, "State", "Page"], rows, { best: best ? order.indexOf(best) : null, label: "trials" }),
@@ -113,7 +113,7 @@ function makeConfusion({ labels, counts }) {
 function makeSamples(samples) {
   if (!samples.length) return [];
   const heads = [...new Set(samples.flatMap((sample) => Object.keys(sample)))];
-  const answer = ["label", "labels", "generated", "answer"].find((name) => heads.includes(name) && heads.includes("expected"));
+  const answer = ["label", "labels", "answer"].find((name) => heads.includes(name) && heads.includes("expected"));
   const rows = samples.map((sample) => heads.map((head) => {
     const value = sample[head], text = value == null ? null : typeof value === "object" ? JSON.stringify(value) : value;
     if (head !== answer) return text;
@@ -142,15 +142,8 @@ function makeRow(row) {
 }
 
 function makePlan(run) {
-  const names = Object.keys(run.plan || {});
-  if (!names.length) return null;
-  const rows = [];
-  for (const name of names) {
-    const value = run.plan[name];
-    if (value && typeof value === "object") for (const [part, size] of Object.entries(value)) rows.push([`${name.replace(/_/g, " ")}: ${part.replace(/_/g, " ")}`, typeof size === "object" ? JSON.stringify(size) : size]);
-    else rows.push([name.replace(/_/g, " "), value]);
-  }
-  return make("div", { class: "card" }, makeTable(["", "value"], rows, { label: "predicted and actual" }));
+  const rows = flatten(run.plan || {}).map(([name, value]) => [name.replace(/_/g, " "), value]);
+  return rows.length ? make("div", { class: "card" }, makeTable(["", ""], rows, { label: "predicted and actual" })) : null;
 }
 
 function makePhases(run) {
@@ -161,7 +154,7 @@ function makePhases(run) {
   const order = totals.map((_, rank) => rank);
   const shown = order.length > 32 ? order.sort((a, b) => own[b] - own[a]).slice(0, 32) : order;
   const colour = (name, i) => `var(--c${PHASES[name] ?? (6 + i) % COLOURS})`, longest = Math.max(...totals);
-  const perStep = (value) => formatSeconds(value / steps).replace(/^0\.0 s$/, `${(1000 * value / steps).toFixed(1)} ms`);
+  const perStep = (value) => value / steps < 1 ? `${Number((1000 * value / steps).toPrecision(3))} ms` : formatSeconds(value / steps);
   return make("div", { class: "card" },
     make("p", { class: "note" }, `Mean over ${formatNumber(steps)} steps, by each process's own clock. A GPU works behind it: its time shows where the process waits for it.` + (order.length > 32 ? " Of all ranks, the 32 with the most work of their own." : "")),
     make("div", { class: "keys" }, names.map((name, i) => make("span", {}, make("i", { style: { background: colour(name, i) } }), name))),
@@ -178,10 +171,21 @@ function makeStalls(run) {
 }
 
 function makeChecks(run) {
-  const checks = run.events.filter((event) => event.event === "verify" || event.event === "export" || event.event === "evaluate");
-  if (!checks.length) return null;
-  return checks.map((event) => make("div", { class: "card" }, make("h3", {}, `${event.event}, ${formatTime(event.time)}`), make("p", {}, event.verdict || ""), event.text ? make("pre", { tabindex: "0" }, event.text) : null,
-    (event.tables || []).map((table) => [make("h3", {}, table.title), table.content.counts ? makeConfusion(table.content) : makeScores(table.content)])));
+  const proven = run.events.filter((event) => event.event === "verify" || event.event === "export").map((event) => make("div", { class: "card" },
+    make("h3", {}, `rapidformer ${event.event}, ${formatTime(event.time)}`), event.verdict ? make("p", {}, event.verdict) : null, event.text ? make("pre", { tabindex: "0" }, event.text) : null,
+    event.facts ? makeTable(["", ""], flatten(event.facts), { label: event.event }) : null));
+  const evaluated = run.evaluated.map((report) => {
+    const tables = Object.values(report).filter((value) => value && typeof value === "object");
+    return make("div", { class: "card" }, make("h3", {}, `rapidformer evaluate on ${report.split}`), makeTable(["", ""], Object.entries(report).filter(([, value]) => typeof value !== "object"), { label: "metrics" }),
+      tables.map((table) => table.counts ? makeConfusion(table) : makeScores(table)));
+  });
+  return proven.length + evaluated.length ? [proven, evaluated] : null;
+}
+
+// Names and values, those of objects within after their object's name.
+function flatten(facts, before = "") {
+  return Object.entries(facts).flatMap(([name, value]) => value && typeof value === "object" && !Array.isArray(value) ? flatten(value, `${before}${name}: `)
+    : [[before + name, Array.isArray(value) ? value.join(", ") : typeof value === "boolean" ? (value ? "yes" : "no") : value]]);
 }
 
 function makeCheckpoints(run) {

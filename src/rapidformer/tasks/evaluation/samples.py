@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from rapidformer.log import get_logger
-from rapidformer.tasks.base import PreparedData, Record, Task
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Task
+from rapidformer.tasks.evaluation.generating import Generation, decode_answers, generate
 from rapidformer.tasks.metrics.tally import ConfusionTable, ReportTable
 from rapidformer.tasks.rows.rows import take_first
 
@@ -15,6 +18,8 @@ _ROWS = 6
 _LONGEST = 1200
 """Characters of a text."""
 _SHOWN_CLASSES = 40
+_NEW_TOKENS, _MORE_TOKENS = 64, 8
+"""The most tokens of an answer, and how many more it may have than the expected one."""
 
 
 class SampleAnswers:
@@ -43,6 +48,30 @@ class SampleAnswers:
             get_logger().debug("no samples for the run's page: %s", reason)
             return []
         return [{name: _shorten(value) for name, value in row.items()} for row in answers]
+
+
+def generate_samples(
+    model: Any, prepared: PreparedData, count: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """The model's greedy answers to the first rows of the validation data; on every rank."""
+    tokenizer, rows = prepared.processor, prepared.validation
+    samples = []
+    for number in range(min(count, len(rows))):
+        ids, labels = (list(rows[number].get(name, ())) for name in ("input_ids", "labels"))
+        # A conversation up to its first answer; of plain text, which has no labels yet, one half.
+        is_answer = [label != IGNORED_LABEL for label in labels]
+        start = is_answer.index(True) if any(is_answer) else max(1, len(ids) // 2)
+        end = is_answer.index(False, start) if False in is_answer[start:] else len(ids)
+        generation = Generation(max_new_tokens=min(_NEW_TOKENS, end - start + _MORE_TOKENS))
+        prompt = torch.tensor([ids[:start]], device=device)
+        batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        (answers,) = generate(model, batch, tokenizer, generation)
+        samples.append({
+            "prompt": _shorten(tokenizer.decode(ids[:start])),
+            "generated": decode_answers(answers, tokenizer, generation)[0].strip(),
+            "expected": _shorten(tokenizer.decode(ids[start:end], skip_special_tokens=True)),
+        })  # fmt: skip
+    return samples
 
 
 def _shorten(value: Any) -> Any:
