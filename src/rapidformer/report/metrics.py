@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,24 @@ from rapidformer.strict_json import parse_json
 
 Line = dict[str, Any]
 Points = list[tuple[float, float]]
-_NOT_CURVES = ("step", "epoch", "seconds_left")
+_NOT_CURVES = ("bad_", "plan_", "predicted_", "epoch", "seconds_left")
 
 
 def read_lines(metrics_file: Path) -> list[Line]:
     """The complete lines; the last one may be incomplete while the run is writing."""
     if not metrics_file.is_file():
         raise DataError(f"{metrics_file} does not exist: a run with --save writes it.")
-    lines = []
-    for text in metrics_file.read_bytes().split(b"\n"):
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and is_number(line.get("step")):
-            lines.append(line)
-    return lines
+    texts = [text for text in metrics_file.read_bytes().split(b"\n") if text.strip()]
+    try:
+        found = parse_json(b"[" + b",".join(texts) + b"]")  # three times as fast as one by one
+    except ValueError:
+        found = [line for text in texts for line in _parse(text)]
+    return [line for line in found if isinstance(line, dict) and is_number(line.get("step"))]
+
+
+def _parse(text: bytes) -> Iterator[Any]:
+    with suppress(ValueError):
+        yield parse_json(text)
 
 
 def is_number(value: object) -> bool:
@@ -42,37 +46,50 @@ def build_curves(lines: Iterable[Line], most: int) -> dict[str, dict[str, Any]]:
     Of more, the lowest and the highest of each stretch are kept, so that no peak is lost; ``mean``
     then has the middle of each stretch and its mean, which a smoothed curve must follow.
     """
-    points: dict[str, Points] = {}
+    columns: dict[str, tuple[list[float], list[float]]] = {}
     for line in lines:
         step = line["step"]
         for name, value in line.items():
-            if name not in _NOT_CURVES and is_number(value):
-                points.setdefault(name, []).append((step, value))
-    return {name: _thin(sorted(found, key=_get_step), most) for name, found in points.items()}
+            if type(value) in (float, int) and name != "step":
+                if name not in columns:
+                    columns[name] = ([], [])
+                steps, values = columns[name]
+                steps.append(step)
+                values.append(value)
+    return {
+        name: _thin(*_tidy(*column), most)
+        for name, column in columns.items()
+        if not name.startswith(_NOT_CURVES)
+    }
 
 
-def _get_step(point: tuple[float, float]) -> float:
-    return point[0]
+def _tidy(steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """In the order of the steps, without what is not finite."""
+    if all(map(math.isfinite, values)) and all(map(operator.le, steps, steps[1:])):
+        return steps, values
+    points = zip(steps, values, strict=True)
+    kept = sorted(point for point in points if math.isfinite(point[1]))
+    return [step for step, _ in kept], [value for _, value in kept]
 
 
-def _thin(points: Points, most: int) -> dict[str, Any]:
-    if len(points) <= most:
-        return {"x": [step for step, _ in points], "y": [value for _, value in points]}
-    kept: Points = []
-    means: Points = []
+def _thin(steps: list[float], values: list[float], most: int) -> dict[str, Any]:
+    count = len(steps)
+    if count <= most:
+        return {"x": steps, "y": values}
+    kept: list[int] = []
+    middles, means = [], []
     stretches = max(1, most // 2)
     for number in range(stretches):
-        first, last = (len(points) * n // stretches for n in (number, number + 1))
-        part = points[first:last]
-        values = [value for _, value in part]
-        ends = {values.index(min(values)), values.index(max(values))}
-        kept += [part[place] for place in sorted(ends)]
-        means.append((part[len(part) // 2][0], sum(values) / len(values)))
+        first, last = (count * n // stretches for n in (number, number + 1))
+        part = values[first:last]
+        kept += sorted({first + part.index(min(part)), first + part.index(max(part))})
+        middles.append(steps[(first + last) // 2])
+        means.append(sum(part) / len(part))
     return {
-        "x": [step for step, _ in kept],
-        "y": [value for _, value in kept],
-        "count": len(points),
-        "mean": [list(column) for column in zip(*means, strict=True)],
+        "x": [steps[place] for place in kept],
+        "y": [values[place] for place in kept],
+        "count": count,
+        "mean": [middles, means],
     }
 
 

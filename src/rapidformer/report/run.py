@@ -41,6 +41,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
     """The page's facts about a run; ``most`` limits the points of a curve."""
     folder, lines = metrics_file.parent, read_lines(metrics_file)
     curves = build_curves(lines, most)
+    rare = [line for line in lines if "lr" not in line]  # not of training
     events = _drop_repeated(read_events(folder))
     if not curves and not events:
         raise DataError(
@@ -54,7 +55,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "folder": str(folder),
         **_judge(events, entry, lines, metrics_file),
         "curves": curves,
-        "evaluations": _pick(list_evaluations(lines), _SHOWN_EVALUATIONS),
+        "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
         "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
         "settings": list(_read_settings(folder / ARGUMENTS_FILE)),
         "best": _describe_best(entry),
@@ -63,9 +64,9 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "batch": last.get("batch"),
         "phases": last.get("phases"),
         "events": [e for e in events if e["event"] not in ("evaluation", "batch", "phases")],
-        "plan": _find_plan(lines, last),
+        "plan": _find_plan(rare, last),
         "evaluated": [read_json(f, or_nothing=True) for f in sorted(folder.glob(_EVALUATED))],
-        "odd": [line for line in lines if _is_odd(line)][-100:],
+        "odd": [line for line in rare if _is_odd(line)][-100:],
     }
 
 

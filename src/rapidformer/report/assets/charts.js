@@ -67,7 +67,7 @@ function buildSeries(panel, runs, isLog) {
     const smoothed = isTraining && x.length >= 10 ? smooth(y, smoothing.percent) : y;
     if (smoothed !== y || curve.mean) {
       add(curve.x, curve.y, { label, stroke: colour, alpha: .3, width: 1, points: { show: false }, class: "raw" });
-      add(x, smoothed, { label: label + (smoothed !== y ? " (smoothed)" : ""), stroke: colour, dash, points: { show: false } });
+      add(x, smoothed, { label, stroke: colour, dash, points: { show: false } });
     } else add(curve.x, curve.y, { label, stroke: colour, dash, points });
   }));
   if (!tables.length) return { data: [[0]], series };
@@ -92,16 +92,16 @@ class Panel {
   }
   toggle() { this.isLog = !this.isLog; this.button.setAttribute("aria-pressed", this.isLog); this.draw(); }
   get width() { return Math.max(180, this.place.clientWidth); }
-  resize() { if (!this.chart) this.draw(); else if (Math.abs(this.chart.width - this.width) > 1) this.chart.setSize({ width: this.width, height: 210 }); }
+  resize() { if (!this.chart) this.draw(); else if (Math.abs(this.chart.width - this.width) > 1) this.chart.setSize({ width: this.width, height: 200 }); }
   draw() {
     this.chart?.destroy();
     const { data, series } = buildSeries(this.panel, this.runs, this.isLog);
     const axis = { stroke: getStyle("--soft"), grid: { stroke: getStyle("--faint"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     this.chart = new uPlot({
-      width: this.width, height: 210, cursor: { sync: { key: "step" }, y: false }, legend: { live: true },
+      width: this.width, height: 200, cursor: { sync: { key: "step" }, y: false }, legend: { live: true },
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
       series: [{ label: this.panel.isScatter ? this.panel.keys[0] : "step", value: (_, step) => step == null ? "" : formatNumber(step) }, ...series],
-      axes: [{ ...axis, ...(this.panel.isScatter ? {} : { incrs: STEPS }), values: (_, ticks) => ticks.map(formatShort) },
+      axes: [{ ...axis, size: 32, ...(this.panel.isScatter ? {} : { incrs: STEPS }), values: (_, ticks) => ticks.map(formatShort) },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : this.panel.isShare ? formatShare(tick) : formatShort(tick)) }],
     }, data, this.place);
   }
