@@ -154,6 +154,7 @@ def show_results(metrics: dict[str, Any], seconds: dict[str, float], output: Pat
     table.add_row("test accuracy", f"[bold green]{metrics['accuracy']:.1%}[/] ({guess})")
     table.add_row("seconds", ", ".join(f"{name} {taken:.0f}" for name, taken in seconds.items()))
     for name, path in {
+        "the run's page": "run/report.html",
         "loss curve": "curve.png",
         "mistakes": "confusion.png",
         "best model": "run/best",
@@ -183,6 +184,8 @@ def show_next(output: Path) -> None:
         "--data-path", "glue", "--data-name", "mrpc", "--mixed-precision",
     )  # fmt: skip
     console.print("\nMore: docs/quickstart.md")
+    page = escape(str((output / "run" / "report.html").resolve()))
+    console.print(f"Open the run's page in a browser: [bold]{page}[/]", soft_wrap=True)
 
 
 def main() -> None:

@@ -391,7 +391,7 @@ def test_kto_says_how_to_balance_its_weights(
 
 
 def test_showing_both_answers(folder: Path) -> None:
-    from rapidformer.tasks.rows.label_view import view_batch
+    from rapidformer.data.label_view import view_batch
 
     rows = [{"prompt": "w1 w2 ", "chosen": "w3", "rejected": "w4 w5"}]
     for task, trained in (

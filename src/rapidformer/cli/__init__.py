@@ -17,6 +17,7 @@ COMMANDS = {
     "data": "show a run's data, inspect pre-training files",
     "runs": "list the runs and checkpoints in a folder",
     "check": "verify every hash and tensor of a checkpoint",
+    "report": "write the page of a run, or follow it in a browser",
     "plot": "draw the loss curves of runs",
 }
 """What each sub-command does; its module of this package has a ``run``."""
@@ -24,6 +25,6 @@ DISTRIBUTED = frozenset({"train", "evaluate", "predict"})
 """Take the flags of a run, and start one process per GPU."""
 OWN_FLAGS = frozenset({
     "preprocess", "data", "launch", "config", "verify", "bench", "plan", "sweep", "runs", "check",
-    "export", "plot",
+    "export", "plot", "report",
 })  # fmt: skip
 """Have their own flags, and therefore their own help."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from rapidformer.tasks.rows.label_view import ShownRow, ShownToken
+    from rapidformer.data.label_view import ShownRow, ShownToken
 
 _EXAMPLES = """\
 examples:
@@ -107,8 +107,8 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from rapidformer.data.label_view import count_tokens, view_batch
     from rapidformer.tasks.rows.images import describe_image
-    from rapidformer.tasks.rows.label_view import count_tokens, view_batch
     from rapidformer.tasks.rows.rows import is_row_stream
 
     is_stream = is_row_stream(features)

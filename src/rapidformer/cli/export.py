@@ -8,11 +8,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from argparse import BooleanOptionalAction
+from dataclasses import asdict
 from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging
+from rapidformer.run_events import append_event, find_run
 
 _DESCRIPTION = """\
 Write the model of a run as a Hugging Face folder, from a checkpoint of any layout, without having
@@ -38,7 +40,7 @@ def run(argv: list[str]) -> None:
     place = None if out else Path(tempfile.mkdtemp(prefix="export-"))
     target = Path(out) if place is None else place / args.push.rpartition("/")[2]
     try:
-        export(
+        report = export(
             checkpoint, target, format=args.format, dtype=args.dtype, quantize=args.quantize,
             max_shard_size=args.max_shard_size, merge=args.merge, verify=args.verify,
             allow_unchanged=args.allow_unchanged, base=args.base, push=args.push,
@@ -50,6 +52,8 @@ def run(argv: list[str]) -> None:
         raise
     if place is not None:
         shutil.rmtree(place)
+    if folder := find_run(Path(checkpoint).expanduser()):  # for its page
+        append_event(folder, "export", facts=asdict(report))
 
 
 def _build_parser() -> CommandParser:

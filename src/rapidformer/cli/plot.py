@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser
-from rapidformer.errors import DataError
-from rapidformer.hub import suggest_path
+from rapidformer.report.run import find_metrics
 
 
 def run(argv: list[str]) -> None:
     """Draw each ``RUN/metrics.jsonl``; of one run, to ``RUN/curve.png``."""
     options = build_parser().parse_args(argv)
-    files = [_find_metrics(Path(text).expanduser()) for text in options.runs]
+    files = [find_metrics(Path(text).expanduser()) for text in options.runs]
     from rapidformer.training.curve import plot_runs
 
     default = files[0].with_name("curve.png") if len(files) == 1 else Path("curves.png")
@@ -32,12 +31,3 @@ def build_parser() -> CommandParser:
         "single run, curves.png here for several)",
     )  # fmt: skip
     return parser
-
-
-def _find_metrics(source: Path) -> Path:
-    if not source.exists():
-        raise DataError(f"{source} does not exist.{suggest_path(source)}")
-    metrics = source / "metrics.jsonl" if source.is_dir() else source
-    if not metrics.is_file():
-        raise DataError(f"{source} has no metrics.jsonl: give the folder of a run (--save).")
-    return metrics

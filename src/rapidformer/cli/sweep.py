@@ -25,6 +25,8 @@ from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.launch.environment import count_gpus
 from rapidformer.launch.worker import PARENT_VARIABLE
 from rapidformer.nearest import suggest
+from rapidformer.report import PAGE_FILE
+from rapidformer.report.page import RESULTS_FILE, write_page
 from rapidformer.strict_json import parse_json
 from rapidformer.sweeping.space import (
     Parameters,
@@ -36,7 +38,6 @@ from rapidformer.sweeping.space import (
 )
 from rapidformer.sweeping.study import Outcome, Study, Trial, load_optuna, run_trials
 
-RESULTS_FILE = "results.json"
 _TRIALS = 20
 _PAUSE = 0.5
 """Seconds between looks at a trial."""
@@ -214,6 +215,8 @@ class _Sweep:
         finally:
             self._write_results()
         print("", *self._draw_table(), sep="\n", flush=True)
+        if self.study.ended:
+            print(f"page      {write_page([self.folder], self.folder / PAGE_FILE)}", flush=True)
 
     def _run_trial(self, number: int, parameters: Parameters, stop: threading.Event) -> Outcome:
         folder = self._get_folder(number)

@@ -21,6 +21,7 @@ from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import RapidformerError, raise_problems
+from rapidformer.run_events import append_event, find_run
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
 from rapidformer.verification.settings import (
@@ -204,7 +205,10 @@ class _Verification(ChildRuns):
         lines = [*format_table(self._comparison), *(f"note: {note}" for note in self._notes)]
         if self._status:
             lines += describe_cause(self._comparison)
-        sys.stdout.write("\n".join(["", *filter(None, lines), self._verdict, ""]))
+        text = "\n".join(filter(None, lines))
+        sys.stdout.write(f"\n{text}\n{self._verdict}\n")
+        if self.args.config and (folder := find_run(Path(self.args.config).expanduser())):
+            append_event(folder, "verify", verdict=self._verdict, text=text)  # for its page
         if self._status:
             raise VerificationError(self._verdict, self._status)
 

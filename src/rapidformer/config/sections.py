@@ -299,6 +299,9 @@ class LoggingArguments:
     """trackers that get the numbers of the run: tensorboard, wandb, mlflow, trackio, clearml,
     codecarbon, comet_ml, dagshub, dvclive, neptune, swanlab or a class of your own as module:Class;
     all: those that are installed; none: not even TensorBoard (default: tensorboard)"""
+    report: Literal["page", "off"] = "page"
+    """page: write report.html, the run's page, into its folder when the run ends
+    (`rapidformer report` writes it at any time)"""
     run_name: str | None = None
     """name of the run in trackers (default: that of its folder)"""
     project: str | None = None

@@ -186,6 +186,8 @@ class DataArguments:
     """label every piece of a word, not only its first"""
     group_texts: bool = read_by("masked_lm", "causal_lm", default=True)
     """concatenate texts and cut them into full rows of --seq-length"""
+    eval_generations: int = read_by("causal_lm", default=0)
+    """rows of the validation data that the model answers at each evaluation, for the run's page"""
     doc_stride: int | None = read_by("question_answering", default=None)
     """overlap in tokens between the windows of a long context (default: 128, at most half a
     window)"""

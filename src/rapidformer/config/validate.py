@@ -42,6 +42,7 @@ _NOT_NEGATIVE = (
     "moe_loss_coeff", "moe_z_loss_coeff", "max_restarts", "stall_timeout_minutes", "eval_delay",
     "early_stopping_threshold", "max_rollbacks", "clip_epsilon", "clip_epsilon_high",
     "sft_weight", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
+    "eval_generations",
 )  # fmt: skip
 _FRACTIONS = (
     "lr_warmup_fraction", "mask_prob", "short_seq_prob", "hidden_dropout", "attention_dropout",
@@ -198,6 +199,9 @@ def _check_answers(args: Settings) -> Iterator[str]:
         other = "" if beams > 1 else "--do-sample or "
         reason = f"{beams} beams give {beams}" if beams > 1 else "all answers would be the same"
         yield f"--num-return-sequences {answers} needs {other}--num-beams {answers}: {reason}."
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if args.eval_generations and getattr(args, name) > 1:
+            yield f"--eval-generations does not work with {to_flag(name)}: leave one of them out."
     if "" in (args.stop_strings or ()):
         yield "--stop-strings must not be empty: every text contains the empty one."
     for name in ("stream", "chat"):

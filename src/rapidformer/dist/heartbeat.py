@@ -1,8 +1,8 @@
 """Report this process's step and phase to the launcher, in a memory-mapped file.
 
-A beat takes a few microseconds, and nothing at all without our launcher. Every rank must beat
-equally often, because the launcher takes the rank with fewer beats for the missing one. So place
-beats where all ranks pass, never inside a condition on the rank.
+A beat takes a few microseconds, and half of one without our launcher: then it only adds up the time
+of the phases. Every rank must beat equally often, because the launcher takes the rank with fewer
+beats for the missing one. So place beats where all ranks pass, never inside a condition on the rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _VARIABLE = "RAPIDFORMER_HEARTBEATS"
@@ -27,6 +27,10 @@ class _Heartbeat:
     count: int = 0
     step: int = 0
     phase: str = "start"
+    since: float = field(default_factory=time.monotonic)
+    """When the phase began, or its time was taken last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase."""
 
 
 _own = _Heartbeat()
@@ -46,16 +50,40 @@ def start_heartbeat(rank: int) -> None:
 
 def beat(phase: str, step: int | None = None) -> None:
     """Report that this process has entered a phase (of the current update)."""
-    page = _own.page
+    page, now = _own.page, _own_time()
+    _own.phase = phase
     if page is None:
         return
     _own.count += 1
-    _own.phase = phase
     if step is not None:
         _own.step = step
     # The count is at both ends, so that a reader can detect a concurrent write.
-    line = f"{_own.count} {_own.step} {phase} {time.monotonic():.3f} {_own.count}"
+    line = f"{_own.count} {_own.step} {phase} {now:.3f} {_own.count}"
     page[:-1] = line.ljust(_SIZE - 1).encode("ascii")
+
+
+def _own_time() -> float:
+    """Now; the time until now belongs to the phase that is ending."""
+    now = time.monotonic()
+    _own.seconds[_own.phase] = _own.seconds.get(_own.phase, 0.0) + now - _own.since
+    _own.since = now
+    return now
+
+
+def take_phases() -> dict[str, float]:
+    """Seconds that this process was in each phase since the last call, by its own clock.
+
+    A GPU works behind it: its time shows in the phase in which the process waits for it.
+    """
+    _own_time()
+    seconds, _own.seconds = _own.seconds, {}
+    return seconds
+
+
+def announce_run(folder: Path) -> None:
+    """Tell the launcher where this run keeps its record."""
+    if _VARIABLE in os.environ:
+        (Path(os.environ[_VARIABLE]) / "run").write_text(str(folder.resolve()), encoding="utf-8")
 
 
 def announce_saving(*, is_ready: bool) -> None:

@@ -90,7 +90,7 @@ def _run_agent(
 
     from rapidformer.launch.agent import Agent
     from rapidformer.launch.logs import RankLogs
-    from rapidformer.launch.watch import Watch
+    from rapidformer.launch.watch import Watch, note_in_run
 
     # We report failures ourselves, and more clearly than torch's agent.
     for name in list(logging.root.manager.loggerDict):
@@ -127,6 +127,7 @@ def _run_agent(
         message = first.describe()
         if first.is_consequence and watch.stall:
             message += f"\nBefore that, the run had stalled: {watch.stall}."
+        note_in_run(scratch, "end", state="failed", reason=message)
         raise WorkerError(message, first.exit_code)
 
 

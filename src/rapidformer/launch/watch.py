@@ -20,6 +20,7 @@ from typing import Any
 
 from rapidformer.launch.rendezvous import ALIVE_SECONDS, Rounds
 from rapidformer.launch.worker import STACK_SIGNAL, get_rank_file
+from rapidformer.run_events import append_event
 
 _STACK_SECONDS = 5.0
 _LINES = 40
@@ -111,12 +112,16 @@ class Watch(threading.Thread):
         if not is_stalled(beats, self._stall_seconds):
             # The others may move (they give up and exit) while the rank they waited for does not.
             if not any(self._told.get(beat.rank) == beat.position for beat in beats):
+                if self._told:
+                    note_in_run(self._folder, "moved", text="The ranks move again.")
                 self._told, self.stall = {}, ""
         elif (places := {beat.rank: beat.position for beat in missing}) != self._told:
             self._told = places
             self.stall = f"rank {missing[0].rank} was missing at {missing[0].describe()}"
             stacks = self._collect_stacks([beat.rank for beat in missing], pids)
-            self._say(describe_stall(beats, missing, stacks, self._rounds.plan.nodes))
+            text = describe_stall(beats, missing, stacks, self._rounds.plan.nodes)
+            self._say(text)
+            note_in_run(self._folder, "stall", text=text)
 
     def _read_beats(self, pids: dict[int, int]) -> list[Beat]:
         node = self._rounds.plan.node_rank
@@ -158,6 +163,12 @@ class Watch(threading.Thread):
         files = {rank: get_rank_file("stack", self._folder, rank) for rank in here}
         texts = {rank: dump_stack(file, pids[rank]) for rank, file in files.items()}
         return {rank: text for rank, text in texts.items() if text}
+
+
+def note_in_run(scratch: Path, event: str, **facts: Any) -> None:
+    """Add to the record of the run, if its first rank has said where that is."""
+    with contextlib.suppress(OSError):
+        append_event(Path((scratch / "run").read_text(encoding="utf-8")), event, **facts)
 
 
 def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:

@@ -16,6 +16,7 @@ from rapidformer.objectives.objective import AskedModel
 from rapidformer.tasks.base import PreparedData, Task
 from rapidformer.tasks.evaluation.evaluating import measure
 from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
+from rapidformer.tasks.evaluation.samples import SampleAnswers, describe_tables, generate_samples
 from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import describe_unused_flags, get_task
 from rapidformer.training.evaluation import Metrics
@@ -90,7 +91,19 @@ class TaskFinetuner(Finetuner):
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
         assert self.prepared is not None
-        return measure(self.engine, self.task, model, loader, self.prepared, split).compute()
+        samples = SampleAnswers(self.task, self.prepared, split)
+        tally = measure(
+            self.engine, self.task, model, loader, self.prepared, split, samples=samples
+        )
+        answers = samples.describe()
+        if split == "validation" and (count := self.args.eval_generations):
+            answers = generate_samples(model, self.prepared, count, self.engine.device)
+        if self.engine.is_main:
+            self.details.update(tables=describe_tables(tally.tables()), samples=answers)
+        return tally.compute()
+
+    def get_prepared(self) -> PreparedData | None:
+        return self.prepared
 
 
 def train_task(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError, MissingPackageError
-from rapidformer.strict_json import parse_json
+from rapidformer.report.metrics import Points, is_number, read_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Points = list[tuple[float, float]]
 
 # The second panel shows the first of these metrics that the run has, otherwise its first metric.
 METRICS = (
@@ -34,7 +31,7 @@ def plot_runs(metrics_files: Sequence[Path], picture: Path) -> Path:
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise MissingPackageError("matplotlib", "drawing the loss curve", extra="plot") from None
-    runs = [_read_lines(file) for file in metrics_files]
+    runs = [read_lines(file) for file in metrics_files]
     for file, lines in zip(metrics_files, runs, strict=True):
         has_losses = any(_get_points(lines, key) for key in ("loss", "eval_loss"))
         if not has_losses and _find_metric(lines) is None:
@@ -87,30 +84,11 @@ def _draw_runs(
     return "training (solid) and evaluation (dashed)"
 
 
-def _read_lines(metrics_file: Path) -> list[dict[str, Any]]:
-    """The complete lines; the last one may be incomplete while the run is writing."""
-    if not metrics_file.is_file():
-        raise DataError(f"{metrics_file} does not exist: a run with --save writes it.")
-    lines = []
-    for text in metrics_file.read_bytes().split(b"\n"):
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "step" in line:
-            lines.append(line)
-    return lines
-
-
 def _get_points(lines: list[dict[str, Any]], key: str) -> Points:
     """(step, value) of the lines that have the key, without values that are not numbers."""
     return sorted(
-        (float(line["step"]), float(line[key])) for line in lines if _is_number(line.get(key))
+        (float(line["step"]), float(line[key])) for line in lines if is_number(line.get(key))
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _find_metric(lines: list[dict[str, Any]]) -> str | None:
@@ -119,7 +97,7 @@ def _find_metric(lines: list[dict[str, Any]]) -> str | None:
         key.removeprefix("eval_")
         for line in lines
         for key in line
-        if key.startswith("eval_") and _is_number(line[key])
+        if key.startswith("eval_") and is_number(line[key])
     ]
     known = [name for name in METRICS if name in points]
     others = [name for name in points if not any(word in name for word in NEVER_SHOWN)]

@@ -26,6 +26,7 @@ from rapidformer.training.meter import LogLines, Meter
 from rapidformer.training.predicted import PredictionReport, advise_on_memory
 from rapidformer.training.report import CompileReport, GraphReport, Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
+from rapidformer.training.run_record import RunRecord
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.summary import describe_results
@@ -43,6 +44,7 @@ class TrainingLoop:
         *,
         train_iters: int,
         reporter: Reporter,
+        record: RunRecord,
         evaluation: Evaluation | None = None,
         processor: Any = None,
         saves_each_epoch: bool = True,
@@ -51,7 +53,7 @@ class TrainingLoop:
     ) -> None:
         self.engine, self.args = engine, engine.args
         self.loader, self.forward = loader, forward
-        self.train_iters, self.reporter = train_iters, reporter
+        self.train_iters, self.reporter, self._record = train_iters, reporter, record
         self.processor, self.test = processor, test
         self.timetable = Timetable(
             engine.args,
@@ -61,7 +63,7 @@ class TrainingLoop:
         )
         self.evaluation = evaluation if self.timetable.evaluates else None
         self.progress, self.control = Progress(), Control()
-        self._callbacks: list[Callback] = [reporter]
+        self._callbacks: list[Callback] = [reporter, record]
         if evaluation is not None:
             saves_best = self.timetable.saves_best or self.args.load_best_model_at_end
             self._callbacks.append(BestModel(evaluation, saves=saves_best, processor=processor))
@@ -148,6 +150,7 @@ class TrainingLoop:
             raise
         finally:
             self.reporter.close()
+            self._record.finish(self, is_done=self._attempts >= self.train_iters)
         return self.progress
 
     def _notify(self, hook: str, *facts: Any) -> None:
@@ -198,6 +201,7 @@ class TrainingLoop:
             results = self._run_passes(update)  # the first time, it was with other weights
         if self._attempts == 0:
             check_first_labels(update, results)
+            self._record.see_first(update)
         for result in results:
             self.meter.add_micro_batch(result.means, result.info)
         self.lr = self.engine.updates.get_learning_rate()
@@ -301,10 +305,9 @@ class TrainingLoop:
         elif self.meter.has_updates():
             self._log()
         self.reporter.close_bar()  # the lines that follow are the last on the screen
-        for sentence in self.loader.describe_sets():
-            self.reporter.say(sentence)
         best, total = self.progress.get_best(), self.train_iters
-        for sentence in describe_results(self.args, step=self.step, total=total, best=best):
+        told = describe_results(self.args, step=self.step, total=total, best=best)
+        for sentence in (*self.loader.describe_sets(), *told):
             self.reporter.say(sentence)
         if self._best_folder is not None and self.progress.best_step != self.step:
             self.engine.checkpoints.load_weights(self._best_folder)
@@ -336,8 +339,7 @@ class TrainingLoop:
         measured = self.meter.read()
         has_scaler = self.engine.updates.scaler is not None
         self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
-        is_known = self.train_iters != OPEN_END
-        left = self.train_iters - self._attempts if is_known else None
+        left = self.train_iters - self._attempts if self.train_iters != OPEN_END else None
         self.parts = measured.parts
         line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
         self._notify("on_log", line)

@@ -42,6 +42,8 @@ from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config import Settings
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
+from rapidformer.report import PAGE_FILE
+from rapidformer.run_events import EVENTS_FILE
 
 BEST = "best"
 LAST = "last"
@@ -55,10 +57,10 @@ _SOURCE = "derived: every run has a folder"
 
 _NAMES = (
     METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", TRACKERS_FOLDER, REFERENCE,
-    ABANDONED, PLAN_FILE,
+    ABANDONED, PLAN_FILE, EVENTS_FILE, PAGE_FILE,
 )  # fmt: skip
 # A run only adds files to the folders of trackers; it would overwrite these.
-_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, PLAN_FILE, BEST, LAST, REFERENCE)
+_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, PLAN_FILE, BEST, LAST, REFERENCE, EVENTS_FILE)
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""
 _DELETED = ".replaced-deleted"

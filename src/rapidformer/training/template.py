@@ -18,6 +18,7 @@ from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.config import Settings
 from rapidformer.context import replace_args
 from rapidformer.data.fetching import Collate
+from rapidformer.data.label_view import Prepared, Tokenized
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError, RapidformerError
@@ -43,6 +44,7 @@ from rapidformer.training.run_folder import (
     recover,
     restore_replaced,
 )
+from rapidformer.training.run_record import RunRecord
 from rapidformer.training.summary import describe_finished, describe_model, describe_run
 from rapidformer.training.timetable import OPEN_END
 from rapidformer.training.trackers import Tracker
@@ -70,6 +72,8 @@ class Template(ABC):
 
     def __init__(self, engine: RapidformerEngine) -> None:
         self.engine = engine
+        self.details: dict[str, Any] = {}
+        """What an evaluation has found beside its metrics, for the run's page."""
 
     @property
     def args(self) -> Settings:
@@ -298,16 +302,23 @@ class Template(ABC):
             speaks=self.engine.is_main, trackers=self.trackers, facts=describe_model(self.engine),
             check_folder=self.engine.checkpoints.check_folder,
         )  # fmt: skip
+        summary: list[str] = []
         if self.engine.is_main:
-            for line in describe_run(self.engine, train_iters, loader, eval_data):
+            summary = describe_run(self.engine, train_iters, loader, eval_data)
+            for line in summary:
                 get_logger().info(line)
+        record = RunRecord(
+            self.args, resume_step=self.engine.updates.clock.updates,
+            is_main=self.engine.is_main, summary=summary, prepared=self.get_prepared(),
+            details=self.details, check_folder=self.engine.checkpoints.check_folder,
+        )  # fmt: skip
         forward = self.make_forward(model)
         if loader.sets is not None and len(loader.sets.names) > 1:
             forward.set_losses = tuple(f"{name}_loss" for name in loader.sets.names)
         loop = TrainingLoop(
             self.engine, loader, forward,
-            train_iters=train_iters, reporter=reporter, evaluation=evaluation, test=test,
-            processor=self.processor, saves_each_epoch=self.saves_each_epoch,
+            train_iters=train_iters, reporter=reporter, record=record, evaluation=evaluation,
+            test=test, processor=self.processor, saves_each_epoch=self.saves_each_epoch,
             callbacks=[_FirstCheckpoint(), *self.callbacks],
         )  # fmt: skip
         if resume is not None and not self.args.finetune:
@@ -319,6 +330,11 @@ class Template(ABC):
                 return loop.progress
         with regularize(model, self.args, smooths_labels=self.smooths_labels):
             return loop.run()
+
+    def get_prepared(self) -> Prepared | None:
+        """What is known about a batch, to show it on the run's page; None if nothing is."""
+        is_text = hasattr(self.processor, "convert_ids_to_tokens")
+        return Tokenized(self.processor) if is_text else None
 
     def plan_evaluation(
         self, run: Callable[[], Metrics], interval: int | None = None

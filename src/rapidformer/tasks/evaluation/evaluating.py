@@ -24,6 +24,7 @@ from rapidformer.strict_json import drop_not_finite, format_json
 from rapidformer.tasks.base import PreparedData, Record, Task
 from rapidformer.tasks.evaluation.frozen import add_frozen_models
 from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
+from rapidformer.tasks.evaluation.samples import SampleAnswers
 from rapidformer.tasks.metrics.tally import ReportTable, Tally, start_table
 from rapidformer.tasks.mixture import SetTallies, prepare_sets
 from rapidformer.tasks.registry import get_task
@@ -44,11 +45,21 @@ def measure(
     prepared: PreparedData,
     split: str,
     advance: Callable[[int], None] = lambda count: None,
+    samples: SampleAnswers | None = None,
 ) -> Tally | SetTallies:
-    """The metrics of a labelled split, the same on every rank; ``advance`` counts all rows."""
+    """The metrics of a labelled split, the same on every rank; ``advance`` counts all rows.
+
+    The first records also go to ``samples``, but not those of a mixture.
+    """
     if not prepared.parts:
         tally = task.build_tally(prepared, split)
-        _score(engine, task, model, loader, prepared, tally.update, advance)
+
+        def add(records: list[Record]) -> None:
+            tally.update(records)
+            if samples is not None:
+                samples.add(records)
+
+        _score(engine, task, model, loader, prepared, add, advance)
         return tally
     tallies = SetTallies(task, prepared, split)
     for name, part, places in tallies.iterate(prepared):

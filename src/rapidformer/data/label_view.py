@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
-from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from rapidformer.data.batch import IGNORED_LABEL
 
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, in UTF-8
+
+
+class Prepared(Protocol):
+    """What is needed to read a batch: a task's ``PreparedData``, for example."""
+
+    @property
+    def processor(self) -> Any:
+        """The tokenizer, or what prepares images or recordings."""
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """What the task knows of its rows: the names of labels, of texts, ..."""
+
+
+class Tokenized(NamedTuple):
+    """The tokenizer of data that nothing else is known about."""
+
+    processor: Any
+    extras: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +62,53 @@ class ShownRow:
     """The label of the whole row."""
 
 
-def view_batch(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:
+def iterate_examples(
+    batch: Mapping[str, Any], count: int, *, most: int
+) -> Iterator[dict[str, Any]]:
+    """The first of a batch's ``count`` examples as batches of one, without the padding behind."""
+    tensors = {n: v for n, v in batch.items() if isinstance(v, torch.Tensor) and v.dim()}
+    for number in range(min(count, most)):
+        example = {}
+        for name, value in tensors.items():
+            size = len(value) // count
+            example[name] = value[number * size : (number + 1) * size]
+        if "slots" in tensors:  # the texts of an example, which may have more than others
+            places = example["slots"][example["slots"] >= 0]
+            texts = len(tensors["input_ids"])
+            example |= {n: v[places] for n, v in tensors.items() if len(v) == texts}
+        yield _trim(example)
+
+
+def _trim(example: dict[str, Any]) -> dict[str, Any]:
+    mask = example.get("attention_mask")
+    if mask is None or mask.dim() != 2 or len(mask) != 1 or not mask.any():
+        return example
+    size = int(mask[0].nonzero()[-1]) + 1
+    return {n: v[:, :size] if v.shape == mask.shape else v for n, v in example.items()}
+
+
+def to_json(rows: Sequence[ShownRow], most_tokens: int) -> list[dict[str, Any]]:
+    """The rows for a file; a token is its text, its id, its marks and, if it has one, its note."""
+    return [
+        {
+            "name": row.name,
+            "fact": row.fact,
+            "count": sum(token.count or 1 for token in row.tokens),
+            "tokens": [
+                [token.text, token.number, _mark(token), *([token.note] if token.note else [])]
+                for token in islice(row.tokens, most_tokens)
+            ],
+        }
+        for row in rows
+    ]
+
+
+def _mark(token: ShownToken) -> str:
+    marks = {"t": token.is_trained, "s": token.is_special, "b": token.begins_example}
+    return "".join(mark for mark, is_on in marks.items() if is_on)
+
+
+def view_batch(batch: Mapping[str, Any], prepared: Prepared) -> list[ShownRow]:
     """The sequences of a batch of one row."""
     if "pixel_values" in batch and "input_ids" not in batch:
         shape = " x ".join(map(str, batch["pixel_values"].shape[1:]))
@@ -104,7 +169,7 @@ def count_tokens(rows: Sequence[ShownRow]) -> tuple[int, int]:
 def _read(
     ids: torch.Tensor,
     batch: Mapping[str, Any],
-    prepared: PreparedData,
+    prepared: Prepared,
     labels: torch.Tensor | None = None,
 ) -> list[ShownToken]:
     tokenizer = prepared.processor
@@ -129,7 +194,7 @@ def _read(
     ]
 
 
-def _note(label: int, token: int, prepared: PreparedData) -> str:
+def _note(label: int, token: int, prepared: Prepared) -> str:
     """What the label says, if it is not simply the token."""
     if label == IGNORED_LABEL:
         return ""
@@ -138,7 +203,7 @@ def _note(label: int, token: int, prepared: PreparedData) -> str:
     return "" if label == token else prepared.processor.decode([label])
 
 
-def _view_audio(batch: Mapping[str, Any], name: str, prepared: PreparedData) -> list[ShownRow]:
+def _view_audio(batch: Mapping[str, Any], name: str, prepared: Prepared) -> list[ShownRow]:
     """What the model hears, in numbers, and what it learns to say."""
     shape, labels = " x ".join(map(str, batch[name].shape[1:])), batch.get("labels")
     heard = ShownRow(name=f"{name} of {shape}")
@@ -152,7 +217,7 @@ def _view_audio(batch: Mapping[str, Any], name: str, prepared: PreparedData) -> 
     return [heard, ShownRow(name="transcript", tokens=tokens)]
 
 
-def _view_texts(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownRow]:
+def _view_texts(batch: Mapping[str, Any], prepared: Prepared) -> list[ShownRow]:
     """A query and its documents, or documents together with their query."""
     names = prepared.extras["text_names"]
     rows = [
@@ -170,7 +235,7 @@ def _view_texts(batch: Mapping[str, Any], prepared: PreparedData) -> list[ShownR
 
 
 def _view_answer_row(
-    batch: Mapping[str, Any], prepared: PreparedData, place: int, name: str
+    batch: Mapping[str, Any], prepared: Prepared, place: int, name: str
 ) -> ShownRow:
     """One of the answers that are compared, without its padding."""
     size = int(batch["attention_mask"][place].sum())
@@ -184,7 +249,7 @@ def _view_answer_row(
     return ShownRow(name=name, tokens=_read(ids, {}, prepared, shown), fact=fact)
 
 
-def _view_answer(batch: Mapping[str, Any], prepared: PreparedData) -> ShownRow:
+def _view_answer(batch: Mapping[str, Any], prepared: Prepared) -> ShownRow:
     ids = batch["input_ids"][0]
     first, last = int(batch["start_positions"][0]), int(batch["end_positions"][0])
     if (first, last) == (0, 0):
@@ -196,7 +261,7 @@ def _view_answer(batch: Mapping[str, Any], prepared: PreparedData) -> ShownRow:
     return ShownRow(tokens=tokens, fact=f"answer: {answer!r}")
 
 
-def _describe(batch: Mapping[str, Any], prepared: PreparedData) -> str:
+def _describe(batch: Mapping[str, Any], prepared: Prepared) -> str:
     """The label of a whole row."""
     if "labels" not in batch:
         return "no label"

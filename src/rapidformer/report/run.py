@@ -1,0 +1,161 @@
+"""Everything that the page shows of one run, read from its folder."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rapidformer.checkpoint.finding import METRICS_FILE
+from rapidformer.checkpoint.inventory import RunEntry, take_inventory
+from rapidformer.checkpoint.publish import read_json
+from rapidformer.errors import DataError
+from rapidformer.hub import suggest_path
+from rapidformer.report.metrics import Line, build_curves, list_evaluations, read_lines
+from rapidformer.run_events import read_events
+
+ARGUMENTS_FILE = "arguments.yaml"
+Event = dict[str, Any]
+_SETTING = re.compile(r"(?:# )?(\w+): (.*)")
+_EVALUATED = "evaluation_*.json"
+"""Written by ``rapidformer evaluate``."""
+_SHOWN_EVALUATIONS = 30
+"""Rows of evaluations, and evaluations with their tables and samples."""
+_OPEN_END = 2**31
+"""The last step of a run over a stream of unknown length."""
+
+
+def find_metrics(source: Path) -> Path:
+    """The numbers of a run, by its folder or by the file itself."""
+    if not source.exists():
+        raise DataError(f"{source} does not exist.{suggest_path(source)}")
+    metrics = source / METRICS_FILE if source.is_dir() else source
+    if not metrics.is_file():
+        raise DataError(f"{source} has no {METRICS_FILE}: give the folder of a run (--save).")
+    return metrics
+
+
+def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
+    """The page's facts about a run; ``most`` limits the points of a curve."""
+    folder, lines = metrics_file.parent, read_lines(metrics_file)
+    curves = build_curves(lines, most)
+    rare = [line for line in lines if "lr" not in line]  # not of training
+    events = _drop_repeated(read_events(folder))
+    if not curves and not events:
+        raise DataError(
+            f"{metrics_file} has no numbers yet: wait until the run reaches a log interval."
+        )
+    found = take_inventory(folder).runs
+    entry = next((run for run in found if run.path == folder), None)
+    last = {event["event"]: event for event in events}
+    return {
+        "name": folder.resolve().name,
+        "folder": str(folder),
+        **_judge(events, entry, lines, metrics_file),
+        "curves": curves,
+        "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
+        "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
+        "settings": list(_read_settings(folder / ARGUMENTS_FILE)),
+        "best": _describe_best(entry),
+        "checkpoints": _list_checkpoints(entry),
+        "start": last.get("start", {}),
+        "batch": last.get("batch"),
+        "phases": last.get("phases"),
+        "events": [e for e in events if e["event"] not in ("evaluation", "batch", "phases")],
+        "plan": _find_plan(rare, last),
+        "evaluated": [read_json(f, or_nothing=True) for f in sorted(folder.glob(_EVALUATED))],
+        "odd": [line for line in rare if _is_odd(line)][-100:],
+    }
+
+
+def _drop_repeated(events: Iterable[Event]) -> list[Event]:
+    """Without what a resumed run has done again since."""
+    kept: list[Event] = []
+    for event in events:
+        step = event.get("step")
+        if event["event"] == "start" and isinstance(step, int):
+            kept = [e for e in kept if e["event"] == "start" or e.get("step", 0) <= step]
+        kept.append(event)
+    return kept
+
+
+def _judge(
+    events: list[Event], entry: RunEntry | None, lines: list[Line], metrics_file: Path
+) -> dict[str, Any]:
+    """The state, how far the run is, and how long it still takes."""
+    started = [e for e in events if e["event"] == "start"]
+    after = events[events.index(started[-1]) :] if started else events
+    ends = [event for event in after if event["event"] == "end"]
+    moves = [event for event in after if event["event"] in ("stall", "moved")]
+    total = started[-1].get("train_iters") if started else entry and entry.train_iters
+    step = max((line["step"] for line in lines), default=entry and entry.step) or 0
+    written = metrics_file.stat().st_mtime
+    state, reason = entry.state if entry is not None else "unknown", ""
+    if ends:
+        state, reason = ends[-1].get("state", state), ends[-1].get("reason", "")
+    elif state == "running" and moves and moves[-1]["event"] == "stall":
+        state, reason = "stalled", moves[-1].get("text", "")
+    elif started and state != "running":
+        state = "killed"
+    left = next((line["seconds_left"] for line in reversed(lines) if "seconds_left" in line), None)
+    first = started[0]["time"] if started else None
+    end = ends[-1]["time"] if ends else time.time() if state == "running" else written
+    return {
+        "state": state,
+        "reason": reason,
+        "step": step,
+        "total": total if isinstance(total, int) and total < _OPEN_END else None,
+        "seconds_left": left if state == "running" else None,
+        "written": written,
+        "seconds": end - first if first is not None else None,
+    }
+
+
+def _pick(items: list[Any], most: int) -> list[Any]:
+    """All of them, or the first, the last and some between."""
+    if len(items) <= most:
+        return items
+    return [items[number * (len(items) - 1) // (most - 1)] for number in range(most)]
+
+
+def _read_settings(path: Path) -> Iterator[list[str]]:
+    """Section, name, value and origin of each setting, as ``arguments.yaml`` shows them."""
+    section = ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        shown, _, source = line.rpartition(" # ")
+        if match := _SETTING.fullmatch(shown.strip()):
+            yield [section, match[1], match[2].strip(), source]
+        elif line.startswith("# "):
+            section = line[2:]
+
+
+def _describe_best(entry: RunEntry | None) -> dict[str, Any] | None:
+    if entry is None or entry.best_value is None:
+        return None
+    return {"metric": entry.best_metric, "value": entry.best_value, "step": entry.best_step}
+
+
+def _list_checkpoints(entry: RunEntry | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.path.name, "step": one.step, "state": one.state, "problem": one.problem,
+            "loss": one.loss, "bytes": one.size, "modified": one.modified,
+        }
+        for one in (entry.checkpoints if entry is not None else ())
+    ]  # fmt: skip
+
+
+def _find_plan(lines: list[Line], last: dict[str, Event]) -> dict[str, Any]:
+    """What was predicted of this run's memory and time, and what it took."""
+    plan = dict(last.get("plan", {}))
+    for line in lines:
+        plan |= {n: v for n, v in line.items() if n.startswith(("plan_", "predicted_"))}
+    return {name: value for name, value in plan.items() if name not in ("event", "time", "step")}
+
+
+def _is_odd(line: Line) -> bool:
+    """Whether it tells of a bad batch or of a save, which are not on the usual schedule."""
+    return "save_stall_s" in line or any(isinstance(v, str | list) for v in line.values())

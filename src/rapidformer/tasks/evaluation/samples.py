@@ -1,0 +1,94 @@
+"""What an evaluation shows on the run's page: the answers to its first rows, and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rapidformer.log import get_logger
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Task
+from rapidformer.tasks.evaluation.generating import Generation, decode_answers, generate
+from rapidformer.tasks.metrics.tally import ConfusionTable, ReportTable
+from rapidformer.tasks.rows.rows import take_first
+
+_ROWS = 6
+_LONGEST = 1200
+"""Characters of a text."""
+_SHOWN_CLASSES = 40
+_NEW_TOKENS, _MORE_TOKENS = 64, 8
+"""The most tokens of an answer, and how many more it may have than the expected one."""
+
+
+class SampleAnswers:
+    """The answers to the first rows of a split, from the records that its metrics are made of."""
+
+    def __init__(self, task: Task, prepared: PreparedData, split: str) -> None:
+        self._task, self._prepared, self._split = task, prepared, split
+        self._records: list[Record] = []
+        # A long row may have become several records.
+        windows = prepared.extras.get("windows", {}).get(split)
+        self._wanted = _ROWS if windows is None else sum(row < _ROWS for row in windows)
+
+    def add(self, records: Sequence[Record]) -> None:
+        self._records += records[: self._wanted - len(self._records)]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One dictionary per row; none if the task cannot tell."""
+        extras = dict(self._prepared.extras)
+        try:
+            for name, most in (("rows", _ROWS), ("windows", self._wanted)):
+                if name in extras:
+                    extras[name] = {self._split: take_first(extras[name][self._split], most)}
+            prepared = replace(self._prepared, extras=extras)
+            answers = self._task.predictions(self._records, prepared, self._split)
+        except Exception as reason:
+            get_logger().debug("no samples for the run's page: %s", reason)
+            return []
+        return [{name: _shorten(value) for name, value in row.items()} for row in answers]
+
+
+def generate_samples(
+    model: Any, prepared: PreparedData, count: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """The model's greedy answers to the first rows of the validation data; on every rank."""
+    tokenizer, rows = prepared.processor, prepared.validation
+    samples = []
+    for number in range(min(count, len(rows))):
+        ids, labels = (list(rows[number].get(name, ())) for name in ("input_ids", "labels"))
+        # A conversation up to its first answer; of plain text, which has no labels yet, one half.
+        is_answer = [label != IGNORED_LABEL for label in labels]
+        start = is_answer.index(True) if any(is_answer) else max(1, len(ids) // 2)
+        end = is_answer.index(False, start) if False in is_answer[start:] else len(ids)
+        generation = Generation(max_new_tokens=min(_NEW_TOKENS, end - start + _MORE_TOKENS))
+        prompt = torch.tensor([ids[:start]], device=device)
+        batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        (answers,) = generate(model, batch, tokenizer, generation)
+        samples.append({
+            "prompt": _shorten(tokenizer.decode(ids[:start])),
+            "generated": decode_answers(answers, tokenizer, generation)[0].strip(),
+            "expected": _shorten(tokenizer.decode(ids[start:end], skip_special_tokens=True)),
+        })  # fmt: skip
+    return samples
+
+
+def _shorten(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return value[:_LONGEST] + "..."
+    if isinstance(value, dict) and all(isinstance(part, float) for part in value.values()):
+        best = sorted(value, key=lambda name: -value[name])[:3]
+        return ", ".join(f"{name} {value[name]:.3f}" for name in best)
+    if isinstance(value, list | dict):
+        return _shorten(str(value))
+    return value
+
+
+def describe_tables(tables: Iterable[ReportTable]) -> list[dict[str, Any]]:
+    """The tables for a file; a matrix of many classes is left out."""
+    return [
+        {"title": table.title, "content": table.to_json()}
+        for table in tables
+        if not isinstance(table, ConfusionTable) or len(table.names) <= _SHOWN_CLASSES
+    ]
