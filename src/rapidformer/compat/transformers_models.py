@@ -187,12 +187,13 @@ def takes_static_cache(model: Any) -> bool:
     from transformers import StaticCache
 
     layers = StaticCache(config=config.get_text_config(decoder=True), max_cache_len=8).layers
-    return all(_name(type(layer)) == "transformers.cache_utils.StaticLayer" for layer in layers)
+    known = "transformers.cache_utils.StaticLayer"
+    return all(get_own_name(type(layer)) == known for layer in layers)
 
 
 def find_cached_tensors(cache: Any) -> list[Any]:
     """The keys and values of a static cache that is in use; none of any other."""
-    if _name(type(cache)) != "transformers.cache_utils.StaticCache":
+    if get_own_name(type(cache)) != "transformers.cache_utils.StaticCache":
         return []
     layers = [layer for layer in cache.layers if layer.is_initialized]
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]

@@ -83,8 +83,11 @@ class Inputs:
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
-        widths = [self.columns[n].width if n in self.columns else 0 for n in _WIDTHS_OF]
-        return Sizes(*widths, self.num_tokens, self.rows.bound if self.rows is not None else 0)
+        columns, labels = (
+            self.columns[name].width if name in self.columns else 0 for name in _WIDTHS_OF
+        )
+        bound = self.rows.bound if self.rows is not None else 0
+        return Sizes(columns, labels, self.num_tokens, bound)
 
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
