@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ SIZES = {
     ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"): 2,
     ("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"): 1,
     ("q_lora_rank", "kv_lora_rank"): 16,
-    ("qk_rope_head_dim", "qk_nope_head_dim"): 8,
+    ("qk_rope_head_dim", "qk_nope_head_dim"): 16,
+    ("rotary_dim",): 8,
     ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"): 256,
     ("vocab_size", "decoder_vocab_size", "encoder_vocab_size", "src_vocab_size",
      "tgt_vocab_size"): WORDS,
@@ -83,9 +85,10 @@ def shrink(config: Any) -> Any:
                 setattr(config, name, type(value)([*dict.fromkeys(value), *value][:2]))
     for names, size in SIZES.items():
         for name in names:
-            is_unset = name == "pad_token_id" and hasattr(config, name)
+            is_unset = name in ("pad_token_id", "head_dim") and hasattr(config, name)
             if isinstance(getattr(config, name, None), int) or is_unset:
-                setattr(config, name, size)
+                with suppress(AttributeError):  # it follows from others
+                    setattr(config, name, size)
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = 1
     return config

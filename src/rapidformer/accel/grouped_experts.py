@@ -77,7 +77,7 @@ def extend_own_experts(model: nn.Module) -> int:
 
 
 def _build_gating(cls: Any) -> dict[str, Any]:
-    """JetMoE's choice of experts, whose number of tokens per expert stays on the device."""
+    """JetMoE's choice of experts; instead of how many tokens each gets, where these end."""
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
         logits = self.layer(hidden_states).float()

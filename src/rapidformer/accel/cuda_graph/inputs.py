@@ -183,7 +183,7 @@ def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[s
 
 def _is_copied_alone(tensor: Tensor) -> bool:
     """Whether a tensor goes to the device from where it is: joining images takes milliseconds."""
-    return tensor.nbytes >= _LARGE and tensor.is_pinned()
+    return tensor.is_floating_point() and tensor.nbytes >= _LARGE and tensor.is_pinned()
 
 
 class PackedTensors:
