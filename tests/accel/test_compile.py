@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from rapidformer.accel.compile.compilation import (
     KEPT_CODE,
     apply_compile,
     find_outer_norms,
+    limit_size,
 )
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.precision.autocast import apply_mixed_precision
@@ -366,6 +368,20 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_one_is_chosen(
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with KEPT_CODE:
         assert variable not in os.environ
+
+
+def test_the_oldest_code_is_removed_from_a_large_folder(tmp_path: Path) -> None:
+    for name, age in (("new", 0), ("old", 2), ("older", 3), ("oldest", 4)):
+        path = tmp_path / "ab" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 10)
+        moment = time.time() - age * 24 * 3600
+        os.utime(path, (moment, moment))
+    limit_size(tmp_path, most=100)
+    limit_size(tmp_path, most=25)
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"new", "old"}
+    limit_size(tmp_path, most=0)
+    assert [path.name for path in (tmp_path / "ab").iterdir()] == ["new"]
 
 
 def test_generated_code_computes_the_same() -> None:

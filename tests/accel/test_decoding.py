@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rapidformer.accel.cuda_graph.decoding import Decoding, replaying_tokens
@@ -70,8 +76,23 @@ def test_the_same_tokens(more: dict[str, Any], is_replayed: bool) -> None:
 
 
 def test_models_whose_cache_is_not_on_the_device_alone() -> None:
-    assert takes_static_cache(LlamaForCausalLM(LlamaConfig(**SIZES)))
-    from transformers import MistralForCausalLM
-
     sliding = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-    assert not takes_static_cache(sliding)
+    for model, is_taken in ((LlamaForCausalLM(LlamaConfig(**SIZES)), True), (sliding, False)):
+        assert takes_static_cache(model, type(model)) == is_taken
+
+
+def test_keys_and_values_of_autocast_share_a_cache() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    put_fact(model, Decoding(Later()))  # type: ignore[arg-type]
+    found = []
+    for cached in (False, True):
+        config = GenerationConfig(max_new_tokens=5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if not cached:
+                given: Any = {"generation_config": config}
+                found.append(model.generate(torch.arange(4, 9)[None], **given))
+                continue
+            with replaying_tokens(model, config):
+                found.append(model.generate(torch.arange(4, 9)[None], generation_config=config))
+    assert torch.equal(*found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.unpad import tokenwise  # noqa: F401 - lists the operations it follows
+from rapidformer.accel.unpad import tokenwise  # lists the operations it follows
 from rapidformer.accel.unpad.calls import Call, Removal, record_padded
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
@@ -176,3 +176,13 @@ def test_inputs_changed_in_place_since_are_an_error() -> None:
     ids.zero_()
     with pytest.raises(ConfigurationError, match="inputs were changed in place since"):
         float(hidden.mean())
+
+
+def test_labelled_tokens_are_found_without_waiting() -> None:
+    labels = torch.tensor([-100, 7, -100, 3, -100, 5])
+    find = tokenwise._find_labelled
+    assert find(labels, -100, 3).tolist() == [1, 3, 5]
+    assert find(labels, -100, 4).tolist() == [1, 3, 5, 0], "places differ, and have no label"
+    assert [find(labels, -100, bound) for bound in (None, 0, 6)] == [None] * 3
+    with pytest.raises(RuntimeError, match="more labels than its batch"):
+        find(labels, -100, 2)

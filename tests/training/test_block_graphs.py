@@ -121,7 +121,11 @@ def train(kind: type[Counting], model: Any, rows: Rows, capture: Any, **more: An
 
 @pytest.mark.parametrize(
     ("kind", "more", "limit"),
-    [(Counting, {"global_batch_size": 8}, 0.0), (Twice, {}, 0.0), (Penalised, {}, 1e-5)],
+    [
+        (Counting, {"global_batch_size": 8, "mixed_precision": "bf16"}, 0.0),
+        (Twice, {}, 0.0),
+        (Penalised, {}, 1e-5),
+    ],
 )
 def test_every_step_runs_the_users_code(
     kind: type[Counting],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rapidformer.compat.patches import Entry, Patch, describe_difference
-from rapidformer.overlay import get_own_class
 
 PRIVATE_NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "which attention a model uses",
@@ -178,10 +177,10 @@ def get_expert_plan(model: Any) -> dict[str, str]:
     return getattr(model, "_ep_plan", None) or {}
 
 
-def takes_static_cache(model: Any) -> bool:
+def takes_static_cache(model: Any, own_class: type) -> bool:
     """Whether a model may generate with a cache of one size that never waits for the device."""
     config: Any = getattr(model, "config", None)
-    is_decoder = is_own_model(get_own_class(model)) and hasattr(model, "generate")
+    is_decoder = is_own_model(own_class) and hasattr(model, "generate")
     if not is_decoder or config.is_encoder_decoder or not model._can_compile_fullgraph:
         return False
     from transformers import StaticCache

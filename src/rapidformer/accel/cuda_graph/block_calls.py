@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,3 +107,20 @@ def _list_ends(mask: RowMask) -> tuple[Tensor, Tensor]:
     fused: Fused | None = mask.fused
     assert fused is not None
     return fused.ends, fused.key_ends
+
+
+def describe_mode(device: torch.device) -> Hashable:
+    """What decides the precision of an operation here and now."""
+    kind = device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+@contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Inside, autocast keeps no copies of weights: a graph must make its own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

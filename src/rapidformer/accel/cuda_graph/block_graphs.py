@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, read_call
+from rapidformer.accel.cuda_graph.block_calls import BlockCall, describe_mode, read_call
 from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
@@ -52,8 +52,8 @@ def round_rows(model: nn.Module) -> None:
 class _Together:
     """The blocks of one forward pass: noted first, then recorded together."""
 
-    def __init__(self, *, is_noted: bool) -> None:
-        self.notes = Notes() if is_noted else None
+    def __init__(self, notes: Notes | None = None) -> None:
+        self.notes = notes
         self.chains: dict[Hashable, tuple[Chain, RecordedBlock]] = {}
         """By the first call of each."""
 
@@ -82,7 +82,7 @@ class BlockGraphs:
         self._recorded: dict[Hashable, _Together] = {}
         self._seen: set[int] = set()
         self._described: Hashable = None
-        """What the blocks' code depends on in this pass."""
+        """What the blocks' code depends on in this call of the model."""
         self._places: Hashable = None
         self._number = 0
         self._is_running = False
@@ -156,11 +156,6 @@ class BlockGraphs:
         if last is not None and last.notes is not None:
             self._record(last, last.notes)
         self._calls.clear()
-        self._described = self._code.describe()
-        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
-        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
-            self._recorded.clear()
-            self._places = places
 
     def _record(self, together: _Together, notes: Notes) -> None:
         """Record the calls that the last pass has noted."""
@@ -203,11 +198,13 @@ class BlockGraphs:
             return following.output
         if call is None:
             return run(*args, **kwargs)
+        if block is self._blocks[0] or self._together is None:
+            self._described = describe_mode(self._device), self._code.describe()
         if self._together is None:
             self._together = self._choose(call)
         together = self._together
         self._calls[block] += 1
-        key = (block, self._calls[block], call.form)
+        key = (block, self._calls[block], call.form, self._described)
         if together.notes is not None:
             return together.notes.run(key, block, run, call)
         if key not in together.chains:
@@ -225,9 +222,13 @@ class BlockGraphs:
                 self._code.check_hooks(())
             except NotRepeatableError as problem:
                 self._give_up(str(problem))
-            return _Together(is_noted=False)  # those of transformers collect what was asked for
+            return _Together()  # those of transformers collect what was asked for
         if any(map(operator.is_not, map(self._model.get_submodule, self._names), self._blocks)):
-            return _Together(is_noted=False)  # something stands in a block's place
+            return _Together()  # something stands in a block's place
+        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
+            self._recorded.clear()
+            self._places = places
         key = (call.form, self._described)
         if key in self._recorded:
             return self._recorded[key]
@@ -235,7 +236,7 @@ class BlockGraphs:
         is_due = call.is_rounded or hash(key) in self._seen
         is_due = is_due and self._number > 1 and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
-        together = _Together(is_noted=is_due)
+        together = _Together(Notes(self._device) if is_due else None)
         if is_due:
             self._recorded[key] = together
         return together

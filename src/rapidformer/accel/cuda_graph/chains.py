@@ -8,14 +8,17 @@ output cannot do that unseen; only loops of transformers' own are trusted to beg
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall
 from rapidformer.accel.cuda_graph.passes import set_numbers
+from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 
@@ -41,12 +44,14 @@ class NotedCall:
     template: Any
     """Its arguments with links in them; None if some come from elsewhere."""
     links: list[int]
+    enter_mode: Callable[[], AbstractContextManager[None]]
 
 
 class Notes:
     """The calls of one forward pass, and where their arguments come from."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.calls: list[NotedCall] = []
         self._statics: dict[int, tuple[Any, Any]] = {}
         self._values: list[Any] = []
@@ -69,7 +74,11 @@ class Notes:
             self._values = call.values
         static = StaticCall(call, self._statics)
         own = [link or 0 for link in links]
-        self.calls.append(NotedCall(key, block, run, static, call.constants, template, own))
+        self.calls.append(
+            NotedCall(
+                key, block, run, static, call.constants, template, own, note_mode(self._device)
+            )
+        )  # fmt: skip
         output = run(*call.args, **call.kwargs)
         self._previous = output if type(output) is Tensor else None
         return output
@@ -91,6 +100,7 @@ class Chain:
             for parameter in nn.ModuleList(self.blocks).parameters()
             if parameter.requires_grad
         ]
+        self._enter_mode = calls[0].enter_mode
         self.stand_in: Any = None
         """What blocks return before the last one."""
 
@@ -99,7 +109,11 @@ class Chain:
         return self.run_some(len(self.calls), args, kwargs)
 
     def run_some(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first blocks."""
+        """Run the first blocks in the precision they had, and with the same kernels."""
+        with self._enter_mode(), use_kernels(self.blocks[0]):
+            return self._run_some(count, args, kwargs)
+
+    def _run_some(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (Tensor, RowMask))
         ]

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall, read_call
+from rapidformer.accel.cuda_graph.block_calls import (
+    BlockCall,
+    StaticCall,
+    describe_mode,
+    read_call,
+    without_cast_cache,
+)
 from rapidformer.accel.cuda_graph.block_graphs import MOST_SIZES, round_rows
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot
@@ -91,7 +97,7 @@ class ForwardGraphs:
         try:
             if block is self._first:
                 self._code.check_hooks(())
-                self._described = self._code.describe()
+                self._described = describe_mode(self._device), self._code.describe()
             # Hooks of transformers collect what was asked for.
             has_hooks = self._code.has_hooks
             recorded = None if call is None or has_hooks else self._find(block, run, call)
@@ -113,7 +119,8 @@ class ForwardGraphs:
             return None
         self._sizes.add(call.form)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
-        recorded = _Forward(run, call, self._capture, before, self._limit)
+        with without_cast_cache():
+            recorded = _Forward(run, call, self._capture, before, self._limit)
         self._recorded[key] = recorded
         return recorded
 

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.attention.kernel_scope import use_kernels
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, write
+from rapidformer.accel.cuda_graph.block_calls import BlockCall, without_cast_cache, write
 from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
-from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import copy_all
 
@@ -100,7 +98,7 @@ class RecordedBlock:
         self._of_inputs: list[Tensor] = []
         self._has_gradient: list[bool] = []
         self._replay_backward: Callable[[], None]
-        with _without_cast_cache():
+        with without_cast_cache():
             with self._shifted():
                 rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
             before.host_numbers.count_unused(0)
@@ -160,7 +158,7 @@ class RecordedBlock:
 
     def record_backward(self) -> None:
         """Record the backward pass."""
-        with _without_cast_cache():
+        with without_cast_cache():
             self._of_inputs, self._replay_backward = self._capture.record(self._run_backward)
             with self._shifted():
                 self._before.restore()
@@ -189,7 +187,7 @@ class RecordedBlock:
     def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call, which begins with these random numbers."""
         self._static.fill(call)
-        again = functools.partial(self._run_again, call, numbers, note_mode(self._device))
+        again = functools.partial(self._run_again, call, numbers)
         self._replay_forward()
         values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
         return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
@@ -213,7 +211,7 @@ class RecordedBlock:
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
     def _run_again(
-        self, call: BlockCall, numbers: Tensor, enter_mode: Any, gradients: Sequence[Tensor]
+        self, call: BlockCall, numbers: Tensor, gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
         creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
@@ -225,7 +223,7 @@ class RecordedBlock:
 
         set_numbers(numbers, self._device)
         try:
-            with enter_mode(), use_kernels(self._chain.blocks[0]):
+            with torch.enable_grad():
                 args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
                 output = self._chain.run(*args, **kwargs)
         finally:
@@ -262,14 +260,3 @@ class _Replay(torch.autograd.Function):
             return None, None, None, *recorded.go_back(given)
         assert ctx.saved_tensors  # torch looks whether something has changed them
         return None, None, None, *ctx.run_again(given)
-
-
-@contextmanager
-def _without_cast_cache() -> Iterator[None]:
-    """Inside, autocast keeps no copies of weights: a graph must make its own."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
