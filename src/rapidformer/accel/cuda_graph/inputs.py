@@ -38,7 +38,6 @@ Array = NDArray[Any]
 _ALIGNMENT = 256
 """In bytes: kernels are compiled for aligned inputs."""
 _PLAIN = (type(None), bool, int, float, str)
-_WIDTHS_OF = ("attention_mask", "labels")
 
 
 class NotRepeatableError(RapidformerError):
@@ -76,10 +75,10 @@ class Inputs:
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
-        widths = [self.columns[n].width if n in self.columns else 0 for n in _WIDTHS_OF]
-        rows = self.rows
-        tokens = (0, 0) if rows is None else (len(rows.places), rows.bound)
-        return Sizes(*widths, *tokens)
+        names = ("attention_mask", "labels")
+        columns, labels = (self.columns[n].width if n in self.columns else 0 for n in names)
+        tokens = 0 if self.rows is None else len(self.rows.places)
+        return Sizes(columns, labels, tokens, 0 if self.rows is None else self.rows.bound)
 
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
