@@ -63,14 +63,16 @@ class _Bucket:
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
     flags: dict[tuple[bool, ...], torch.Tensor] = field(default_factory=dict)
-    """On the device, by which parameters have a gradient: what is sent to say so."""
+    """On the device, by which parameters have a gradient: what CUDA graphs send to say so."""
     memory: _Memory | None = None
 
-    def get_flags(self, used: tuple[bool, ...]) -> torch.Tensor:
-        if used not in self.flags:
-            first = self.parameters[0]
-            self.flags[used] = torch.tensor(used, dtype=first.dtype, device=first.device)
-        return self.flags[used]
+    def get_flags(self, used: tuple[bool, ...], *, is_kept: bool) -> torch.Tensor:
+        flags, first = self.flags.get(used), self.parameters[0]
+        if flags is None:
+            flags = torch.tensor(used, dtype=first.dtype, device=first.device)
+            if is_kept or all(used):
+                self.flags[used] = flags
+        return flags
 
     def split(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each parameter's gradient, as a flat tensor, and the flags."""
@@ -147,7 +149,7 @@ class GradientReducer(GradientSynchronizer):
             here = {p: place for p, place in pairs if p in gradients}
             for place in (place for p, place in pairs if p not in gradients):
                 place.zero_()
-            sources = [*(gradients[p] for p in here), bucket.get_flags(used)]
+            sources = [*(gradients[p] for p in here), bucket.get_flags(used, is_kept=True)]
             copy_all([*here.values(), memory.flags], sources)
             placed |= here
         return placed
@@ -240,7 +242,7 @@ def shape_like(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(bucket: _Bucket, group: dist.ProcessGroup) -> None:
-    flags = bucket.get_flags(tuple(p.grad is not None for p in bucket.parameters))
+    flags = bucket.get_flags(tuple(p.grad is not None for p in bucket.parameters), is_kept=False)
     pieces = [
         torch.zeros_like(get_shard(p)) if p.grad is None else get_shard(p.grad)
         for p in bucket.parameters

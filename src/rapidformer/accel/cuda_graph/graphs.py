@@ -147,7 +147,7 @@ class GraphedPasses:
         self.problem, least = agree(self._topology, self.problem, sizes)
         if self.problem is not None:
             self._has_ended = True
-            self._graphs.clear()
+            self._drop()
             return None
         if request is None:
             return None
@@ -157,9 +157,7 @@ class GraphedPasses:
             return None  # it must run as it is
         places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
-            self._graphs.clear()
-            if self.finishing is not None:
-                self.finishing.forget()
+            self._drop()
             self._places = places
         return self._run(request, known, least)
 
@@ -190,10 +188,15 @@ class GraphedPasses:
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
-        self._graphs.clear()
+        self._drop()
         if self.in_pieces is not None:
             self.in_pieces.close()
         self._capture.close()
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        if self.finishing is not None:
+            self.finishing.forget()
 
     def _describe_code(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on apart from its batch and the weights."""

@@ -40,7 +40,6 @@ _ALIGNMENT = 256
 _LARGE = 2**20
 """In bytes: what is larger is not joined with other tensors."""
 _PLAIN = (type(None), bool, int, float, str)
-_WIDTHS_OF = ("attention_mask", "labels")
 
 
 class NotRepeatableError(RapidformerError):
@@ -83,9 +82,8 @@ class Inputs:
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
-        columns, labels = (
-            self.columns[name].width if name in self.columns else 0 for name in _WIDTHS_OF
-        )
+        names = ("attention_mask", "labels")
+        columns, labels = (self.columns[n].width if n in self.columns else 0 for n in names)
         bound = self.rows.bound if self.rows is not None else 0
         return Sizes(columns, labels, self.num_tokens, bound)
 

@@ -171,7 +171,8 @@ def _build_head(
         assert recipe is not None
         recipe = dataclasses.replace(recipe, words=words)
         region = find_fact(self, ContextRegion)
-        if region is not None and not recipe.is_by_row and teacher is None:
+        is_summed = not recipe.is_by_row and recipe.noted is None and teacher is None
+        if region is not None and is_summed:
             picked = pick_labelled(hidden, labels, recipe.ignore_index)
             hidden, labels = picked if picked is not None else (hidden, labels)
         if region is None or lacks_padding(hidden):

@@ -88,8 +88,9 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
             run = buffers.repeat(run)
         # torch cannot read the state of random numbers while it records a CUDA graph; models that
         # draw some are not recorded.
-        draws = not is_recording(next(self.parameters()).device)
-        return checkpoint(run, *args, preserve_rng_state=draws, **options, **kwargs)
+        first = next(self.parameters(), None)
+        keeps_state = first is None or not is_recording(first.device)
+        return checkpoint(run, *args, preserve_rng_state=keeps_state, **options, **kwargs)
 
     return {"__call__": call}
 

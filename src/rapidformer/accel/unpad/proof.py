@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad.sides import is_encoder_decoder
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
@@ -79,7 +80,7 @@ def _compare(
     changed = _run(forward, batch, weights)
     if sharing is not None:  # each rank has those of its own tokens
         for gradient in (*expected[1:], *changed[1:]):
-            dist.all_reduce(gradient, group=sharing)
+            dist.all_reduce(get_shard(gradient), group=sharing)
     if expected[0].dtype in (torch.float16, torch.bfloat16):
         limit = _LIMIT_16_BIT
     names = ["logits", *["gradients"] * len(weights)]
