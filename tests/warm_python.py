@@ -217,6 +217,7 @@ def _import_what_is_slow() -> None:
         if not module.name.startswith("rapidformer.dialects"):
             with suppress(ImportError):  # of optional packages
                 importlib.import_module(module.name)
+    sys.modules["rapidformer.config"].parse_arguments([])  # the parser is built once
 
 
 class _Workers:

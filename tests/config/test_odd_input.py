@@ -18,7 +18,7 @@ _TEXTS = ["\0", "a" * 5000, "--"]
 
 @pytest.mark.parametrize("number", range(3))
 def test_no_value_of_any_flag_is_a_crash(number: int) -> None:
-    """Each setting gets one value a round: building the parser is what takes the time."""
+    """Each setting gets one value a round."""
     for place, setting in enumerate(get_settings().values()):
         values = _TEXTS if setting.kind is str else _NUMBERS
         value = values[(place + number) % 3]

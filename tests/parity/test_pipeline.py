@@ -46,7 +46,7 @@ from tests.parity.resuming import check_route
 from tests.processes import run_in_kept_processes
 
 
-def staged(model: str, layers: int, settings: Settings, *, epochs: int = 1, rows: int = 20) -> Case:
+def staged(model: str, layers: int, settings: Settings, *, epochs: int = 1, rows: int = 12) -> Case:
     """Not a multiple of the global batch: the last update of an epoch is a smaller one."""
     return Training(model, layers=layers, rows=rows, epochs=epochs), settings
 

@@ -19,7 +19,7 @@ from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
-from rapidformer.dist.whole import join_whole
+from rapidformer.dist.whole import join_each, join_whole
 from rapidformer.errors import ModelError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import save_adapter
@@ -92,12 +92,11 @@ def merge_export(source: Path, target: Path) -> None:
 
 def gather_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str, Any]:
     """All weights (or those of ``names``), whole, in rank 0's memory; every rank contributes."""
-    weights: dict[str, Any] = {}
-    for name, tensor in _list_weights(model, names).items():
-        whole = join_whole(tensor)
-        if get_rank() == 0:
-            weights[name] = whole.cpu()
-    return weights
+    weights = _list_weights(model, names)
+    order = list(weights)
+    for index, whole in join_each(weights.values()):
+        weights[order[index]] = whole.cpu() if get_rank() == 0 else None
+    return weights if get_rank() == 0 else {}
 
 
 def _list_weights(model: nn.Module, names: Set[str] | None) -> dict[str, Any]:

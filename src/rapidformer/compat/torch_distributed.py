@@ -51,7 +51,9 @@ def get_default_store() -> Any:
 def broadcast_from_first(tensors: Sequence[torch.Tensor]) -> None:
     """Write the first rank's values into all ranks' tensors; small ones travel together."""
     world = distributed_c10d.group.WORLD
-    torch.distributed._broadcast_coalesced(world, list(tensors), 2**25, 0)  # bytes at a time
+    assert world is not None
+    send = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]
+    send(world, list(tensors), 2**25, 0)  # bytes at a time
 
 
 def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -7,6 +7,7 @@ here, not by argparse, so that every problem of a command line is reported at on
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -87,7 +88,14 @@ def parse_arguments(
     argv: Sequence[str], extra_args_provider: ExtraArgumentsProvider | None = None
 ) -> Settings:
     """Read a command line; a single ConfigurationError lists all of its problems."""
-    return parse_words(build_parser(extra_args_provider), argv)
+    parser = _get_parser() if extra_args_provider is None else build_parser(extra_args_provider)
+    return parse_words(parser, argv)
+
+
+@functools.cache
+def _get_parser() -> argparse.ArgumentParser:
+    """One to read with, not to change: it has 400 flags, and a command is read more than once."""
+    return build_parser()
 
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Settings:
@@ -203,7 +211,7 @@ class CommandLine:
 
 def read_flags(words: Sequence[str]) -> CommandLine:
     """The settings among flags of which some may be a script's own."""
-    known = build_parser()._option_string_actions
+    known = _get_parser()._option_string_actions
     kept: list[str] = []
     problems: list[str] = []
     is_known = True

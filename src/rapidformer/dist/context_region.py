@@ -133,4 +133,6 @@ class _JoinHeads(torch.autograd.Function):
 def _exchange(sent: Tensor, group: Group) -> Tensor:
     """Send row n to rank n."""
     rows = [1] * len(sent)
-    return regions.wait(operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name))
+    return regions.wait(
+        operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name)
+    )

@@ -36,7 +36,7 @@ class Topology:
     joined: Mapping[str, DeviceMesh] = field(default_factory=dict)
     """Axes that the mesh itself has in two parts."""
     expert_mesh: DeviceMesh | None = None
-    """The replicas again, as groups that hold the same experts × groups that share them."""
+    """The replicas again, as groups that hold the same experts, times groups that share them."""
 
     def describe(self) -> dict[str, int]:
         """The size of each axis."""

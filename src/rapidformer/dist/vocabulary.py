@@ -40,9 +40,7 @@ def check_ids(ids: Tensor, length: int, what: str, ignored: int | None = None) -
     check_later(is_known.all(), f"{what} is outside of the {length} of the vocabulary")
 
 
-def compute_split_losses(
-    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
-) -> Tensor:
+def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
     """Cross entropy of each token in fp32, shaped like the labels; 0 where a label is ignored."""
     assert isinstance(logits, DTensor)
     check_ids(labels, logits.shape[-1], "a label", ignore_index)
@@ -65,7 +63,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """This rank's words of a split vocabulary; ranks exchange small reductions per row of logits."""
+    """This rank's words of a split vocabulary; ranks exchange small reductions per row."""
 
     group: Group
     length: int
@@ -177,9 +175,7 @@ def compute_losses_by_tokens(
     return gather_out(own.unflatten(0, (len(labels), -1)), 1, labels.shape[1], group)
 
 
-def sum_losses_by_tokens(
-    logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED
-) -> Tensor:
+def sum_losses_by_tokens(logits: Tensor, labels: Tensor, ignore_index: int = _IGNORED) -> Tensor:
     """The sum over all tokens."""
     assert isinstance(logits, DTensor)
     own = _compute_own(logits, labels, ignore_index, "sum")

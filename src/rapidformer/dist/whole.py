@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from rapidformer.compat.torch_distributed import StridedShard
 
 _MOST_AT_ONCE = 2**24
-"""Elements that are joined in one collective: enough small ones, and no strain on memory."""
+"""Elements that are joined in one collective. Joining a larger tensor like this would need its
+memory twice, and gain nothing."""
+
 
 def get_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a split tensor; any other tensor itself."""
@@ -42,20 +44,20 @@ def join_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join_each(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each tensor whole, after its index. Equal slices are joined many at a time, and come last."""
+    """Each tensor whole, after its index. Small ones are joined many at a time, and come last."""
     alike: dict[tuple[DeviceMesh, int, torch.dtype], list[tuple[int, DTensor]]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             yield index, tensor
-        elif (axis := _find_axis_of_equal_slices(tensor)) is None:
+        elif (axis := _find_axis_of_equal_slices(tensor)) is None or tensor.numel() > _MOST_AT_ONCE:
             yield index, _join(tensor)
         else:
             alike[tensor.device_mesh, axis, tensor.dtype].append((index, tensor))
     for (mesh, axis, _), members in alike.items():
         while members:
             sizes = itertools.accumulate(tensor.numel() for _, tensor in members)
-            count = max(1, sum(size <= _MOST_AT_ONCE for size in sizes))
+            count = sum(size <= _MOST_AT_ONCE for size in sizes)
             yield from _join_equal_slices(mesh, axis, members[:count])
             members = members[count:]
 
