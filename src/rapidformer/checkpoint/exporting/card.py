@@ -60,14 +60,15 @@ def write_card(
         )
         for metric, value in _read_results(run, source).items()
     ]
+    is_adapter = (folder / "adapter_config.json").is_file()
     known = license or _find_license(source.start)
     if known is None:
         get_logger().info("card      the licence is not known: --license says it")
     facts = ModelCardData(
         base_model=source.start if source.start and is_hub_name(source.start) else None,
-        license=known, library_name=report.format, pipeline_tag=task, tags=["rapidformer"],
+        license=known, library_name="peft" if is_adapter else report.format, pipeline_tag=task,
         datasets=[text for text in data if is_hub_name(text)] or None, model_name=name,
-        eval_results=results or None,
+        tags=["rapidformer"], eval_results=results or None,
     )  # fmt: skip
     lines = [f"# {name}", ""]
     lines += [f"Trained from {_hide_path(source.start)}.", ""] if source.start else []
