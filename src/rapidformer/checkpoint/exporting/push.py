@@ -59,11 +59,12 @@ def open_hub(name: str, *, private: bool) -> Hub:
 def push_folder(hub: Hub, folder: Path) -> None:
     """One commit with the whole folder, then a comparison with what the Hub has."""
     files = sorted(list_files(folder))
+    replaced = _REPLACED if any(folder.glob("*.safetensors")) else None
     try:
         # None, not False: an organization may make its repositories private by itself.
         hub.api.create_repo(hub.name, private=hub.private or None, exist_ok=True)
         commit = hub.api.upload_folder(
-            repo_id=hub.name, folder_path=folder, delete_patterns=_REPLACED,
+            repo_id=hub.name, folder_path=folder, delete_patterns=replaced,
             commit_message=f"Export of {folder.name} by rapidformer",
         )  # fmt: skip
         there = hub.api.get_paths_info(hub.name, files, revision=commit.oid)
