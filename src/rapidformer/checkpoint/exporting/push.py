@@ -28,12 +28,7 @@ def open_hub(name: str, *, private: bool) -> Hub:
     """Check the name, the login and the repository before anything slow begins."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError as reason:
-        raise ConfigurationError(f"--push {name}: {reason}") from None
     if name.count("/") != 1:
         raise ConfigurationError(f"--push {name}: give it as organization/name or user/name.")
     api = HfApi(library_name="rapidformer")
@@ -46,6 +41,8 @@ def open_hub(name: str, *, private: bool) -> Hub:
         ) from None
     try:
         found = api.repo_info(name)
+    except HFValidationError as reason:
+        raise ConfigurationError(f"--push {name}: {reason}") from None
     except RepositoryNotFoundError:
         return Hub(api, name, private)
     if private and not found.private:
@@ -90,7 +87,7 @@ def _is_same(path: Path, there: Any) -> bool:
     with path.open("rb") as file:
         if there.lfs is not None:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == there.lfs.sha256)
-        return _hash_blob(file.read()) == there.blob_id
+        return bool(_hash_blob(file.read()) == there.blob_id)
 
 
 def _hash_blob(content: bytes) -> str:
