@@ -13,6 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -89,6 +91,8 @@ def make_model(kind: str) -> Any:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16))
     elif kind == "gemma3":
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **GEMMA))
+    elif kind == "gemma2":
+        model = Gemma2ForCausalLM(Gemma2Config(**SIZES, **GEMMA))
     else:
         config = GPT2Config(
             vocab_size=288, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=0,

@@ -18,6 +18,7 @@ from huggingface_hub.utils import close_session
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import rapidformer
+from rapidformer.checkpoint.exporting.push import Hub, push_folder
 from rapidformer.checkpoint.exporting.serving import check_serving
 from rapidformer.errors import CheckpointError, ConfigurationError
 from tests.small import make_model_folder
@@ -209,6 +210,23 @@ def test_what_cannot_be_pushed_is_refused_first(
     with pytest.raises(CheckpointError, match=r"README\.md, .* on the Hub is not what is in"):
         push("org/name")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "name-Q8_0.gguf"])
+def test_only_weights_of_the_same_format_are_replaced(file: str, tmp_path: Path) -> None:
+    class Api:
+        def create_repo(self, *_: Any, **__: Any) -> None:
+            """Nothing to create."""
+
+        def upload_folder(self, *, delete_patterns: list[str] | None, **_: Any) -> None:
+            assert (delete_patterns is None) == file.endswith(".gguf")
+            raise OSError("no route to host")
+
+    (tmp_path / file).touch()
+    with pytest.raises(
+        CheckpointError, match=r"failed: no route to host. The export is in .*hf up"
+    ):
+        push_folder(Hub(Api(), "org/name", private=False), tmp_path)
 
 
 def test_what_servers_need_is_checked(tmp_path: Path) -> None:

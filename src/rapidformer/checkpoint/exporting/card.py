@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shlex
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def write_card(
     places = (source.folder.parent, source.folder)
     run = next((place for place in places if (place / "arguments.yaml").is_file()), None)
     settings, command = _read_settings(run)
-    data = [text for name in _DATA for text in _list(settings.get(name))]
+    data = [text for setting in _DATA for text in _list(settings.get(setting))]
     label = ", ".join(map(_hide_path, data)) or "the run's data"
     kind, task = (data[0] if data and is_hub_name(data[0]) else "custom"), _find_task(source)
     results = [
@@ -60,14 +60,15 @@ def write_card(
         )
         for metric, value in _read_results(run, source).items()
     ]
+    is_adapter = (folder / "adapter_config.json").is_file()
     known = license or _find_license(source.start)
     if known is None:
         get_logger().info("card      the licence is not known: --license says it")
     facts = ModelCardData(
         base_model=source.start if source.start and is_hub_name(source.start) else None,
-        license=known, library_name=report.format, pipeline_tag=task, tags=["rapidformer"],
+        license=known, library_name="peft" if is_adapter else report.format, pipeline_tag=task,
         datasets=[text for text in data if is_hub_name(text)] or None, model_name=name,
-        eval_results=results or None,
+        tags=["rapidformer"], eval_results=results or None,
     )  # fmt: skip
     lines = [f"# {name}", ""]
     lines += [f"Trained from {_hide_path(source.start)}.", ""] if source.start else []
@@ -75,9 +76,7 @@ def write_card(
     lines += _describe_export(report, run)
     if command:
         lines += ["", "## Training", "", "```", command, "```"]
-    packages = ("rapidformer", "torch", "transformers")
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    text = "\n".join(["---", facts.to_yaml(), "---", "", *lines, "", f"Versions: {versions}.", ""])
+    text = "\n".join(["---", facts.to_yaml(), "---", "", *lines, "", _list_versions(), ""])
     (folder / _CARD).write_text(text, encoding="utf-8")
     try:
         back = ModelCard.load(folder / _CARD)
@@ -85,6 +84,14 @@ def write_card(
         raise ModelError(f"the model card cannot be read back: {reason}") from None
     if back.data.to_dict() != facts.to_dict():
         raise ModelError("the model card does not read back as it was written.")
+
+
+def _list_versions() -> str:
+    known = []
+    for package in ("rapidformer", "torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):  # run from its sources
+            known.append(f"{package} {version(package)}")
+    return f"Versions: {', '.join(known)}."
 
 
 def check_license(license: str | None) -> None:

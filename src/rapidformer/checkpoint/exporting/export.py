@@ -20,7 +20,7 @@ from rapidformer.checkpoint.exporting.build import (
 from rapidformer.checkpoint.exporting.card import check_license, write_card
 from rapidformer.checkpoint.exporting.files import cast, copy_texts, write_shards
 from rapidformer.checkpoint.exporting.folder import REPORT, list_files, refuse_foreign, staging_for
-from rapidformer.checkpoint.exporting.gguf.export import write_gguf
+from rapidformer.checkpoint.exporting.gguf.export import plan_gguf, write_gguf
 from rapidformer.checkpoint.exporting.gguf.file import TYPES, check_kind, round_to
 from rapidformer.checkpoint.exporting.onnx import check_onnx, write_onnx
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
@@ -95,10 +95,11 @@ def export(
             changes = _write_adapter(source, config, staging, kind, compare)
         else:
             recipes = build_recipes(source, config, merges=source.adapter is not None)
+            model = plan_gguf(source, recipes.config, target.name) if format == "gguf" else None
             changes = compare(recipes)
-            if format == "gguf":
-                quant = quant or TYPES[kind]
-                what, kind_name = write_gguf(source, recipes, staging, target.name, quant), quant
+            if model is not None:
+                quant = quant or TYPES.get(kind, "F32")
+                what, kind_name = write_gguf(model, recipes, staging, quant), quant
             elif format == "onnx":
                 what = write_onnx(recipes, staging)
             else:

@@ -66,11 +66,11 @@ def _load_gguf(file: Path) -> Any:
     rope = getattr(config, "rope_parameters", {})
     wanted = {**config.to_dict(), **rope.get("full_attention", rope)}
     for name, value in load_gguf_checkpoint(str(file))["config"].items():
-        expected = wanted.get(name)
-        is_number = isinstance(value, (int, float)) and isinstance(expected, (int, float))
-        if name.endswith("_token_id"):
-            continue  # a model's configuration is often wrong about them; the tokenizer is not
-        if is_number and abs(value - expected) > 1e-6 * abs(expected):
+        # A model's configuration is often wrong about its tokens; the tokenizer is not.
+        expected = None if name.endswith("_token_id") else wanted.get(name)
+        if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)):
+            continue
+        if abs(value - expected) > 1e-6 * abs(expected):
             sys.exit(f"the file says {name} {value}, the model has {expected}")
     model_class = getattr(transformers, config.architectures[0])
     model, report = model_class.from_pretrained(

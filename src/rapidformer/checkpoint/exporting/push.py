@@ -28,12 +28,7 @@ def open_hub(name: str, *, private: bool) -> Hub:
     """Check the name, the login and the repository before anything slow begins."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError as reason:
-        raise ConfigurationError(f"--push {name}: {reason}") from None
     if name.count("/") != 1:
         raise ConfigurationError(f"--push {name}: give it as organization/name or user/name.")
     api = HfApi(library_name="rapidformer")
@@ -46,6 +41,8 @@ def open_hub(name: str, *, private: bool) -> Hub:
         ) from None
     try:
         found = api.repo_info(name)
+    except HFValidationError as reason:
+        raise ConfigurationError(f"--push {name}: {reason}") from None
     except RepositoryNotFoundError:
         return Hub(api, name, private)
     if private and not found.private:
@@ -59,11 +56,12 @@ def open_hub(name: str, *, private: bool) -> Hub:
 def push_folder(hub: Hub, folder: Path) -> None:
     """One commit with the whole folder, then a comparison with what the Hub has."""
     files = sorted(list_files(folder))
+    replaced = _REPLACED if any(folder.glob("*.safetensors")) else None
     try:
         # None, not False: an organization may make its repositories private by itself.
         hub.api.create_repo(hub.name, private=hub.private or None, exist_ok=True)
         commit = hub.api.upload_folder(
-            repo_id=hub.name, folder_path=folder, delete_patterns=_REPLACED,
+            repo_id=hub.name, folder_path=folder, delete_patterns=replaced,
             commit_message=f"Export of {folder.name} by rapidformer",
         )  # fmt: skip
         there = hub.api.get_paths_info(hub.name, files, revision=commit.oid)
@@ -89,7 +87,7 @@ def _is_same(path: Path, there: Any) -> bool:
     with path.open("rb") as file:
         if there.lfs is not None:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == there.lfs.sha256)
-        return _hash_blob(file.read()) == there.blob_id
+        return bool(_hash_blob(file.read()) == there.blob_id)
 
 
 def _hash_blob(content: bytes) -> str:

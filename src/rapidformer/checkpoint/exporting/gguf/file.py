@@ -30,6 +30,8 @@ K_QUANTS = {
     "Q3_K_S": "Q4_0", "Q3_K_M": "Q4_0", "Q3_K_L": "Q4_0", "Q4_K_S": "Q4_0", "Q4_K_M": "Q4_0",
     "Q5_K_S": "Q5_0", "Q5_K_M": "Q5_0", "Q6_K": "Q5_0",
 }  # fmt: skip
+_Tensors = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
+"""The shape of each tensor in the file, and what computes it."""
 # Always in fp32, as llama.cpp's own converter has them: what has one dimension, and these.
 _PRECISE = ("_norm.weight", "position_embd.weight", "rope_freqs.weight")
 
@@ -81,12 +83,11 @@ def write_file(file: Path, recipes: Recipes, metadata: Metadata, kind: str) -> s
     return ", ".join(f"{number} in {chosen}" for chosen, number in counts.items())
 
 
-def _list_tensors(
-    gguf: Any, recipes: Recipes
-) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]:
-    """The shape of each tensor in the file, and what computes it."""
+def _list_tensors(gguf: Any, recipes: Recipes) -> _Tensors:
+    """By their names in the file, which gguf knows."""
     config = recipes.config
-    family, tensors = find_family(config), {}
+    family = find_family(config)
+    tensors: _Tensors = {}
     known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[family.architecture], config.num_hidden_layers)
 
