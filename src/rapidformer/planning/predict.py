@@ -64,12 +64,6 @@ class _Rank:
         stream = (1 - share) / self._layout.divide("stream")
         return value * (share / tensor + stream)
 
-    def _count_state(self) -> State:
-        total = self._layout.add_up(self._stage.rest)
-        for part, count, _ in self._kinds:
-            total += self._layout.add_up(part.weights) * count
-        return total
-
     def _measure_kept(self, part: Part) -> float:
         """What a block keeps for its backward pass, without copies of weights."""
         kept = self._layout.kept
@@ -111,7 +105,7 @@ class _Rank:
 
     def _find_peak(self) -> Memory:
         layout, stage, shape = self._layout, self._stage, self._shape
-        state = self._count_state()
+        state = layout.count_state(stage)
         activations, restored = self._sum_blocks()
         casts, host = self._sum_casts(), 0.0
         is_graphed = layout.has("CUDA graph")

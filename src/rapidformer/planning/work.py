@@ -39,9 +39,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
-    state = layout.add_up(stage.rest)
-    for part, count, _ in stage.list_kinds():
-        state += layout.add_up(part.weights) * count
+    state = layout.count_state(stage)
     kept = sum(at(part.saved) for part in blocks)
     return Work(
         flops=flops,
