@@ -36,10 +36,14 @@ def run(argv: list[str]) -> None:
     command = read_flags(words)
     args, cluster = _check(command, options)
     from rapidformer.cli.train import run as train
+    from rapidformer.planning.capture import has_own_batch_size
     from rapidformer.planning.measure import measure
     from rapidformer.planning.search import Planner
 
     shape = measure(args, lambda: train(read_flags(words)))
+    if args.user_script is not None and not has_own_batch_size(args):
+        asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
+        args = resolve(asked, world_size=cluster.count)
     planner = Planner(shape, args, cluster)
     if options.json:
         sys.stdout.write(json.dumps(_collect(planner), indent=1) + "\n")
@@ -98,8 +102,8 @@ def _describe(planner: Any) -> list[str]:
     parts = {name: size for name, size in memory.by_part().items() if size}
     lines = [
         f"model    {shape.model}, {shape.parameters / 1e6:,.0f} M parameters, {shape.precision}",
-        f"batch    {args.micro_batch_size} x {shape.length} tokens on a rank, "
-        f"{args.global_batch_size} rows per step",
+        f"batch    {shape.count_rows(args.micro_batch_size):.0f} x {shape.length:,} tokens on a "
+        f"rank, {args.global_batch_size:,} samples per step",
         "",
         f"memory of the rank that needs the most, of {cluster.device.memory:.0f} GiB on "
         f"{cluster.describe()}",
