@@ -68,6 +68,7 @@ class _Observer(RunObserver):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._engine: Any = None
+        self._hook: Any = None
         self._collate: Any = None
         self._rows: list[Any] = []
         self._samples = 0
@@ -101,7 +102,8 @@ class _Observer(RunObserver):
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
         if engine.updates.is_own_loop:
-            engine.model.module.register_forward_pre_hook(self._see_call, with_kwargs=True)
+            module = engine.model.module
+            self._hook = module.register_forward_pre_hook(self._see_call, with_kwargs=True)
 
     def before_update(self, forward: Any, update: Update) -> None:
         micro_batch = update[0]._replace(batch=self._choose_batch(update[0].batch))
@@ -135,6 +137,8 @@ class _Observer(RunObserver):
 
     def _finish(self, forward: Callable[[Any], Any], batch: Any) -> None:
         updates = self._engine.updates
+        if self._hook is not None:
+            self._hook.remove()
         own = type(updates.optimizer).__name__ if updates.has_own_optimizer else ""
         self.captured = Captured(
             model=self._engine.model.module, forward=forward, batch=batch,

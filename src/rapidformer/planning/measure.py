@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
+from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -32,8 +34,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 def measure(settings: Settings, train: Callable[[], None]) -> Shape:
     """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved."""
-    run = capture(settings, train)
-    return _Measurement(run, get_precision(settings), settings).finish()
+    measurement = _Measurement(capture(settings, train), get_precision(settings), settings)
+    try:
+        return measurement.finish()
+    finally:
+        measurement.close()
 
 
 def get_precision(settings: Settings) -> str:
@@ -61,6 +66,9 @@ class _Measurement:
         self._model = run.model.train()
         _empty(self._model)
         self._round_frozen()
+        self._applied = Applied()
+        # transformers' own loop over experts looks at values.
+        apply_grouped_experts(self._model, torch.device("cpu"), self._applied)
         self._plan = find_plan(self._model)
         self._rules = SplitRules(self._model, self._plan)
         self._kinds = _list_kinds(self._model, self._plan)
@@ -69,6 +77,10 @@ class _Measurement:
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._used_after: set[int] = set()
         """Parameters of the modules that are called after the last block."""
+
+    def close(self) -> None:
+        """Undo what concerns the process; the model is used up."""
+        self._applied.undo()
 
     def finish(self) -> Shape:
         """All figures."""

@@ -54,6 +54,8 @@ class Parameter:
     is_trained: bool
     split_dim: int | None = None
     """The dimension that tensor parallelism splits."""
+    heads: int = 0
+    """Key/value heads, if it computes those: they are split only as whole heads."""
     is_expert: bool = False
     """Whether expert parallelism splits its first dimension."""
     is_matrix: bool = False

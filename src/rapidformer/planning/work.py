@@ -52,9 +52,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
                 )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
-    state = layout.add_up(stage.rest)
-    for part, count, _ in stage.list_kinds():
-        state += layout.add_up(part.weights) * count
+    state = layout.count_state(stage)
     # Weights and moments are read and written, gradients read twice.
     update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
     is_on_host = layout.is_on_host("optimizer")
