@@ -1,19 +1,24 @@
 """`rapidformer plan` against real trainings: peak memory, the bytes of its parts, time of a step.
 
-    python benchmarks/plan_memory.py [--size tiny] [--runs gpt2 "gpt2, recompute"] [--json FILE]
-        [--seconds 190]
+    python benchmarks/plan_memory.py --json FILE [--runs gpt2 "gpt2, recompute"] [--seconds 190]
+    python benchmarks/plan_memory.py --json FILE --predict
+    python benchmarks/plan_memory.py --json FILE --limits
+    python benchmarks/plan_memory.py --json FILE --table
 
-Each run is a training by the engine in a process of its own, as in `peers.py`. What a file given
-with `--json` already has is not run again. `--seconds` starts no run after that time.
+The first trains on the GPU: each run is a training by the engine in a process of its own, as in
+`peers.py`; what the file already has is not run again, and none is started after `--seconds`.
+`--predict` asks plan about all runs, on any machine. `--limits` trains with batches around the
+largest one that plan says would fit a device of a few GiB. `--table` compares, in Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,10 @@ from transformers import (
 from workloads import LORA_TARGETS, Workload, list_workloads, make_pair_rows, make_text_rows
 
 from rapidformer import Finetuner, RapidformerEngine
+from rapidformer.config import Settings, resolve
+from rapidformer.planning.devices import GIB, Cluster, parse_devices
+from rapidformer.planning.measure import measure
+from rapidformer.planning.search import Planner
 from rapidformer.training.callbacks import Callback
 
 LIMIT = 100
@@ -192,31 +201,37 @@ class Watch(Callback):
         }
 
 
-def train(run: Run, size: str, *, fraction: float | None = None) -> Result:
-    """The figures of one training; ``fraction`` limits the memory of the process."""
-    if fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(fraction)
-    work = list_every_workload(size)[run.workload]
-    warm_up, timed = STEPS.get(run.workload, (4, 4)) if HAS_GPU else (2, 2)
-    rows = work.make_rows(run.batch * (warm_up + timed))
-    watched = Watch(Stopwatch(warm_up))
-
+def build_trainer(work: Workload, rows: Any, engine: Any, *watching: Callback) -> Finetuner:
     class Bench(Finetuner):
-        callbacks = (watched,)
+        callbacks = watching
 
         def train_valid_test_datasets_provider(self) -> Any:
             return rows, None, None, None
 
         def model_optimizer_lr_scheduler_provider(self) -> Any:
             with DEVICE:
-                return work.build(), None, None
+                return self.engine.build_model(work.build), None, None
 
         def run_forward_step(self, batch: Any, model: Any) -> Any:
             return model(**batch).loss
 
-    settings = make_settings(run, size)
+    return Bench(engine)
+
+
+def train(run: Run, size: str, steps: tuple[int, int] | None = None) -> Result:
+    """The figures of one training, with ``steps`` before the clock starts and after."""
+    work = list_every_workload(size)[run.workload]
+    usual = STEPS.get(run.workload, (4, 4)) if HAS_GPU else (2, 2)
+    warm_up, timed = steps or usual
+    rows = work.make_rows(run.batch * (warm_up + timed))
+    watched = Watch(Stopwatch(warm_up))
+
+    engine = RapidformerEngine(args=make_settings(run, size))
     began = time.perf_counter()
-    Bench(RapidformerEngine(args=settings)).train()
+    try:
+        build_trainer(work, rows, engine, watched).train()
+    finally:
+        engine.close()
     watch, counted = watched.watch, rows[warm_up * run.batch :]
     result = watched.result | {
         "seconds": time.perf_counter() - began,
@@ -256,37 +271,176 @@ def show(name: str, result: Result) -> str:
     if "problem" in result:
         return f"| {name} | {result['problem']} | | | | | | |"
     gib = (
-        f"{result.get(key, 0) / 2**30:.2f}"
+        f"{result.get(key, 0) / GIB:.2f}"
         for key in ("peak allocated", "peak reserved", "weights", "optimizer")
     )
     times = f"{1000 * result['step']:.1f} ms | {result['first step']:.1f} s"
     return f"| {name} | {' | '.join(gib)} | {times} | {result['graphs']} |"
 
 
-def main() -> None:
+def measure_runs(kept: Result, options: argparse.Namespace) -> None:
     began = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=("full", "tiny"), default="full" if HAS_GPU else "tiny")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
-    parser.add_argument("--seconds", type=float, default=3600)
-    options = parser.parse_args()
-    device = call("fork", LIMIT, measure_device)
-    if "problem" in device:
-        sys.exit(f"the device cannot be used: {device['problem']}")
-    kept: Result = {"device": device, "size": options.size, "runs": {}}
-    if options.json and options.json.exists():
-        kept = json.loads(options.json.read_text())
-    rate = device["matrix rate"] / 1e12
-    print(f"{device['name']}, torch {torch.__version__}, {rate:.0f} TFLOP/s")
     print("| run | allocated | reserved | weights | optimizer | step | first step | graphs |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name in options.runs:
         if name not in kept["runs"] and time.perf_counter() - began < options.seconds:
             kept["runs"][name] = call("fork", LIMIT, train, RUNS[name], options.size)
             print(show(name, kept["runs"][name]), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(kept, indent=1) + "\n")
+            save(kept, options)
+
+
+# ---- predictions ---------------------------------------------------------------------------------
+
+
+def build_planner(run: Run, size: str, cluster: Cluster, fill: float | None = None) -> Planner:
+    """What plan knows about a run on these devices."""
+    work = list_every_workload(size)[run.workload]
+    asked = make_settings(run, size) | {"mixed_precision": "bf16", "device": "cpu"}
+    rows = work.make_rows(max(run.batch, 256 if run.workload.startswith("bert") else 2))
+    given = asked | {"save": None}
+    settings = resolve(Settings(**given), world_size=cluster.count)
+    plain = {name: value for name, value in asked.items() if name not in run.settings}
+    shape = measure(
+        settings, lambda: build_trainer(work, rows, RapidformerEngine(args=plain)).train()
+    )
+    return Planner(shape, settings, cluster)
+
+
+def predict_runs(kept: Result, options: argparse.Namespace) -> None:
+    """Of every run, and the largest batch that fits for every limit."""
+    planners: dict[tuple[str, int], Planner] = {}
+    cluster = parse_devices("H200")
+    for name, run in RUNS.items():
+        if name not in options.runs:
+            continue
+        key = (run.workload, run.batch)
+        if key not in planners:
+            planners[key] = build_planner(run, options.size, cluster)
+        asked = make_settings(run, options.size) | {"mixed_precision": "bf16", "save": None}
+        settings = resolve(Settings(**asked), world_size=1)
+        planned = Planner(planners[key].shape, settings, cluster).plan()
+        assert planned is not None
+        kept["predicted"][name] = {
+            "allocated": planned.prediction.memory.allocated,
+            "total": planned.prediction.memory.total,
+            "weights": planned.prediction.memory.weights,
+            "optimizer": planned.prediction.memory.optimizer,
+            "step": planned.timing.step,
+        }
+        print(f"{name}: {planned.gib:.1f} GiB, {1000 * planned.timing.step:.1f} ms", flush=True)
+    for name, (gib, run) in LIMITS.items():
+        small = Cluster(replace(cluster.device, memory=gib))
+        planner = build_planner(run, options.size, small)
+        kept["largest"][name] = planner.find_largest_batch()
+        print(f"{name}, {gib} GiB: up to {kept['largest'][name]} rows", flush=True)
+    save(kept, options)
+
+
+def compare(kept: Result) -> None:
+    """The table of the docs."""
+    print("| run | predicted | measured | error | step predicted | measured | error |")
+    print("|---|---|---|---|---|---|---|")
+    for name, found in kept["runs"].items():
+        planned = kept["predicted"].get(name)
+        if planned is None or "problem" in found:
+            continue
+        cells = []
+        for key, source, unit, suffix in (
+            ("allocated", "peak allocated", GIB, "GiB"), ("step", "step", 1e-3, "ms")
+        ):  # fmt: skip
+            ours, real = planned[key] / unit, found[source] / unit
+            cells += [f"{ours:.1f} {suffix}", f"{real:.1f} {suffix}", f"{ours / real - 1:+.1%}"]
+        held = " (held out)" if RUNS[name].workload in HELD else ""
+        print(f"| {name}{held} | {' | '.join(cells)} |")
+
+
+# ---- fits or not ---------------------------------------------------------------------------------
+
+LIMITS: dict[str, tuple[float, Run]] = {
+    "gpt2": (16, Run("gpt2", 8)),
+    "gpt2, recompute": (8, Run("gpt2", 8, FULL)),
+    "gpt2, loss not fused": (24, Run("gpt2", 8, {"fused_loss": "off"})),
+    "gpt2-medium": (48, Run("gpt2-medium", 8)),
+    "gpt2-medium, recompute": (12, Run("gpt2-medium", 8, FULL)),
+}
+"""A device's GiB, and what is trained on it with more and more rows."""
+AROUND = (0.85, 0.93, 1.07, 1.15)
+"""Rows of a micro-batch, relative to the largest one that plan says would fit."""
+CONTEXT = 0.82 * GIB
+"""What a process takes outside of the allocator, which the fraction does not limit."""
+
+
+def try_limits(name: str, largest: int, size: str) -> Result:
+    """Whether each batch fits, and what plan says."""
+    gib, run = LIMITS[name]
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((gib * GIB - CONTEXT) / total)
+    found = {}
+    for share in AROUND:
+        rows = round(share * largest)
+        try:
+            train(replace(run, batch=rows), size, (2, 4))
+            fits = True
+        except torch.OutOfMemoryError:
+            fits = False
+        gc.collect()
+        torch.cuda.empty_cache()
+        found[rows] = {"fits": fits, "left": torch.cuda.memory_allocated()}
+    return found
+
+
+def check_limits(kept: Result, options: argparse.Namespace) -> None:
+    right = count = 0
+    for name, largest in kept["largest"].items():
+        kept["limits"][name] = found = call("fork", LIMIT, try_limits, name, largest, options.size)
+        if "problem" in found:
+            print(f"{name}: {found['problem']}", flush=True)
+            continue
+        for rows, result in found.items():
+            is_right = result["fits"] == (rows <= largest)
+            right, count = right + is_right, count + 1
+            said, was = ("fits" if yes else "does not" for yes in (rows <= largest, result["fits"]))
+            print(f"| {name} | {LIMITS[name][0]} GiB | {rows} rows | {said} | {was} |", flush=True)
+        save(kept, options)
+    print(f"right: {right} of {count}")
+
+
+def save(kept: Result, options: argparse.Namespace) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=("full", "tiny"))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
+    parser.add_argument("--seconds", type=float, default=3600)
+    for flag in ("--predict", "--limits", "--table"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args()
+    options.size = options.size or ("full" if HAS_GPU or options.predict else "tiny")
+    kept: Result = {"size": options.size, "runs": {}}
+    if options.json and options.json.exists():
+        kept = json.loads(options.json.read_text())
+    kept = {"predicted": {}, "largest": {}, "limits": {}} | kept
+    if options.predict:
+        predict_runs(kept, options)
+    if options.table:
+        compare(kept)
+    if options.predict or options.table:
+        return
+    device = call("fork", LIMIT, measure_device)
+    if "problem" in device:
+        sys.exit(f"the device cannot be used: {device['problem']}")
+    kept.setdefault("device", device)
+    print(
+        f"{device['name']}, torch {torch.__version__}, {device['matrix rate'] / 1e12:.0f} TFLOP/s"
+    )
+    if options.limits:
+        check_limits(kept, options)
+    else:
+        measure_runs(kept, options)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,9 @@ class LoggingArguments:
     """name of the run in trackers (default: that of its folder)"""
     project: str | None = None
     """project of the run in trackers, an experiment in MLflow (default: rapidformer)"""
+    plan: bool = False
+    """predict memory and time in a process beside the run (see `rapidformer plan`), and compare at
+    its end"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level of messages to show"""
 

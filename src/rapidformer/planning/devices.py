@@ -99,6 +99,8 @@ def parse_devices(
     if int(number or 1) < 1:
         raise ConfigurationError(f"--devices {text}: give a number and a device, like 8xH200.")
     device = _find_named(name)
+    if device is None and memory_gib is not None:
+        device = recognize(name, memory_gib)
     if device is None and (memory_gib is None or tflops is None):
         raise ConfigurationError(
             f"--devices {text}: {name} is not one of {', '.join(DEVICES)}."
@@ -141,16 +143,15 @@ def scale_rates(device: Device, factor: float) -> Device:
     return replace(device, **rates)
 
 
-def recognize(driver_name: str, memory: float) -> Device:
-    """The device of this machine, by its driver's name for it and its memory in GiB."""
+def recognize(driver_name: str, memory: float) -> Device | None:
+    """By a driver's name, like ``NVIDIA A100-SXM4-80GB``, and its memory in GiB."""
     words = [_fold(word) for word in driver_name.split()]
     known = [
         device
         for device in DEVICES.values()
         if any(word.startswith(_get_core(device)) for word in words)
     ]
-    found = min(known, key=lambda device: abs(device.memory - memory), default=UNKNOWN)
-    return replace(found, memory=memory, name=found.name if known else driver_name)
+    return min(known, key=lambda device: abs(device.memory - memory), default=None)
 
 
 def _get_core(device: Device) -> str:

@@ -19,6 +19,8 @@ _SIZES = {
     "blocks": "pipeline_model_parallel_size", "experts": "expert_model_parallel_size",
     "stream": "tensor_model_parallel_size",
 }  # fmt: skip
+LARGE = 4096
+"""Smallest vocabulary of a fused loss."""
 _ADAM, _MOMENTUM = 8.0, 4.0
 """Bytes of state for each trained weight."""
 _SMALL = 4096
@@ -45,6 +47,11 @@ class Layout:
     def has(self, name: str) -> bool:
         """Whether a row is on."""
         return name in self.rows
+
+    @cached_property
+    def has_fused_loss(self) -> bool:
+        """Whether logits are computed a chunk at a time."""
+        return self.has("fused loss") and self.shape.vocabulary >= LARGE
 
     def _is_busy(self, effect: Effect) -> bool:
         """Whether a micro-batch is too much work for a switch that saves launches."""
@@ -73,10 +80,12 @@ class Layout:
 
     def divide(self, what: str) -> int:
         """By how much the rows divide something."""
-        for row in self.rows.values():
-            if row.effect.divides == what:
-                return int(getattr(self.args, _SIZES[what]))
-        return 1
+        return self._sizes.get(what, 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        divided = [row.effect.divides for row in self.rows.values() if row.effect.divides]
+        return {what: int(getattr(self.args, _SIZES[what])) for what in divided}
 
     @cached_property
     def kept(self) -> Kept:

@@ -248,6 +248,8 @@ class Work:
     """Of an update over all ranks, without padding."""
     samples: int
     """Of an update over all ranks."""
+    is_captured: bool = False
+    """Whether its passes are replayed as CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,17 @@ A layout changes where the work is done, never its result: the global batch stay
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.layout_rules import find_layout_problems
+from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems
 from rapidformer.config.switches import to_flag
+from rapidformer.errors import RapidformerError
 from rapidformer.planning.devices import GIB, Cluster
-from rapidformer.planning.parts import Prediction, Shape
+from rapidformer.planning.parts import Prediction, Shape, Work
 from rapidformer.planning.predict import predict
 from rapidformer.planning.timing import Timing, estimate
 
@@ -29,6 +30,9 @@ _RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"checkpoint_activations": True, "recompute_granularity": "selective"},
     {"checkpoint_activations": True, "recompute_granularity": "full"},
 )
+_BATCH = frozenset({"micro_batch_size", *AXES_OF_A_SAMPLE})
+_FOLLOWS = frozenset({"gradient_accumulation_steps", "checkpoint_activations"})
+"""Settings that follow from others among the changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,29 +75,50 @@ class Planner:
     def __init__(self, shape: Shape, settings: Settings, cluster: Cluster) -> None:
         """``settings`` are resolved for the ranks of the cluster."""
         self.shape, self.settings, self.cluster = shape, settings, cluster
+        self._typical = shape
+        if shape.filled < 1 and shape.lengths:
+            filled = sum(shape.lengths) / len(shape.lengths) / max(shape.lengths)
+            self._typical = replace(shape, filled=filled)
 
-    def plan(self, shape: Shape | None = None, **changes: Any) -> Layout | None:
-        """The training with other settings; None if they exclude each other."""
+    def plan(self, **changes: Any) -> Layout | None:
+        """The training with other settings; None if its blocks cannot be divided like that."""
         settings = self.settings.replace(SOURCE, **changes)
-        if changes and next(iter(find_layout_problems(settings)), None) is not None:
+        try:
+            prediction = predict(self.shape, settings, self.cluster.count)
+        except RapidformerError:
             return None
-        shape = shape or self.shape
-        prediction = predict(shape, settings, self.cluster.count)
-        timing = estimate(prediction.work, settings, self.cluster, shape.precision)
+        timing = estimate(
+            self._count_work(settings, prediction), settings, self.cluster, self.shape.precision
+        )
         changed = {
             name: value
             for name, value in changes.items()
-            if value != getattr(self.settings, name) and name != "gradient_accumulation_steps"
+            if value != getattr(self.settings, name) and name not in _FOLLOWS
         }
+        if _BATCH & changed.keys() and not self.settings.is_given("global_batch_size"):
+            changed["global_batch_size"] = settings.global_batch_size  # or it would follow
         return Layout(settings=settings, changes=changed, prediction=prediction, timing=timing)
+
+    def _count_work(self, settings: Settings, prediction: Prediction) -> Work:
+        """Of an average micro-batch: memory is decided by the fullest one."""
+        if self._typical is self.shape:
+            return prediction.work
+        return predict(self._typical, settings, self.cluster.count).work
 
     # ---- layouts ---------------------------------------------------------------------------------
 
-    def list_layouts(self) -> list[Layout]:
-        """Those that fit, the fastest first."""
-        found = [self.plan(**changes) for changes in self._list_candidates()]
-        fitting = [layout for layout in found if layout is not None and layout.fits(self.cluster)]
-        return sorted(fitting, key=lambda layout: (layout.timing.step, len(layout.changes)))
+    def list_layouts(self, most: int) -> list[Layout]:
+        """The fastest ones that fit."""
+        return self._choose(self._list_candidates(), most)
+
+    def _choose(self, candidates: Iterable[dict[str, Any]], most: int) -> list[Layout]:
+        """Those that fit and may be combined, the fastest first."""
+        planned = (self.plan(**changes) for changes in candidates)
+        fitting = [each for each in planned if each is not None and each.fits(self.cluster)]
+        fitting.sort(key=lambda layout: (layout.timing.step, len(layout.changes)))
+        # Last, because it takes longer than a prediction.
+        allowed = (each for each in fitting if not any(find_layout_problems(each.settings)))
+        return list(islice(allowed, most))
 
     def _list_candidates(self) -> Iterator[dict[str, Any]]:
         ranks, total = self.cluster.count, self.settings.global_batch_size or 1
@@ -107,10 +132,14 @@ class Planner:
                 "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages,
                 "context_parallel_size": context,
             }  # fmt: skip
-            for sizes, zero, recompute in product(
-                self._list_batches(total // replicas), self._list_zero(replicas, stages), _RECOMPUTE
-            ):
-                yield axes | sizes | zero | recompute
+            for choice in product(
+                self._list_batches(total // replicas), self._list_zero(replicas, stages),
+                _RECOMPUTE, self._list_compiled(),
+            ):  # fmt: skip
+                changes = dict(axes)
+                for more in choice:
+                    changes |= more
+                yield changes
 
     def _list_tensor_sizes(self) -> list[int]:
         """Within a node, and dividing every weight that is split."""
@@ -128,7 +157,7 @@ class Planner:
         """Whole blocks on each stage."""
         stacks = {group.stack for group in self.shape.blocks}
         blocks = sum(group.count for group in self.shape.blocks)
-        if len(stacks) != 1 or self.settings.compile:
+        if len(stacks) != 1:
             return [1]
         most = min(blocks, self.cluster.count)
         return [n for n in (1, 2, 4, 8, 16, 32) if n <= most and blocks % n == 0]
@@ -137,6 +166,9 @@ class Planner:
         """Long rows alone are worth splitting."""
         length = self.shape.length
         return [n for n in (1, 2, 4, 8) if n == 1 or (length // n >= 2048 and length % n == 0)]
+
+    def _list_compiled(self) -> list[dict[str, Any]]:
+        return [{"compile": value} for value in {self.settings.compile, True}]
 
     def _list_batches(self, rows: int) -> list[dict[str, int]]:
         """Micro-batches that make up a rank's rows of an update."""
@@ -158,30 +190,25 @@ class Planner:
     def find_largest_batch(self) -> int:
         """Rows of the largest micro-batch that fits; 0 if not even one row does."""
 
-        def fits(rows: int) -> bool:
-            return self._fits(micro_batch_size=rows)
-
-        return _find_most(fits, _MOST_ROWS)
+        steps = self.settings.gradient_accumulation_steps or 1
+        unit = self.settings.data_parallel_size * steps
+        return _find_most(
+            lambda rows: self._fits(micro_batch_size=rows, global_batch_size=unit * rows),
+            _MOST_ROWS,
+        )
 
     def find_longest(self) -> int:
         """Tokens of the longest rows that fit, with the micro-batch as it is."""
-        return _find_most(
-            lambda length: self._fits(replace(self.shape, length=length, lengths=())), _LONGEST
-        )
+        return _find_most(lambda length: self._fits(replace(self.shape, length=length)), _LONGEST)
 
     def _fits(self, shape: Shape | None = None, **changes: Any) -> bool:
         settings = self.settings.replace(SOURCE, **changes)
         memory = predict(shape or self.shape, settings, self.cluster.count).memory
         return memory.total <= self.cluster.device.memory * GIB
 
-    def list_switches(self) -> list[Layout]:
+    def list_switches(self, most: int) -> list[Layout]:
         """Single switches that make it fit, the cheapest in time first."""
-        fitting = [
-            layout
-            for changes in self._list_single_changes()
-            if (layout := self.plan(**changes)) is not None and layout.fits(self.cluster)
-        ]
-        return sorted(fitting, key=lambda layout: layout.timing.step)
+        return self._choose(self._list_single_changes(), most)
 
     def _list_single_changes(self) -> Iterator[dict[str, Any]]:
         settings, replicas = self.settings, self.settings.data_parallel_size

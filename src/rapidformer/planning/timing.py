@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
-from rapidformer.config.row import Situation, get_switch
 from rapidformer.planning.devices import Cluster, Device
 from rapidformer.planning.parts import Collective, Work
 
@@ -26,7 +25,7 @@ _PRODUCTS = 0.75
 """Of the rate of a large product: products of all sizes."""
 _ATTENTION = 2.25
 """The same of attention. Causal kernels skip half of the counted operations, and more is hidden."""
-_FP8 = 0.37
+_FP8 = 0.54
 """Of the rate in fp8: scaling and casting included."""
 _BYTES = 0.84
 """Of the rate of a large copy: kernels that compute little."""
@@ -34,12 +33,10 @@ _FUSED = 0.24
 """The part of those bytes that compiled blocks still move."""
 _KERNEL = 3.9e-6
 """Seconds that each kernel takes beside its work."""
-_LAUNCH = 50e-6
+_LAUNCH = 45e-6
 """Seconds of the host for an operation of Python code, with its part of the backward pass."""
 _COMPILED_LAUNCH = 0.25
 """The part of it that is left in compiled blocks."""
-_CAPTURED = 5e13
-"""Operations of a micro-batch up to which steps are replayed as CUDA graphs."""
 _LINK = 0.75
 """Of a link's rate: exchanges."""
 _LATENCY = {"inside": 15e-6, "between": 40e-6}
@@ -71,9 +68,7 @@ def estimate(work: Work, settings: Settings, cluster: Cluster, precision: str) -
     """The time of an update; ``settings`` are resolved for the ranks of the cluster."""
     device = cluster.device
     kernels = _time_kernels(work, settings, device, precision)
-    launches = 0.0 if is_captured(work, settings, cluster, precision) else _time_launches(
-        work, settings
-    )  # fmt: skip
+    launches = 0.0 if work.is_captured else _time_launches(work, settings)
     exchanges = {
         (per, is_hidden): sum(
             _time_exchange(each, cluster, settings)
@@ -126,15 +121,6 @@ def _time_kernels(
 
 def _time_launches(work: Work, settings: Settings) -> float:
     return work.operations * _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0)
-
-
-def is_captured(work: Work, settings: Settings, cluster: Cluster, precision: str) -> bool:
-    """Whether steps are replayed as CUDA graphs."""
-    row = get_switch("CUDA graph")
-    situation = Situation(device="cuda", ranks=cluster.count, precision=precision)
-    is_short = sum(work.flops.values()) - work.flops.get("fp8", 0.0) <= _CAPTURED
-    may = row.is_on(settings) and row.find_obstacle(settings, situation) is None
-    return may and (is_short or row.is_asked(settings))
 
 
 def _time_exchange(each: Collective, cluster: Cluster, settings: Settings) -> float:

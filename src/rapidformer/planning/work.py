@@ -5,6 +5,11 @@ from __future__ import annotations
 from rapidformer.planning.layout import Layout, Stage, State
 from rapidformer.planning.parts import Collective, Cost, Part, Work
 
+_FUSED_LOSS = 6
+"""Bytes that a fused loss reads and writes for each logit beside its products."""
+_REPEATED = 0.6
+"""The forward pass's part of a block's operations, by the time that the host takes for them."""
+
 
 def count_work(layout: Layout, stage: Stage) -> Work:
     """The work of one rank of the pipeline."""
@@ -30,31 +35,42 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         "recompute": 0.0,
         "fp8": 0.0,
     }
+    moved = add([*blocks, *ends], "moved")
+    operations = sum(part.operations for part in [*blocks, *ends, *head])
+    if layout.has_fused_loss:
+        moved += at(Cost(per_token=shape.vocabulary * shape.trained_tokens * _FUSED_LOSS))
+    else:
+        moved += add(head, "moved")
     if layout.kept in ("inputs", "products"):
-        interval = max(args.recompute_interval, 1)
-        flops["recompute"] = sum(
-            (at(part.matrix_flops) + at(part.attention_flops)) * part.forward_share
-            for number, part in enumerate(blocks)
-            if number % interval == 0 and layout.kept == "inputs"
-        )
+        repeated = blocks[:: max(args.recompute_interval, 1)]
+        moved += sum(at(part.moved) * part.forward_share for part in repeated)
+        operations += round(_REPEATED * sum(part.operations for part in repeated))
+        if layout.kept == "inputs":
+            for kind, name in (("recompute", "matrix_flops"), ("attention", "attention_flops")):
+                flops[kind] += sum(
+                    at(getattr(part, name)) * part.forward_share for part in repeated
+                )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
     state = layout.count_state(stage)
+    # Weights and moments are read and written, gradients read twice.
+    update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
+    is_on_host = layout.is_on_host("optimizer")
     kept = sum(at(part.saved) for part in blocks)
     return Work(
         flops=flops,
-        moved=add([*blocks, *ends, *head], "moved"),
-        operations=sum(part.operations for part in [*blocks, *ends, *head]),
-        # Weights and moments are read and written, gradients read twice.
-        update_bytes=state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer,
+        moved=moved,
+        operations=operations,
+        update_bytes=0.0 if is_on_host else update,
         host_bytes=2 * kept * layout.is_on_host("activations")
         + 3 * state.whole * layout.is_on_host("weights"),
-        host_update_bytes=0.0,
+        host_update_bytes=update if is_on_host else 0.0,
         collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
         tokens=shape.count_rows(args.global_batch_size) * length * shape.filled,
         samples=args.global_batch_size or 1,
+        is_captured=layout.has("CUDA graph"),
     )
 
 

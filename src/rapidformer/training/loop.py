@@ -23,6 +23,7 @@ from rapidformer.training.callbacks import Callback, Control
 from rapidformer.training.evaluation import Evaluation, Metrics, Progress, evaluate_model
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.meter import LogLines, Meter
+from rapidformer.training.predicted import PredictionReport, advise_on_memory
 from rapidformer.training.report import CompileReport, GraphReport, Reporter
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.saves import Saves
@@ -69,6 +70,8 @@ class TrainingLoop:
             self._callbacks.append(CompileReport(compiled))
         if engine.updates.graphs is not None:
             self._callbacks.append(GraphReport(engine.updates.graphs))
+        if engine.args.plan and engine.is_main:
+            self._callbacks.append(PredictionReport(reporter, engine.args, engine.device))
         self._callbacks += callbacks
         self.meter = Meter(
             engine.device, engine.runtime.topology, live=reporter.shows_bar,
@@ -141,6 +144,7 @@ class TrainingLoop:
             self._notify("on_train_end")
         except BaseException as error:
             self._saves.give_up(error)
+            advise_on_memory(error, self.args, self.engine.device)
             raise
         finally:
             self.reporter.close()

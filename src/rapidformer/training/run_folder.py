@@ -46,6 +46,7 @@ from rapidformer.log import get_logger
 BEST = "best"
 LAST = "last"
 ARGUMENTS_FILE = "arguments.yaml"
+PLAN_FILE = "plan.json"
 REFERENCE = "reference"
 """The folder with what a run keeps of the model that it started from."""
 # Where runs without --save are kept (default: a folder named runs in the current folder).
@@ -54,10 +55,10 @@ _SOURCE = "derived: every run has a folder"
 
 _NAMES = (
     METRICS_FILE, TRACKER, ARGUMENTS_FILE, BEST, LAST, "tensorboard", TRACKERS_FOLDER, REFERENCE,
-    ABANDONED,
+    ABANDONED, PLAN_FILE,
 )  # fmt: skip
 # A run only adds files to the folders of trackers; it would overwrite these.
-_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, BEST, LAST, REFERENCE)
+_OVERWRITTEN = (METRICS_FILE, ARGUMENTS_FILE, PLAN_FILE, BEST, LAST, REFERENCE)
 _MOVING = ".replaced-partly"
 """An earlier run of which some parts may still, or again, be in the folder itself."""
 _DELETED = ".replaced-deleted"

@@ -1,0 +1,150 @@
+"""What ``rapidformer plan`` predicted for this run, and what became of it.
+
+With --plan, a process beside the run predicts and writes ``plan.json`` into its folder; the run
+does not wait for it and cannot fail by it. At the end, both are compared, on screen and in
+metrics.jsonl. If GPU memory runs out, the prediction names what takes it and what would fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rapidformer.config import Settings
+from rapidformer.log import get_logger
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
+from rapidformer.training.report import Reporter
+from rapidformer.training.run_folder import ARGUMENTS_FILE, PLAN_FILE
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = 15.0
+"""Seconds that a run which is over waits for its prediction."""
+_PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathers", "buffers")
+GIB = 2**30
+
+
+class PredictionReport(Callback):
+    """Starts a prediction beside the run, and compares at its end."""
+
+    def __init__(self, reporter: Reporter, args: Settings, device: torch.device) -> None:
+        self._reporter, self._args, self._device = reporter, args, device
+        self._process: subprocess.Popen[str] | None = None
+        self._step_times: list[float] = []
+
+    def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
+        self._process = start_prediction(self._args, self._device)
+
+    def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
+        if "step_time" in line:
+            self._step_times.append(line["step_time"])
+
+    def on_train_end(self, loop: RunningLoop, control: Control) -> None:
+        found = finish_prediction(self._process, self._args)
+        if isinstance(found, str):
+            self._reporter.say(f"plan      no prediction: {found}")
+            return
+        predicted = {"memory_gib": found["allocated_gib"], "step_time": found["step_time"]}
+        actual: dict[str, float] = {}
+        if self._device.type == "cuda":  # predictions are for GPUs
+            actual["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+            # The first line has what later steps reuse.
+            times = self._step_times[1:] or self._step_times
+            actual |= {"step_time": statistics.median(times)} if times else {}
+        self._reporter.say(f"plan      {compare(predicted, actual, found['devices'])}")
+        line = {f"predicted_{name}": value for name, value in predicted.items()}
+        line |= {f"actual_{name}": value for name, value in actual.items()}
+        self._reporter.record({"step": loop.step, **line})
+
+
+def start_prediction(args: Settings, device: torch.device) -> subprocess.Popen[str] | None:
+    """Run ``rapidformer plan`` on the settings in the run's folder; None if it has none."""
+    if args.save is None:
+        return None
+    words = ["--config", str(Path(args.save) / ARGUMENTS_FILE), "--json"]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        words += ["--devices", f"{args.world_size}x{properties.name}"]
+        words += ["--memory-gib", f"{properties.total_memory / GIB:.2f}"]
+    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rapidformer", "plan", *words], env=environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: os.nice(10),
+        )  # fmt: skip
+    except OSError:  # no memory or no process left: the run goes on without
+        return None
+
+
+def finish_prediction(
+    process: subprocess.Popen[str] | None, args: Settings
+) -> dict[str, Any] | str:
+    """What was predicted, stored in the run's folder; or why there is nothing."""
+    if process is None:
+        return "it needs a run folder (--save)"
+    try:
+        output, errors = process.communicate(timeout=_PATIENCE)
+        found: dict[str, Any] = json.loads(output)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "the run was over first"
+    except ValueError:
+        return (errors.strip().splitlines() or ["it ended without one"])[-1]
+    (Path(args.save or ".") / PLAN_FILE).write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def compare(predicted: dict[str, float], actual: dict[str, float], devices: str) -> str:
+    """Like ``27.9 GiB predicted, 27.7 measured (+1 %); 134 ms per step, 131 (+2 %)``."""
+    parts = []
+    for name, unit, factor in (("memory_gib", "GiB", 1.0), ("step_time", "ms per step", 1000.0)):
+        text = f"{factor * predicted[name]:.3g} {unit} predicted"
+        if name in actual:
+            error = predicted[name] / actual[name] - 1
+            text += f", {factor * actual[name]:.3g} measured ({error:+.0%})"
+        parts.append(text)
+    return "; ".join(parts) + ("" if actual else f", on {devices}")
+
+
+def advise_on_memory(error: BaseException, args: Settings, device: torch.device) -> None:
+    """Give an error of exhausted GPU memory what takes it and what would fit, if plan can say."""
+    if not isinstance(error, torch.OutOfMemoryError) or args.world_size > 1:
+        return  # of several ranks, the launcher ends the others before an answer is there
+    get_logger().info("GPU memory ran out: asking `rapidformer plan` what would fit ...")
+    found = finish_prediction(start_prediction(args, device), args)
+    if not isinstance(found, str):
+        error.advice = describe_memory(found)  # type: ignore[attr-defined]
+
+
+def describe_memory(found: dict[str, Any]) -> str:
+    """What the memory goes to, and the nearest layout that fits."""
+    sizes = {name: found["memory"].get(name, 0.0) for name in _PARTS}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    listed = ", ".join(f"{name} {sizes[name]:.1f}" for name in largest)
+    text = (
+        f"Of {found['memory_gib']:.1f} GiB that it needs as predicted ({listed} GiB), the device "
+        f"has {found['device_memory_gib']:.1f}."
+    )
+    if found["fits"]:
+        text += " It should fit: rows may be longer than those looked at, or others use the GPU."
+    smaller = [
+        option
+        for option in (*found["switches"], *found["layouts"])
+        if option["flags"] and option["memory_gib"] < 0.95 * found["memory_gib"]
+    ]
+    if not smaller:
+        return f"{text} No layout fits this device."
+    best = smaller[0]
+    return (
+        f"{text} The nearest that fits, with the same result: {best['flags']} "
+        f"({best['memory_gib']:.1f} GiB, {1000 * best['step_time']:.0f} ms per step)."
+    )
