@@ -17,7 +17,7 @@ from rapidformer.planning.work import count_work
 _CONTEXT = 880 * 10**6
 """Of CUDA's context and loaded kernels, measured on an H200."""
 _COMMUNICATOR = 2**29
-_FRAGMENTS = {"everything": 0.01, "compiled": 0.045, "products": 0.1, "inputs": 0.1}
+_FRAGMENTS = {"everything": 0.03, "compiled": 0.045, "products": 0.115, "inputs": 0.115}
 """Of what is allocated: memory that the allocator holds in blocks that do not fit, by what a block
 keeps; measured on an H200."""
 _CHUNK = 2**30
