@@ -38,10 +38,14 @@ def run(argv: list[str]) -> None:
     args, cluster = _check(command, options)
     from rapidformer.cli.train import run as train
     from rapidformer.planning.answer import answer, describe
+    from rapidformer.planning.capture import has_own_batch_size
     from rapidformer.planning.measure import measure
     from rapidformer.planning.search import Planner
 
     shape = measure(args, lambda: train(read_flags(words)))
+    if args.user_script is not None and not has_own_batch_size(args):
+        asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
+        args = resolve(asked, world_size=cluster.count)
     found = answer(Planner(shape, args, cluster))
     if options.json:
         text = json.dumps(found, indent=1) + "\n"

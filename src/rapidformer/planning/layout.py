@@ -57,7 +57,7 @@ class Layout:
         """Whether a micro-batch is too much work for a switch that saves launches."""
         if self.args.cuda_graph == "on" or effect.most_work is None:
             return False
-        rows, length = self.args.micro_batch_size or 1, self.shape.length
+        rows, length = self.shape.count_rows(self.args.micro_batch_size), self.shape.length
         parts = [(group.count, group.part) for group in self.shape.blocks]
         parts += [(1, self.shape.rest), (1, self.shape.loss)]
         work = sum(

@@ -110,14 +110,16 @@ class _Measurement:
         spread = self._run.lengths
         longest = self._settings.seq_length if self._settings.packing else None
         return Shape(
-            model=type(self._model).__name__, rows=self._rows, length=longest or self._length,
+            model=type(self._model).__name__, rows=self._rows,
+            micro_batch_size=self._run.micro_batch_size, length=longest or self._length,
             filled=_guess_filled(spread, self._rows) if longest is None else 1.0,
             precision=self._precision, hidden_size=hidden,
             trained_tokens=_count_labelled(self._batch),
             vocabulary=0 if head is None else head.out_features,
             head=0 if head is None else head.weight.numel(),
             blocks=blocks, rest=fit.build("before", weights=rest), loss=fit.build("after"),
-            lengths=tuple(spread), samples=self._run.samples, optimizer=self._run.optimizer,
+            reference_bytes=self._run.beside, lengths=tuple(spread), samples=self._run.samples,
+            optimizer=self._run.optimizer,
         )  # fmt: skip
 
     def _round_frozen(self) -> None:
@@ -364,7 +366,7 @@ def _resize(batch: Any, sizes: tuple[int, int], wanted: tuple[int, int]) -> Any:
                 tensor = tensor.index_select(0, places)
             elif dim > 0 and not tensor.is_floating_point() and size > 1 and sizes[1] > 1:
                 tensor = tensor.narrow(dim, 0, max(size * wanted[1] // sizes[1], 1))
-        return tensor
+        return tensor.contiguous()
 
     return tree_map_only(Tensor, change, batch)
 

@@ -47,7 +47,7 @@ class _Rank:
     def _at(self, cost: Cost, *, is_padded: bool = False) -> float:
         """A cost of one micro-batch on this rank."""
         shape, args = self._shape, self._args
-        rows, length = float(args.micro_batch_size or 1), shape.length
+        rows, length = shape.count_rows(args.micro_batch_size), shape.length
         if not is_padded and self._layout.has("dynamic shape"):
             rows *= shape.filled
         tokens = args.context_parallel_size

@@ -14,7 +14,7 @@ _REPEATED = 0.6
 def count_work(layout: Layout, stage: Stage) -> Work:
     """The work of one rank of the pipeline."""
     args, shape = layout.args, layout.shape
-    rows, length = float(args.micro_batch_size or 1), float(shape.length)
+    rows, length = shape.count_rows(args.micro_batch_size), float(shape.length)
     filled = shape.filled if layout.has("dynamic shape") else 1.0
     tensor, context = layout.divide("layers"), args.context_parallel_size
 
@@ -68,7 +68,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
-        tokens=float(args.global_batch_size or 1) * length * shape.filled,
+        tokens=shape.count_rows(args.global_batch_size) * length * shape.filled,
         samples=args.global_batch_size or 1,
         is_captured=layout.has("CUDA graph"),
     )
@@ -77,7 +77,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
 def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
     args, shape = layout.args, layout.shape
     width = 4 if shape.precision == "fp32" else 2
-    tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
+    tokens = shape.count_rows(args.micro_batch_size) * shape.length / args.context_parallel_size
     hidden = tokens * shape.hidden_size * width
     count = len(stage.blocks)
     found: list[Collective] = []
