@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.models.deferred import building_hollow
 from rapidformer.optim.observer import RunObserver, observe_runs
 
+Result = TypeVar("Result")
 SOURCE = "rapidformer plan"
 _ROWS = 256
 """Rows of the training data whose lengths are looked at."""
@@ -53,28 +54,33 @@ class Captured:
     """The class of the script's own optimizer, if it has one."""
 
 
-def capture(settings: Settings, train: Callable[[], None]) -> Captured:
-    """Run ``train`` until its first update; the settings are those of the planned run."""
-    observer = _Observer(settings)
+def capture(
+    settings: Settings, train: Callable[[], None], use: Callable[[Captured], Result]
+) -> Result:
+    """Run ``train`` until its first update, and ``use`` it there, while its engine is open.
+
+    The settings are those of the planned run.
+    """
+    observer = _Observer(settings, use)
     with observe_runs(observer), building_hollow(), contextlib.suppress(_CapturedError):
         train()
-    if observer.captured is None:
+    if not observer.results:
         raise RapidformerError(
             "the run ended before its first optimizer step: there is nothing to plan. Does it "
             "train with an engine (engine.backward and optimizer.step), on enough data for a step?"
         )
-    return observer.captured
+    return observer.results[0]
 
 
-class _Observer(RunObserver):
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+class _Observer(RunObserver, Generic[Result]):
+    def __init__(self, settings: Settings, use: Callable[[Captured], Result]) -> None:
+        self._settings, self._use = settings, use
         self._engine: Any = None
         self._hook: Any = None
         self._collate: Any = None
         self._rows: list[Any] = []
         self._samples = 0
-        self.captured: Captured | None = None
+        self.results: list[Result] = []
 
     def change_settings(self, args: Settings) -> Settings:
         planned = self._settings
@@ -97,7 +103,7 @@ class _Observer(RunObserver):
             packing=False, optimizer="adafactor", optimizer_state_dtype="fp32",
             rampup_batch_size=None, tokens_per_micro_batch=None, num_workers=0,
             eval_iters=0, tensorboard_dir=None, report_to=None, progress=False, resume=None,
-            log_level="error",
+            log_level="error", plan=False,
         )  # fmt: skip
 
     def see_training_data(self, dataset: Any, collate: Any) -> None:
@@ -153,13 +159,14 @@ class _Observer(RunObserver):
         if self._hook is not None:
             self._hook.remove()
         own = type(updates.optimizer).__name__ if updates.has_own_optimizer else ""
-        self.captured = Captured(
+        captured = Captured(
             model=model, forward=forward, batch=batch,
             beside=sum(p.numel() * p.element_size() for p in apart.values()),
             lengths=[length for row in self._rows if (length := get_length(row))],
             samples=self._samples, optimizer=own,
             micro_batch_size=getattr(self._engine.data.train_loader, "batch_size", None) or 1,
         )  # fmt: skip
+        self.results.append(self._use(captured))
         raise _CapturedError
 
     def _choose_batch(self, batch: Any) -> Any:

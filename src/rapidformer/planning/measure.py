@@ -34,11 +34,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 def measure(settings: Settings, train: Callable[[], None]) -> Shape:
     """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved."""
-    measurement = _Measurement(capture(settings, train), get_precision(settings), settings)
-    try:
-        return measurement.finish()
-    finally:
-        measurement.close()
+
+    def follow(run: Captured) -> Shape:
+        measurement = _Measurement(run, get_precision(settings), settings)
+        try:
+            return measurement.finish()
+        finally:
+            measurement.close()
+
+    return capture(settings, train, follow)
 
 
 def get_precision(settings: Settings) -> str:

@@ -310,6 +310,8 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
         return 1.0 if tensors[0].is_floating_point() else 1
     if function is _INDEX:
         args = (args[0], [place for index in args[1] for place in _list_places(index)])
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "meta"}  # a copy to the host has no values either
     args, kwargs = tree_map_only(
         Tensor, lambda t: t if t.is_meta or t.dim() == 0 else t.to("meta"), (args, kwargs)
     )
