@@ -36,7 +36,7 @@ def answer(planner: Planner) -> dict[str, Any]:
         "devices": planner.cluster.describe(),
         "device_memory_gib": planner.cluster.device.memory,
         "precision": planner.shape.precision,
-        "rows": planner.settings.micro_batch_size,
+        "rows": round(planner.shape.count_rows(planner.settings.micro_batch_size)),
         "length": planner.shape.length,
         "fits": asked.fits(planner.cluster),
         **_describe_layout(asked),

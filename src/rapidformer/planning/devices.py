@@ -154,6 +154,14 @@ def recognize(driver_name: str, memory: float) -> Device | None:
     return min(known, key=lambda device: abs(device.memory - memory), default=None)
 
 
+def fit_device(name: str, memory: float, precision: str, rate: float) -> Device:
+    """A device at hand, whose rate of a large product was measured, in operations per second."""
+    device = recognize(name, memory) or UNKNOWN
+    if getattr(device, precision):
+        return replace(device, memory=memory, matrix_share=rate / 1e12 / getattr(device, precision))
+    return replace(device, name=name, memory=memory, matrix_share=1.0, **{precision: rate / 1e12})
+
+
 def _get_core(device: Device) -> str:
     """The part of its name that every name for it has."""
     return _fold(device.name.removeprefix("RTX-").partition("-")[0])

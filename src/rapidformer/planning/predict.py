@@ -17,7 +17,7 @@ from rapidformer.planning.work import count_work
 _CONTEXT = 880 * 10**6
 """Of CUDA's context and loaded kernels, measured on an H200."""
 _COMMUNICATOR = 2**29
-_FRAGMENTS = {"everything": 0.01, "compiled": 0.045, "products": 0.1, "inputs": 0.1}
+_FRAGMENTS = {"everything": 0.03, "compiled": 0.045, "products": 0.115, "inputs": 0.115}
 """Of what is allocated: memory that the allocator holds in blocks that do not fit, by what a block
 keeps; measured on an H200."""
 _CHUNK = 2**30
@@ -208,8 +208,8 @@ class _Rank:
             **{name: int(value) for name, value in moment.items()},
             gathers=int(gathers), host=int(host),
         )  # fmt: skip
-        axes = (args.data_parallel_size, args.tensor_model_parallel_size)
-        axes += (args.pipeline_model_parallel_size, args.context_parallel_size)
+        axes = [args.data_parallel_size, args.tensor_model_parallel_size]
+        axes += [args.pipeline_model_parallel_size, args.context_parallel_size]
         groups = sum(size > 1 for size in axes)
         overhead = _CONTEXT + groups * _COMMUNICATOR + _FRAGMENTS[layout.kept] * memory.allocated
         return replace(memory, overhead=int(overhead))
