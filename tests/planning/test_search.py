@@ -24,7 +24,8 @@ BLOCK = Part(
     matrix_flops=Cost(per_token=6.0 * 4096 * 4096), moved=Cost(per_token=2**21), operations=100,
 )  # fmt: skip
 SHAPE = Shape(
-    model="Square", rows=ROWS, micro_batch_size=ROWS, length=LENGTH, filled=1.0, trained_tokens=1.0, precision="bf16",
+    model="Square", rows=ROWS, micro_batch_size=ROWS, length=LENGTH, filled=1.0,
+    trained_tokens=1.0, precision="bf16",
     hidden_size=4096, vocabulary=0, head=0, rest=Part(), loss=Part(), samples=64,
     blocks=(Blocks(stack="h", places=(0, 1, 2, 3), part=BLOCK),),
 )  # fmt: skip

@@ -256,18 +256,13 @@ class _Measurement:
         linear = [
             size
             for shape, size in own
-            if shape.count(self._length) <= 1 and self._rows in _list_products(shape)
+            if shape.count(self._length) <= 1 and any(n % self._rows == 0 for n in shape)
         ]
         return Cost(
             constant=sum(size for _, size in own) - sum(linear) - sum(pairs),
             per_token=sum(linear) / tokens,
             per_pair=sum(pairs) / (tokens * self._length),
         )
-
-
-def _list_products(shape: tuple[int, ...]) -> set[int]:
-    """Numbers that a shape's first dimensions may be a multiple of, tokens joined or not."""
-    return {factor for size in shape for factor in range(1, size + 1) if size % factor == 0}
 
 
 class _Fit:

@@ -208,8 +208,8 @@ class _Rank:
             **{name: int(value) for name, value in moment.items()},
             gathers=int(gathers), host=int(host),
         )  # fmt: skip
-        axes = (args.data_parallel_size, args.tensor_model_parallel_size)
-        axes += (args.pipeline_model_parallel_size, args.context_parallel_size)
+        axes = [args.data_parallel_size, args.tensor_model_parallel_size]
+        axes += [args.pipeline_model_parallel_size, args.context_parallel_size]
         groups = sum(size > 1 for size in axes)
         overhead = _CONTEXT + groups * _COMMUNICATOR + _FRAGMENTS[layout.kept] * memory.allocated
         return replace(memory, overhead=int(overhead))
