@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
@@ -159,7 +160,8 @@ def fit_device(name: str, memory: float, precision: str, rate: float) -> Device:
     device = recognize(name, memory) or UNKNOWN
     if getattr(device, precision):
         return replace(device, memory=memory, matrix_share=rate / 1e12 / getattr(device, precision))
-    return replace(device, name=name, memory=memory, matrix_share=1.0, **{precision: rate / 1e12})
+    measured: Any = {precision: rate / 1e12}
+    return replace(device, name=name, memory=memory, matrix_share=1.0, **measured)
 
 
 def _get_core(device: Device) -> str:
