@@ -60,6 +60,7 @@ def test_flags_in_the_docs_exist() -> None:
         data,
         data_show,
         export,
+        plan,
         preprocess,
         runs,
         sweep,
@@ -81,6 +82,7 @@ def test_flags_in_the_docs_exist() -> None:
         check.build_parser(),
         bench._build_parser(),
         sweep._build_parser(),
+        plan._build_parser(),
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}

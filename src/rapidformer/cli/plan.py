@@ -12,8 +12,16 @@ from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config import Settings, resolve
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.errors import ConfigurationError, raise_problems
-from rapidformer.launch.environment import plan_launch
-from rapidformer.planning.devices import DEVICES, Cluster, parse_devices
+from rapidformer.launch.environment import count_gpus, plan_launch
+from rapidformer.planning.devices import (
+    DEVICES,
+    GIB,
+    Cluster,
+    Device,
+    adjust,
+    fit_device,
+    parse_devices,
+)
 from rapidformer.tasks.rows.preflight import find_task_problems
 
 _DEFAULT = "H200"
@@ -30,10 +38,14 @@ def run(argv: list[str]) -> None:
     args, cluster = _check(command, options)
     from rapidformer.cli.train import run as train
     from rapidformer.planning.answer import answer, describe
+    from rapidformer.planning.capture import has_own_batch_size
     from rapidformer.planning.measure import measure
     from rapidformer.planning.search import Planner
 
     shape = measure(args, lambda: train(read_flags(words)))
+    if args.user_script is not None and not has_own_batch_size(args):
+        asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
+        args = resolve(asked, world_size=cluster.count)
     found = answer(Planner(shape, args, cluster))
     if options.json:
         text = json.dumps(found, indent=1) + "\n"
@@ -53,8 +65,8 @@ def _build_parser() -> CommandParser:
         f"{', '.join(DEVICES)}.",
         allow_abbrev=False,
     )
-    parser.add("--devices", "NxNAME", "number and kind of devices (default: as many as the run's "
-               f"flags start, {_DEFAULT})")  # fmt: skip
+    parser.add("--devices", "NxNAME", "number and kind of devices (default: those of this machine, "
+               f"or {_DEFAULT})")  # fmt: skip
     parser.add("--memory-gib", "GIB", "memory of a device, instead of the table's", type=float)
     parser.add("--tflops", "T", "its rate in 16 bits, instead of the table's", type=float)
     parser.add("--json", "", "print everything as JSON")
@@ -65,14 +77,10 @@ def _check(command: CommandLine, options: Any) -> tuple[Settings, Cluster]:
     """The settings of the planned run and its devices, or all problems at once."""
     problems = find_flag_problems(command, "plan")
     raise_problems(problems)
-    known = {"memory_gib": options.memory_gib, "tflops": options.tflops}
-    cluster = parse_devices(options.devices or _DEFAULT, **known)
     args = command.args
     if args.user_script is None:
         args = choose_run_model(args, "train")
-    if options.devices is None:
-        count = plan_launch(args).world_size
-        cluster = Cluster(cluster.device, count)
+    cluster = _find_cluster(args, options)
     if args.user_script is None:
         problems += find_task_problems(args, "train", 0, None)
     try:
@@ -81,3 +89,24 @@ def _check(command: CommandLine, options: Any) -> tuple[Settings, Cluster]:
         problems += [problem for problem in error.problems if problem not in problems]
     raise_problems(problems)
     return args, cluster
+
+
+def _find_cluster(args: Settings, options: Any) -> Cluster:
+    known = {"memory_gib": options.memory_gib, "tflops": options.tflops}
+    if options.devices is not None:
+        return parse_devices(options.devices, **known)
+    has_gpu = args.device != "cpu" and count_gpus() > 0
+    device = _measure_device(args) if has_gpu else DEVICES[_DEFAULT]
+    return Cluster(adjust(device, **known), plan_launch(args).world_size)
+
+
+def _measure_device(args: Settings) -> Device:
+    """The GPU of this machine: its memory, and how fast it multiplies matrices."""
+    import torch
+
+    from rapidformer.dist.matrix_rate import measure_matrix_rate
+    from rapidformer.planning.measure import DTYPES, get_precision
+
+    found, precision = torch.cuda.get_device_properties(0), get_precision(args)
+    rate = measure_matrix_rate(torch.device("cuda", 0), DTYPES[precision] or torch.float32)
+    return fit_device(found.name, found.total_memory / GIB, precision, rate)

@@ -137,6 +137,8 @@ def compute_start_checksums(run: RunModel, topology: Topology) -> Checksums:
     if parallelized.deepspeed is not None:
         return {}  # of a base model, DeepSpeed's checkpoints have them
     model = parallelized.model
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return {}  # a model without values, which is only looked at
     names: Iterable[str] = (name for name, _ in model.named_parameters(remove_duplicate=False))
     if run.adapter is not None and _does_nothing(run):
         names = list_frozen(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rapidformer.planning.devices import GIB
 from rapidformer.planning.parts import Memory
-from rapidformer.planning.search import Layout, Planner
+from rapidformer.planning.search import MOST_ROWS, Layout, Planner
 from rapidformer.planning.timing import describe_seconds, estimate_run
 
 _SHOWN = 5
@@ -36,7 +36,7 @@ def answer(planner: Planner) -> dict[str, Any]:
         "devices": planner.cluster.describe(),
         "device_memory_gib": planner.cluster.device.memory,
         "precision": planner.shape.precision,
-        "rows": planner.settings.micro_batch_size,
+        "rows": round(planner.shape.count_rows(planner.settings.micro_batch_size)),
         "length": planner.shape.length,
         "fits": asked.fits(planner.cluster),
         **_describe_layout(asked),
@@ -101,7 +101,8 @@ def _describe_limits(found: dict[str, Any]) -> Iterator[str]:
     rows, length = found["largest_micro_batch"], found["longest_rows"]
     if rows:
         longest = f"rows of up to {length:,} tokens" if length else "no row fits"
-        yield f"limits    --micro-batch-size up to {rows}; with {found['rows']}, {longest}"
+        most = f"{rows}{' and more' * (rows == MOST_ROWS)}"
+        yield f"limits    --micro-batch-size up to {most}; with {found['rows']}, {longest}"
     else:
         yield f"limits    not even one row of {found['length']:,} tokens fits"
     switches = found["switches"]

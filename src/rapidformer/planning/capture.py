@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.models.deferred import building_hollow
 from rapidformer.optim.observer import RunObserver, observe_runs
 
+Result = TypeVar("Result")
 SOURCE = "rapidformer plan"
 _ROWS = 256
 """Rows of the training data whose lengths are looked at."""
@@ -43,35 +44,43 @@ class Captured:
     batch: Any
     lengths: list[int] = field(default_factory=list)
     """Of rows of the training data, as far as they show."""
+    micro_batch_size: int = 1
+    """Samples of the batch: a pair of texts is one, and two rows."""
+    beside: int = 0
+    """Bytes of frozen models: a reference, a teacher."""
     samples: int = 0
-    """Rows of the training data; 0 if unknown."""
+    """Of the training data; 0 if unknown."""
     optimizer: str = ""
     """The class of the script's own optimizer, if it has one."""
-    updates: int = 0
-    """Of the whole run, as its settings and data say; 0 if unknown."""
 
 
-def capture(settings: Settings, train: Callable[[], None]) -> Captured:
-    """Run ``train`` until its first update; the settings are those of the planned run."""
-    observer = _Observer(settings)
+def capture(
+    settings: Settings, train: Callable[[], None], use: Callable[[Captured], Result]
+) -> Result:
+    """Run ``train`` until its first update, and ``use`` it there, while its engine is open.
+
+    The settings are those of the planned run.
+    """
+    observer = _Observer(settings, use)
     with observe_runs(observer), building_hollow(), contextlib.suppress(_CapturedError):
         train()
-    if observer.captured is None:
+    if not observer.results:
         raise RapidformerError(
             "the run ended before its first optimizer step: there is nothing to plan. Does it "
             "train with an engine (engine.backward and optimizer.step), on enough data for a step?"
         )
-    return observer.captured
+    return observer.results[0]
 
 
-class _Observer(RunObserver):
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+class _Observer(RunObserver, Generic[Result]):
+    def __init__(self, settings: Settings, use: Callable[[Captured], Result]) -> None:
+        self._settings, self._use = settings, use
         self._engine: Any = None
+        self._hook: Any = None
         self._collate: Any = None
         self._rows: list[Any] = []
         self._samples = 0
-        self.captured: Captured | None = None
+        self.results: list[Result] = []
 
     def change_settings(self, args: Settings) -> Settings:
         planned = self._settings
@@ -79,17 +88,22 @@ class _Observer(RunObserver):
         for switch in SWITCHES:
             if switch.name not in _KEPT and (not switch.on_values or switch.is_on(args)):
                 args = args.replace(SOURCE, **switch.get_off_values())
+        if planned.user_script is None or has_own_batch_size(planned):
+            args = args.replace(
+                SOURCE,
+                micro_batch_size=planned.micro_batch_size,
+                global_batch_size=planned.micro_batch_size,
+                gradient_accumulation_steps=None,
+            )
         words = [row.word for row in SWITCHES if row.has_word and row.name not in _KEPT]
         return args.replace(
             SOURCE,
             without=words,
             nproc_per_node=None, nnodes=None, hostfile=None, data_parallel=None, device="cpu",
-            micro_batch_size=planned.micro_batch_size,
-            global_batch_size=planned.micro_batch_size, gradient_accumulation_steps=None,
             packing=False, optimizer="adafactor", optimizer_state_dtype="fp32",
             rampup_batch_size=None, tokens_per_micro_batch=None, num_workers=0,
             eval_iters=0, tensorboard_dir=None, report_to=None, progress=False, resume=None,
-            log_level="error",
+            log_level="error", plan=False,
         )  # fmt: skip
 
     def see_training_data(self, dataset: Any, collate: Any) -> None:
@@ -101,7 +115,8 @@ class _Observer(RunObserver):
     def after_compose(self, engine: Any) -> None:
         self._engine = engine
         if engine.updates.is_own_loop:
-            engine.model.module.register_forward_pre_hook(self._see_call, with_kwargs=True)
+            module = engine.model.module
+            self._hook = module.register_forward_pre_hook(self._see_call, with_kwargs=True)
 
     def before_update(self, forward: Any, update: Update) -> None:
         micro_batch = update[0]._replace(batch=self._choose_batch(update[0].batch))
@@ -117,7 +132,8 @@ class _Observer(RunObserver):
             loss: Tensor = weights.run_forward(forward, given).loss
             return loss
 
-        self._finish(run, micro_batch.batch)
+        context = getattr(forward, "context", None)
+        self._finish(run, micro_batch.batch, getattr(context, "frozen", {}))
 
     def _see_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -133,14 +149,24 @@ class _Observer(RunObserver):
 
         self._finish(run, (args, kwargs))
 
-    def _finish(self, forward: Callable[[Any], Any], batch: Any) -> None:
-        updates = self._engine.updates
+    def _finish(
+        self, forward: Callable[[Any], Any], batch: Any, frozen: Mapping[str, Any] | None = None
+    ) -> None:
+        updates, model = self._engine.updates, self._engine.model.module
+        beside = [module for module in (frozen or {}).values() if isinstance(module, nn.Module)]
+        apart = {id(p): p for module in beside for p in module.parameters()}
+        apart = {key: p for key, p in apart.items() if key not in set(map(id, model.parameters()))}
+        if self._hook is not None:
+            self._hook.remove()
         own = type(updates.optimizer).__name__ if updates.has_own_optimizer else ""
-        self.captured = Captured(
-            model=self._engine.model.module, forward=forward, batch=batch,
+        captured = Captured(
+            model=model, forward=forward, batch=batch,
+            beside=sum(p.numel() * p.element_size() for p in apart.values()),
             lengths=[length for row in self._rows if (length := get_length(row))],
             samples=self._samples, optimizer=own,
+            micro_batch_size=getattr(self._engine.data.train_loader, "batch_size", None) or 1,
         )  # fmt: skip
+        self.results.append(self._use(captured))
         raise _CapturedError
 
     def _choose_batch(self, batch: Any) -> Any:
@@ -154,6 +180,11 @@ class _Observer(RunObserver):
             return self._collate(longest)
         except Exception:  # some need to know where a row stands: the first batch will do
             return batch
+
+
+def has_own_batch_size(settings: Settings) -> bool:
+    """Whether the settings say how large a micro-batch is; otherwise a script does."""
+    return settings.is_given("micro_batch_size") or settings.is_given("global_batch_size")
 
 
 def get_length(row: Any) -> int:

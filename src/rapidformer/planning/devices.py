@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import suggest
@@ -152,6 +153,15 @@ def recognize(driver_name: str, memory: float) -> Device | None:
         if any(word.startswith(_get_core(device)) for word in words)
     ]
     return min(known, key=lambda device: abs(device.memory - memory), default=None)
+
+
+def fit_device(name: str, memory: float, precision: str, rate: float) -> Device:
+    """A device at hand, whose rate of a large product was measured, in operations per second."""
+    device = recognize(name, memory) or UNKNOWN
+    if getattr(device, precision):
+        return replace(device, memory=memory, matrix_share=rate / 1e12 / getattr(device, precision))
+    measured: Any = {precision: rate / 1e12}
+    return replace(device, name=name, memory=memory, matrix_share=1.0, **measured)
 
 
 def _get_core(device: Device) -> str:

@@ -57,7 +57,7 @@ class Layout:
         """Whether a micro-batch is too much work for a switch that saves launches."""
         if self.args.cuda_graph == "on" or effect.most_work is None:
             return False
-        rows, length = self.args.micro_batch_size or 1, self.shape.length
+        rows, length = self.shape.count_rows(self.args.micro_batch_size), self.shape.length
         parts = [(group.count, group.part) for group in self.shape.blocks]
         parts += [(1, self.shape.rest), (1, self.shape.loss)]
         work = sum(
@@ -76,8 +76,7 @@ class Layout:
         """Ranks that the training state is sharded over."""
         if "ZeRO" not in self.rows:
             return 1
-        size = self.args.hybrid_sharding_size
-        return self.replicas if size is None else size * self.args.context_parallel_size
+        return self.args.hybrid_sharding_size or self.replicas
 
     def divide(self, what: str) -> int:
         """By how much the rows divide something."""
@@ -123,6 +122,8 @@ class Layout:
         """Elements of a parameter on one rank; the first rank has the most."""
         length, width = parameter.length, parameter.size // max(parameter.length, 1)
         tensor, experts = self.divide("layers"), self.divide("experts")
+        if parameter.heads % tensor:
+            tensor = 1  # fewer heads than ranks: each has them all
         if parameter.split_dim == 0:
             length = -(-length // tensor)
         elif parameter.split_dim == 1:
@@ -131,6 +132,13 @@ class Layout:
             length = -(-length // experts)
             shards = max(shards // experts, 1)
         return -(-length // shards) * width
+
+    def count_state(self, stage: Stage) -> State:
+        """The training state of one rank of the pipeline."""
+        total = self.add_up(stage.rest)
+        for part, count, _ in stage.list_kinds():
+            total += self.add_up(part.weights) * count
+        return total
 
     def add_up(self, weights: Weights) -> State:
         """The state of a part of the model on one rank."""

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
+from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -32,8 +34,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 def measure(settings: Settings, train: Callable[[], None]) -> Shape:
     """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved."""
-    run = capture(settings, train)
-    return _Measurement(run, get_precision(settings), settings).finish()
+
+    def follow(run: Captured) -> Shape:
+        measurement = _Measurement(run, get_precision(settings), settings)
+        try:
+            return measurement.finish()
+        finally:
+            measurement.close()
+
+    return capture(settings, train, follow)
 
 
 def get_precision(settings: Settings) -> str:
@@ -61,6 +70,9 @@ class _Measurement:
         self._model = run.model.train()
         _empty(self._model)
         self._round_frozen()
+        self._applied = Applied()
+        # transformers' own loop over experts looks at values.
+        apply_grouped_experts(self._model, torch.device("cpu"), self._applied)
         self._plan = find_plan(self._model)
         self._rules = SplitRules(self._model, self._plan)
         self._kinds = _list_kinds(self._model, self._plan)
@@ -69,6 +81,10 @@ class _Measurement:
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._used_after: set[int] = set()
         """Parameters of the modules that are called after the last block."""
+
+    def close(self) -> None:
+        """Undo what concerns the process; the model is used up."""
+        self._applied.undo()
 
     def finish(self) -> Shape:
         """All figures."""
@@ -98,14 +114,16 @@ class _Measurement:
         spread = self._run.lengths
         longest = self._settings.seq_length if self._settings.packing else None
         return Shape(
-            model=type(self._model).__name__, rows=self._rows, length=longest or self._length,
+            model=type(self._model).__name__, rows=self._rows,
+            micro_batch_size=self._run.micro_batch_size, length=longest or self._length,
             filled=_guess_filled(spread, self._rows) if longest is None else 1.0,
             precision=self._precision, hidden_size=hidden,
             trained_tokens=_count_labelled(self._batch),
             vocabulary=0 if head is None else head.out_features,
             head=0 if head is None else head.weight.numel(),
             blocks=blocks, rest=fit.build("before", weights=rest), loss=fit.build("after"),
-            lengths=tuple(spread), samples=self._run.samples, optimizer=self._run.optimizer,
+            reference_bytes=self._run.beside, lengths=tuple(spread), samples=self._run.samples,
+            optimizer=self._run.optimizer,
         )  # fmt: skip
 
     def _round_frozen(self) -> None:
@@ -238,18 +256,13 @@ class _Measurement:
         linear = [
             size
             for shape, size in own
-            if shape.count(self._length) <= 1 and self._rows in _list_products(shape)
+            if shape.count(self._length) <= 1 and any(n % self._rows == 0 for n in shape)
         ]
         return Cost(
             constant=sum(size for _, size in own) - sum(linear) - sum(pairs),
             per_token=sum(linear) / tokens,
             per_pair=sum(pairs) / (tokens * self._length),
         )
-
-
-def _list_products(shape: tuple[int, ...]) -> set[int]:
-    """Numbers that a shape's first dimensions may be a multiple of, tokens joined or not."""
-    return {factor for size in shape for factor in range(1, size + 1) if size % factor == 0}
 
 
 class _Fit:
@@ -352,7 +365,7 @@ def _resize(batch: Any, sizes: tuple[int, int], wanted: tuple[int, int]) -> Any:
                 tensor = tensor.index_select(0, places)
             elif dim > 0 and not tensor.is_floating_point() and size > 1 and sizes[1] > 1:
                 tensor = tensor.narrow(dim, 0, max(size * wanted[1] // sizes[1], 1))
-        return tensor
+        return tensor.contiguous()
 
     return tree_map_only(Tensor, change, batch)
 

@@ -54,6 +54,8 @@ class Parameter:
     is_trained: bool
     split_dim: int | None = None
     """The dimension that tensor parallelism splits."""
+    heads: int = 0
+    """Key/value heads, if it computes those: they are split only as whole heads."""
     is_expert: bool = False
     """Whether expert parallelism splits its first dimension."""
     is_matrix: bool = False
@@ -132,7 +134,9 @@ class Shape:
 
     model: str
     rows: int
-    """Of a micro-batch."""
+    """Of a micro-batch, as the model gets them."""
+    micro_batch_size: int
+    """Samples of the data in it: a pair of texts is one sample, and two rows."""
     length: int
     """Of its rows: the longest that the run is expected to meet."""
     filled: float
@@ -158,6 +162,10 @@ class Shape:
     """The class of a script's own optimizer, if it has one."""
     reference_bytes: int = 0
     """Of frozen models beside the trained one."""
+
+    def count_rows(self, micro_batch_size: int | None) -> float:
+        """Rows of a micro-batch of this many samples."""
+        return self.rows / self.micro_batch_size * (micro_batch_size or 1)
 
     @property
     def parameters(self) -> int:

@@ -21,7 +21,7 @@ from rapidformer.planning.predict import predict
 from rapidformer.planning.timing import Timing, estimate
 
 SOURCE = "rapidformer plan"
-_MOST_ROWS = 4096
+MOST_ROWS = 4096
 _LONGEST = 2**22
 _ZERO = tuple(f"zero_{stage}_memory_optimization" for stage in (1, 2, 3))
 _OFF: dict[str, Any] = dict.fromkeys((*_ZERO, "fsdp_memory_optimization"), False)
@@ -194,7 +194,7 @@ class Planner:
         unit = self.settings.data_parallel_size * steps
         return _find_most(
             lambda rows: self._fits(micro_batch_size=rows, global_batch_size=unit * rows),
-            _MOST_ROWS,
+            MOST_ROWS,
         )
 
     def find_longest(self) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import (
     ATTENTION_PASSES,
     READ_VALUE,
@@ -44,6 +47,47 @@ _HIGH = frozenset({
     "cosine_similarity", "kl_div", "binary_cross_entropy_with_logits", "ctc_loss", "softplus",
     "log10", "log2", "log1p", "expm1", "cosh", "sinh", "tan", "acos", "asin", "cdist", "rms_norm",
 })  # fmt: skip
+
+
+_precision: ContextVar[torch.dtype | None] = ContextVar("precision", default=None)
+"""What autocast computes in here and now; None where it is off."""
+
+
+@contextmanager
+def _computing_in(dtype: torch.dtype | None) -> Iterator[None]:
+    token = _precision.set(dtype)
+    try:
+        yield
+    finally:
+        _precision.reset(token)
+
+
+def _build_autocast(original: Any) -> Any:
+    def autocast(
+        device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        if device_type != "meta":
+            return original(device_type, dtype, enabled, *args, **kwargs)
+        return _computing_in(dtype or _precision.get() if enabled else None)
+
+    return autocast
+
+
+def _build_question(answer: Callable[[], Any]) -> Callable[[Any], Any]:
+    def build(original: Any) -> Any:
+        return lambda *kind: answer() if kind == ("meta",) else original(*kind)
+
+    return build
+
+
+_REGIONS = Patch(
+    lambda: [
+        Entry(torch, "autocast", _build_autocast),
+        Entry(torch, "is_autocast_enabled", _build_question(lambda: _precision.get() is not None)),
+        Entry(torch, "get_autocast_dtype", _build_question(_precision.get)),
+    ]
+)
+"""Inside, a model may ask for and change autocast on the meta device, which torch refuses."""
 
 
 @dataclass
@@ -82,6 +126,16 @@ class GpuTypes(TorchFunctionMode):
         self._dtype, self._note_cast, self._keeps_masks = dtype, note_cast, keeps_masks
         self._casts: dict[int, Tensor] = {}
 
+    def __enter__(self) -> Any:
+        self._inside = ExitStack()
+        self._inside.enter_context(_REGIONS)
+        self._inside.enter_context(_computing_in(self._dtype))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._inside.close()
+        return super().__exit__(*error)
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -91,11 +145,11 @@ class GpuTypes(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if name == "dropout":
             return self._drop(*args, **kwargs)
-        if self._dtype is not None:
+        if (low := _precision.get()) is not None:
             if name in _LOW:
-                args, kwargs = self._cast((args, kwargs), torch.float32, self._dtype)
+                args, kwargs = self._cast((args, kwargs), torch.float32, low)
             elif name in _HIGH:
-                args, kwargs = self._cast((args, kwargs), self._dtype, torch.float32)
+                args, kwargs = self._cast((args, kwargs), low, torch.float32)
         return function(*args, **kwargs)
 
     def _drop(
@@ -137,8 +191,8 @@ class GpuTypes(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if self._dtype is not None:
-            query, key, value = self._cast((query, key, value), torch.float32, self._dtype)
+        if (low := _precision.get()) is not None:
+            query, key, value = self._cast((query, key, value), torch.float32, low)
         options: Any = {} if scale is None else {"scale": scale}
         if attn_mask is None and query.dtype is not torch.float32:
             return attend(query, key, value, dropout_p, is_causal, **options)
@@ -256,6 +310,8 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
         return 1.0 if tensors[0].is_floating_point() else 1
     if function is _INDEX:
         args = (args[0], [place for index in args[1] for place in _list_places(index)])
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": "meta"}  # a copy to the host has no values either
     args, kwargs = tree_map_only(
         Tensor, lambda t: t if t.is_meta or t.dim() == 0 else t.to("meta"), (args, kwargs)
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from rapidformer.accel.expert.parallel import find_experts
+from rapidformer.accel.tensor.parallel import count_key_value_heads
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
@@ -46,6 +47,11 @@ class SplitRules:
         if style in _BY_INPUT and is_matrix:
             return 0 if is_conv1d(type(module)) else 1
         return None
+
+    def count_heads(self, module_name: str) -> int:
+        """Key/value heads that a layer computes; 0 for any other."""
+        is_own = self._tensor.styles.get(module_name) == "key_value"
+        return count_key_value_heads(self._model, module_name) if is_own else 0
 
     def is_expert(self, module_name: str) -> bool:
         """Whether a module's parameters have a slice per expert."""
@@ -86,7 +92,8 @@ def count_weights(
                     is_trained=parameter.requires_grad,
                     is_matrix=bool(prefix) and parameter.dim() == 2,
                     places=_find_places(parameter, used_after, owners),
-                    split_dim=rules.find_dim(full, part, own), is_expert=rules.is_expert(full),
+                    split_dim=rules.find_dim(full, part, own), heads=rules.count_heads(full),
+                    is_expert=rules.is_expert(full),
                 ),
             )  # fmt: skip
     return Weights(parameters=tuple(found.values()))

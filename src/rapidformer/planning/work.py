@@ -14,7 +14,7 @@ _REPEATED = 0.6
 def count_work(layout: Layout, stage: Stage) -> Work:
     """The work of one rank of the pipeline."""
     args, shape = layout.args, layout.shape
-    rows, length = float(args.micro_batch_size or 1), float(shape.length)
+    rows, length = shape.count_rows(args.micro_batch_size), float(shape.length)
     filled = shape.filled if layout.has("dynamic shape") else 1.0
     tensor, context = layout.divide("layers"), args.context_parallel_size
 
@@ -52,9 +52,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
                 )
     if any(row.effect.in_8_bits for row in layout.rows.values()):
         flops["fp8"] = add(blocks, "matrix_flops")
-    state = layout.add_up(stage.rest)
-    for part, count, _ in stage.list_kinds():
-        state += layout.add_up(part.weights) * count
+    state = layout.count_state(stage)
     # Weights and moments are read and written, gradients read twice.
     update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
     is_on_host = layout.is_on_host("optimizer")
@@ -70,7 +68,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
-        tokens=float(args.global_batch_size or 1) * length * shape.filled,
+        tokens=shape.count_rows(args.global_batch_size) * length * shape.filled,
         samples=args.global_batch_size or 1,
         is_captured=layout.has("CUDA graph"),
     )
@@ -79,7 +77,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
 def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
     args, shape = layout.args, layout.shape
     width = 4 if shape.precision == "fp32" else 2
-    tokens = (args.micro_batch_size or 1) * shape.length / args.context_parallel_size
+    tokens = shape.count_rows(args.micro_batch_size) * shape.length / args.context_parallel_size
     hidden = tokens * shape.hidden_size * width
     count = len(stage.blocks)
     found: list[Collective] = []

@@ -112,7 +112,7 @@ def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         rows, weights = rows.to(dtype), weights.to(dtype)
     # torch has one kernel for all experts if they are bf16 on a GPU, with rows aligned to 16 bytes.
     is_aligned = all(size % 8 == 0 for size in weights.shape[1:])
-    if rows.is_cuda and rows.dtype is torch.bfloat16 and is_aligned:
+    if (rows.is_cuda or rows.is_meta) and rows.dtype is torch.bfloat16 and is_aligned:
         product: Tensor = functional.grouped_mm(rows, weights, offs=ends)
     else:
         product = _multiply_in_turn(rows, weights, ends)
@@ -122,6 +122,9 @@ def multiply_stretches(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _multiply_in_turn(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     # On a GPU this waits for the sizes; compiled, every new size would recompile.
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    stretches = zip(rows.split(sizes), weights.unbind(), strict=True)
+    if rows.is_meta:  # without values, all experts get the same number of rows
+        parts = rows.tensor_split(len(weights))
+    else:
+        parts = rows.split(torch.diff(ends, prepend=ends.new_zeros(1)).tolist())
+    stretches = zip(parts, weights.unbind(), strict=True)
     return torch.cat([stretch @ weight for stretch, weight in stretches])

@@ -1,0 +1,107 @@
+"""The layouts that fit, on a hand-made model of four equal blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rapidformer.config import Settings, resolve
+from rapidformer.planning.answer import answer, describe
+from rapidformer.planning.devices import GIB, Cluster, Device
+from rapidformer.planning.parts import Blocks, Cost, Parameter, Part, Shape, Weights
+from rapidformer.planning.search import Planner, render_flags
+
+ROWS, LENGTH = 4, 1024
+MATRIX = Parameter(
+    length=4096, size=4096 * 4096, width=4, is_trained=True, split_dim=0, is_matrix=True
+)
+BLOCK = Part(
+    weights=Weights(parameters=(MATRIX,)),
+    saved=Cost(per_token=2**20), saved_split=Cost(per_token=2**19),
+    saved_selective=Cost(per_token=2**18), saved_compiled=Cost(per_token=2**19),
+    inputs=Cost(per_token=2**13),
+    matrix_flops=Cost(per_token=6.0 * 4096 * 4096), moved=Cost(per_token=2**21), operations=100,
+)  # fmt: skip
+SHAPE = Shape(
+    model="Square", rows=ROWS, micro_batch_size=ROWS, length=LENGTH, filled=1.0,
+    trained_tokens=1.0, precision="bf16",
+    hidden_size=4096, vocabulary=0, head=0, rest=Part(), loss=Part(), samples=64,
+    blocks=(Blocks(stack="h", places=(0, 1, 2, 3), part=BLOCK),),
+)  # fmt: skip
+
+
+def build(memory: float, count: int = 1, **given: Any) -> Planner:
+    settings = Settings(
+        **{"micro_batch_size": ROWS, "mixed_precision": "bf16", "epochs": 1, "lr": 1e-3, **given}
+    )
+    device = Device("round", memory, 100, 200, 10, 1000, 100, 10)
+    return Planner(SHAPE, resolve(settings, world_size=count), Cluster(device, count))
+
+
+def get_gib(planner: Planner) -> float:
+    planned = planner.plan()
+    assert planned is not None
+    return planned.gib
+
+
+def test_limits_are_at_the_edge_of_what_fits() -> None:
+    planner = build(24)
+    rows = planner.find_largest_batch()
+    for wanted, fits in ((rows, True), (rows + 1, False)):
+        assert (get_gib(build(24, micro_batch_size=wanted)) <= 24) is fits
+    assert rows > ROWS
+    assert planner.find_longest() == pytest.approx(LENGTH * rows / ROWS, rel=0.3)
+    assert build(1).find_largest_batch() == 0
+
+
+def test_switches_that_make_it_fit_are_ranked_by_time() -> None:
+    planner = build(12)
+    assert get_gib(planner) > 12
+    switches = planner.list_switches(9)
+    assert {layout.list_flags() for layout in switches} >= {
+        "--compile", "--recompute-granularity full", "--micro-batch-size 2 --global-batch-size 4",
+    }  # fmt: skip
+    assert all(layout.gib <= 12 for layout in switches)
+    times = [layout.timing.step for layout in switches]
+    assert times == sorted(times)
+
+
+def test_layouts_keep_the_global_batch() -> None:
+    planner = build(8, 4)
+    layouts = planner.list_layouts(12)
+    assert layouts
+    for layout in layouts:
+        args = layout.settings
+        per_update = args.micro_batch_size * args.gradient_accumulation_steps  # type: ignore[operator]
+        assert per_update * args.data_parallel_size == 16
+        assert layout.gib <= 8
+        # What is printed gives the same settings when it is typed.
+        given = {"micro_batch_size": ROWS, "mixed_precision": "bf16", **layout.changes}
+        again = resolve(Settings(**given), world_size=4)
+        names = ("global_batch_size", "micro_batch_size", "zero_stage", "recompute_granularity")
+        assert [getattr(again, n) for n in names] == [getattr(args, n) for n in names]
+
+
+def test_excluded_combinations_are_not_offered() -> None:
+    found = build(64, 2, fp8=True).list_layouts(20)
+    assert found
+    assert {layout.settings.tensor_model_parallel_size for layout in found} == {1}
+
+
+def test_the_answer_says_what_fits() -> None:
+    found = answer(build(12))
+    assert not found["fits"] and found["run"]["updates"] == 16
+    assert sum(v for k, v in found["memory"].items() if k != "host") == pytest.approx(
+        found["memory_gib"], rel=1e-3
+    )
+    text = "\n".join(describe(found))
+    assert "does not fit round (12.0 GiB each)" in text
+    assert "to fit" in text and "--compile" in text
+    assert "to fit" not in "\n".join(describe(answer(build(64))))
+
+
+def test_flags_are_as_they_are_typed() -> None:
+    changes = {"compile": True, "zero_1_memory_optimization": False, "recompute_granularity": None}
+    assert render_flags({**changes, "micro_batch_size": 2}) == "--compile --micro-batch-size 2"
+    assert GIB == 2**30
