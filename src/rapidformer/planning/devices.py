@@ -1,4 +1,4 @@
-"""The devices that a plan knows, from data sheets, and ``--devices 8xH200``. Without torch."""
+"""The devices that a plan knows, by their nominal figures, and ``--devices 8xH200``. Without torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Device:
 
 
 _TABLE = (
-    Device("B200", 178.4, 2250, 4500, 75, 7700, 900, 50),
+    Device("B200", 178.4, 2250, 4500, 75, 8000, 900, 50),
     Device("H200", 139.8, 989, 1979, 67, 4800, 450, 50),
     Device("H100", 79.1, 989, 1979, 67, 3350, 450, 50),
     Device("H100-PCIe", 79.1, 756, 1513, 51, 2000, 64, 25),

@@ -19,7 +19,7 @@ _CONTEXT = 880 * 10**6
 _COMMUNICATOR = 2**29
 _FRAGMENTS = {"everything": 0.03, "compiled": 0.045, "products": 0.115, "inputs": 0.115}
 """Of what is allocated: memory that the allocator holds in blocks that do not fit, by what a block
-keeps; measured on an H200."""
+keeps. After trainings on an H200, some of them at a memory limit."""
 _CHUNK = 2**30
 """Of the fused loss: a chunk's logits in fp32."""
 _WORKSPACE = 70 * 2**20
