@@ -129,9 +129,15 @@ def test_a_resumed_run_shows_what_it_repeats_once(tmp_path: Path) -> None:
         append_event(run, "evaluation", step=step, split="validation", samples=[])
     append_event(run, "start", step=2, train_iters=9)
     append_event(run, "evaluation", step=4, split="validation", samples=[])
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    times = [10, 12, 15, 100, 104]  # of the start, two evaluations, the resumed start, the last
+    lines = [json.dumps({**event, "time": at}) for event, at in zip(events, times, strict=True)]
+    append = {"event": "end", "time": 107, "step": 4, "state": "complete"}
+    (run / "events.jsonl").write_text("\n".join([*lines, json.dumps(append)]) + "\n")
     content = build_content([run])["runs"][0]
     assert [event["step"] for event in content["details"]] == [2, 4]
-    assert [event["step"] for event in content["events"]] == [0, 2]
+    assert [event["step"] for event in content["events"]] == [0, 2, 4]
+    assert content["seconds"] == (15 - 10) + (107 - 100)  # without the pause
 
 
 def test_bad_folders_are_told_in_one_line(tmp_path: Path, command: Callable[..., Any]) -> None:
