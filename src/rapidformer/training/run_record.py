@@ -122,8 +122,8 @@ class RunRecord(Callback):
         for rank, phases in enumerate(everyone):
             for name, seconds in phases.items():
                 self._seconds.setdefault(name, [0.0] * len(everyone))[rank] += seconds
-        seconds = {n: [round(value, 4) for value in v] for n, v in self._seconds.items()}
-        self._append("phases", step=step, steps=step - self._begun_at, seconds=seconds)
+        totals = {n: [round(value, 4) for value in v] for n, v in self._seconds.items()}
+        self._append("phases", step=step, steps=step - self._begun_at, seconds=totals)
 
     def finish(self, loop: RunningLoop, *, is_done: bool) -> None:
         """The run has ended, well or by the error that is being handled: write the page."""
