@@ -129,9 +129,15 @@ def test_a_resumed_run_shows_what_it_repeats_once(tmp_path: Path) -> None:
         append_event(run, "evaluation", step=step, split="validation", samples=[])
     append_event(run, "start", step=2, train_iters=9)
     append_event(run, "evaluation", step=4, split="validation", samples=[])
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    times = [10, 12, 15, 100, 104]  # of the start, two evaluations, the resumed start, the last
+    lines = [json.dumps({**event, "time": at}) for event, at in zip(events, times, strict=True)]
+    append = {"event": "end", "time": 107, "step": 4, "state": "complete"}
+    (run / "events.jsonl").write_text("\n".join([*lines, json.dumps(append)]) + "\n")
     content = build_content([run])["runs"][0]
     assert [event["step"] for event in content["details"]] == [2, 4]
-    assert [event["step"] for event in content["events"]] == [0, 2]
+    assert [event["step"] for event in content["events"]] == [0, 2, 4]
+    assert content["seconds"] == (15 - 10) + (107 - 100)  # without the pause
 
 
 def test_bad_folders_are_told_in_one_line(tmp_path: Path, command: Callable[..., Any]) -> None:
@@ -268,3 +274,59 @@ def test_a_failed_run_tells_why(tmp_path: Path) -> None:
     content = read_page(run / "report.html")["runs"][0]
     assert (content["state"], content["reason"]) == ("failed", "RuntimeError: out of luck")
     assert said == [f"page      {run / 'report.html'}"]
+
+
+def test_a_launcher_adds_to_the_record_of_its_own_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rapidformer.dist.heartbeat import announce_record
+    from rapidformer.launch.watch import note_in_run
+
+    run = make_run(tmp_path / "run", log(3), train_iters=9)
+    monkeypatch.setenv("RAPIDFORMER_HEARTBEATS", str(tmp_path))
+    note_in_run(tmp_path, "stall", text="too early")
+    announce_record(run / "events.jsonl")
+    note_in_run(tmp_path, "stall", text="rank 1 is missing")
+    events = build_content([run])["runs"][0]["events"]
+    assert [event["event"] for event in events] == ["start", "stall"]
+    earlier = run / "earlier"
+    earlier.write_text((run / "events.jsonl").read_text())
+    earlier.replace(run / "events.jsonl")  # as if the run that was to be replaced had come back
+    note_in_run(tmp_path, "end", state="failed")
+    assert len(build_content([run])["runs"][0]["events"]) == 2
+
+
+def test_a_verification_of_a_runs_settings_is_on_its_page(tmp_path: Path) -> None:
+    from rapidformer.cli.verify import _Verification
+    from rapidformer.config import parse_arguments
+
+    run = make_run(tmp_path / "run", log(3), train_iters=9)
+    args = parse_arguments(["--config", str(run / "arguments.yaml")])
+    _Verification([], args, None, 1, tmp_path).conclude()
+    event = build_content([run])["runs"][0]["events"][-1]
+    assert event["verdict"] == "equal: these switches change nothing."
+
+
+def test_a_language_model_answers_the_first_rows() -> None:
+    """The prompt is what comes before the first answer; plain text is continued from its half."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from rapidformer.tasks.base import PreparedData
+    from rapidformer.tasks.evaluation.samples import generate_samples
+
+    tokenizer = make_tokenizer()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=6)
+    ).eval()
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9, 10], "labels": [-100, -100, 7, 8, -100, 10]},
+        {"input_ids": [5, 6, 7, 8]},
+    ]
+    prepared = PreparedData(validation=rows, processor=tokenizer, collate=lambda rows: {})
+    first, second = generate_samples(model, prepared, 4, torch.device("cpu"))
+    assert (first["prompt"], first["expected"]) == tuple(map(tokenizer.decode, ([5, 6], [7, 8])))
+    assert (second["prompt"], second["expected"]) == tuple(map(tokenizer.decode, ([5, 6], [7, 8])))
+    with torch.no_grad():
+        likeliest = int(model(torch.tensor([[5, 6]])).logits[0, -1].argmax())
+    assert first["generated"].startswith(tokenizer.decode([likeliest], skip_special_tokens=True))

@@ -80,10 +80,14 @@ def take_phases() -> dict[str, float]:
     return seconds
 
 
-def announce_run(folder: Path) -> None:
-    """Tell the launcher where this run keeps its record."""
+def announce_record(file: Path) -> None:
+    """Tell the launcher where this run keeps its record.
+
+    With the file's number: the folder may be given back to the run that this one was to replace.
+    """
     if _VARIABLE in os.environ:
-        (Path(os.environ[_VARIABLE]) / "run").write_text(str(folder.resolve()), encoding="utf-8")
+        text = f"{file.stat().st_ino} {file.resolve()}"
+        (Path(os.environ[_VARIABLE]) / "record").write_text(text, encoding="utf-8")
 
 
 def announce_saving(*, is_ready: bool) -> None:

@@ -167,8 +167,10 @@ class Watch(threading.Thread):
 
 def note_in_run(scratch: Path, event: str, **facts: Any) -> None:
     """Add to the record of the run, if its first rank has said where that is."""
-    with contextlib.suppress(OSError):
-        append_event(Path((scratch / "run").read_text(encoding="utf-8")), event, **facts)
+    with contextlib.suppress(OSError, ValueError):
+        number, _, name = (scratch / "record").read_text(encoding="utf-8").partition(" ")
+        if Path(name).stat().st_ino == int(number):
+            append_event(Path(name).parent, event, **facts)
 
 
 def read_beat(folder: Path, rank: int, node: int, pid: int) -> Beat | None:

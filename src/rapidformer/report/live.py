@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from rapidformer.errors import RapidformerError
 from rapidformer.report.page import build_content, render_page, to_script
@@ -17,7 +19,7 @@ PORT = 8642
 
 def build_server(sources: Sequence[Path], port: int | None) -> ThreadingHTTPServer:
     """A server for the page; without a port, the usual one or, if that is taken, any."""
-    handler = _build_handler(lambda: build_content(sources))
+    handler = partial(PageHandler, lambda: build_content(sources))
     try:
         return ThreadingHTTPServer((_HOST, PORT if port is None else port), handler)
     except OSError as reason:
@@ -28,36 +30,39 @@ def build_server(sources: Sequence[Path], port: int | None) -> ThreadingHTTPServ
         raise RapidformerError(f"--port {port}: must be between 0 and 65535.") from None
 
 
-def _build_handler(read: Callable[[], dict[str, object]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            # Another website must not read the page by giving its own name to this address.
-            if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
-                self.send_error(403)
-                return
-            path = self.path.partition("?")[0]
-            try:
-                if path == "/":
-                    self._answer("text/html", render_page(read(), is_live=True))
-                elif path == "/content.json":
-                    self._answer("application/json", to_script(read()))
-                else:
-                    self.send_error(404)
-            except RapidformerError as error:  # the folder is being replaced, or was removed
-                self.send_error(503, explain=str(error))
-            except ConnectionError:
-                self.close_connection = True
+class PageHandler(BaseHTTPRequestHandler):
+    """Answers with the page, or with what it shows now."""
 
-        def _answer(self, kind: str, text: str) -> None:
-            data = text.encode("utf-8")
-            self.send_response(200)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(data)
+    def __init__(self, read: Callable[[], dict[str, Any]], *connection: Any) -> None:
+        self.read = read
+        super().__init__(*connection)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """The terminal is the user's."""
+    def do_GET(self) -> None:
+        # Another website must not read the page by giving its own name to this address.
+        if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
+            self.send_error(403)
+            return
+        path = self.path.partition("?")[0]
+        try:
+            if path == "/":
+                self.answer("text/html", render_page(self.read(), is_live=True))
+            elif path == "/content.json":
+                self.answer("application/json", to_script(self.read()))
+            else:
+                self.send_error(404)
+        except RapidformerError as error:  # the folder is being replaced, or was removed
+            self.send_error(503, explain=str(error))
+        except ConnectionError:
+            self.close_connection = True
 
-    return Handler
+    def answer(self, kind: str, text: str) -> None:
+        data = text.encode("utf-8")
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The terminal is the user's."""

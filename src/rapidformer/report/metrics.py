@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rapidformer.errors import DataError
 from rapidformer.strict_json import parse_json
@@ -36,8 +36,7 @@ def _parse(text: bytes) -> Iterator[Any]:
 
 def is_number(value: object) -> bool:
     """Whether it is a number that can be drawn."""
-    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_plain and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(cast("float", value))
 
 
 def build_curves(lines: Iterable[Line], most: int) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from rapidformer.run_events import read_events
 ARGUMENTS_FILE = "arguments.yaml"
 Event = dict[str, Any]
 _SETTING = re.compile(r"(?:# )?(\w+): (.*)")
+_DURING = ("start", "batch", "phases", "evaluation", "stall", "moved", "end")
+"""Events of the run itself; others may be added days later."""
 _EVALUATED = "evaluation_*.json"
 """Written by ``rapidformer evaluate``."""
 _SHOWN_EVALUATIONS = 30
@@ -42,7 +44,8 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
     folder, lines = metrics_file.parent, read_lines(metrics_file)
     curves = build_curves(lines, most)
     rare = [line for line in lines if "lr" not in line]  # not of training
-    events = _drop_repeated(read_events(folder))
+    all_events = list(read_events(folder))
+    events = _drop_repeated(all_events)
     if not curves and not events:
         raise DataError(
             f"{metrics_file} has no numbers yet: wait until the run reaches a log interval."
@@ -54,6 +57,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "name": folder.resolve().name,
         "folder": str(folder),
         **_judge(events, entry, lines, metrics_file),
+        "seconds": _add_up(all_events),
         "curves": curves,
         "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
         "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
@@ -100,8 +104,6 @@ def _judge(
     elif started and state != "running":
         state = "killed"
     left = next((line["seconds_left"] for line in reversed(lines) if "seconds_left" in line), None)
-    first = started[0]["time"] if started else None
-    end = ends[-1]["time"] if ends else time.time() if state == "running" else written
     return {
         "state": state,
         "reason": reason,
@@ -109,8 +111,17 @@ def _judge(
         "total": total if isinstance(total, int) and total < _OPEN_END else None,
         "seconds_left": left if state == "running" else None,
         "written": written,
-        "seconds": end - first if first is not None else None,
     }
+
+
+def _add_up(events: list[Event]) -> float | None:
+    """The time that the run has run by its events, without the pauses between its starts."""
+    starts = [number for number, event in enumerate(events) if event["event"] == "start"]
+    total = 0.0
+    for first, following in pairwise([*starts, len(events)]):
+        session = [e["time"] for e in events[first:following] if e["event"] in _DURING]
+        total += session[-1] - session[0]
+    return total if starts else None
 
 
 def _pick(items: list[Any], most: int) -> list[Any]:

@@ -91,15 +91,14 @@ class TaskFinetuner(Finetuner):
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
         assert self.prepared is not None
-        samples = SampleAnswers(self.task, self.prepared, split)
-        tally = measure(
-            self.engine, self.task, model, loader, self.prepared, split, samples=samples
-        )
-        answers = samples.describe()
+        first = SampleAnswers(self.task, self.prepared, split)
+        tally = measure(self.engine, self.task, model, loader, self.prepared, split, samples=first)
+        samples: list[dict[str, Any]] = []
         if split == "validation" and (count := self.args.eval_generations):
-            answers = generate_samples(model, self.prepared, count, self.engine.device)
+            samples = generate_samples(model, self.prepared, count, self.engine.device)
         if self.engine.is_main:
-            self.details.update(tables=describe_tables(tally.tables()), samples=answers)
+            tables = describe_tables(tally.tables())
+            self.details.update(tables=tables, samples=samples or first.describe())
         return tally.compute()
 
     def get_prepared(self) -> PreparedData | None:

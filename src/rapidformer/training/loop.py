@@ -56,11 +56,9 @@ class TrainingLoop:
         self.train_iters, self.reporter, self._record = train_iters, reporter, record
         self.processor, self.test = processor, test
         self.timetable = Timetable(
-            engine.args,
-            train_iters=train_iters,
+            engine.args, train_iters=train_iters, saves_each_epoch=saves_each_epoch,
             eval_interval=evaluation.interval if evaluation else None,
-            saves_each_epoch=saves_each_epoch,
-        )
+        )  # fmt: skip
         self.evaluation = evaluation if self.timetable.evaluates else None
         self.progress, self.control = Progress(), Control()
         self._callbacks: list[Callback] = [reporter, record]

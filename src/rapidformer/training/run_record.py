@@ -24,7 +24,7 @@ from rapidformer.config import Settings
 from rapidformer.data.label_view import Prepared, iterate_examples, to_json, view_batch
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_on_first
-from rapidformer.dist.heartbeat import announce_run, take_phases
+from rapidformer.dist.heartbeat import announce_record, take_phases
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.report import PAGE_FILE
@@ -79,12 +79,12 @@ class RunRecord(Callback):
         with _quietly():
             if not self._resume_step:
                 (self.folder / EVENTS_FILE).unlink(missing_ok=True)
-            announce_run(self.folder)
             self._append(
                 "start", step=self._resume_step, train_iters=loop.train_iters,
                 command=describe_command(), folder=str(Path.cwd()), summary=list(self._summary),
                 environment=describe_environment(self._args.world_size),
             )  # fmt: skip
+            announce_record(self.folder / EVENTS_FILE)
 
     def see_first(self, update: Update) -> None:
         """Keep the first examples of the run as the model has seen them."""
@@ -114,14 +114,16 @@ class RunRecord(Callback):
         self._gather_phases(loop.step)
 
     def _gather_phases(self, step: int) -> None:
+        if self._args.save is None:
+            return
         everyone = gather_on_first(take_phases())
         if everyone is None or self.folder is None or step <= self._begun_at:
             return
         for rank, phases in enumerate(everyone):
             for name, seconds in phases.items():
                 self._seconds.setdefault(name, [0.0] * len(everyone))[rank] += seconds
-        seconds = {n: [round(value, 4) for value in v] for n, v in self._seconds.items()}
-        self._append("phases", step=step, steps=step - self._begun_at, seconds=seconds)
+        totals = {n: [round(value, 4) for value in v] for n, v in self._seconds.items()}
+        self._append("phases", step=step, steps=step - self._begun_at, seconds=totals)
 
     def finish(self, loop: RunningLoop, *, is_done: bool) -> None:
         """The run has ended, well or by the error that is being handled: write the page."""

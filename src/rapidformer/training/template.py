@@ -302,14 +302,13 @@ class Template(ABC):
             speaks=self.engine.is_main, trackers=self.trackers, facts=describe_model(self.engine),
             check_folder=self.engine.checkpoints.check_folder,
         )  # fmt: skip
-        summary: list[str] = []
-        if self.engine.is_main:
-            summary = describe_run(self.engine, train_iters, loader, eval_data)
-            for line in summary:
-                get_logger().info(line)
+        is_main = self.engine.is_main
+        summary = describe_run(self.engine, train_iters, loader, eval_data) if is_main else []
+        for line in summary:
+            get_logger().info(line)
         record = RunRecord(
             self.args, resume_step=self.engine.updates.clock.updates,
-            is_main=self.engine.is_main, summary=summary, prepared=self.get_prepared(),
+            is_main=is_main, summary=summary, prepared=self.get_prepared(),
             details=self.details, check_folder=self.engine.checkpoints.check_folder,
         )  # fmt: skip
         forward = self.make_forward(model)

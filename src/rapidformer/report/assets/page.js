@@ -46,17 +46,22 @@ function makeChooser(content, runs, run) {
   return make("div", { class: "controls" }, make("label", {}, "Below: the run", select));
 }
 
+// What changes when a run has moved on.
+function sum(content) { return JSON.stringify(content.runs.map((run) => [run.folder, run.state, run.written, run.events.length, run.details.length, run.checkpoints.length])); }
+
 function follow(content) {
   const poll = async () => {
     try {
       const answer = await fetch("content.json", { cache: "no-store" });
       const next = await answer.json();
-      const isNew = JSON.stringify({ ...next, made: 0 }) !== JSON.stringify({ ...content, made: 0 });
+      const isNew = sum(next) !== sum(content);
       const hidden = new Set(content.runs.filter((run) => run.isHidden).map((run) => run.folder));
+      const chosen = document.querySelector(".controls select")?.selectedIndex ?? 0, top = window.scrollY;
+      if (!isNew || document.activeElement?.matches("input, select")) return;  // nothing moves under the user's hand
       content = next;
       content.runs.forEach((run) => { run.isHidden = hidden.has(run.folder); });
-      const chosen = document.querySelector(".controls select")?.selectedIndex ?? 0, top = window.scrollY;
-      if (isNew && !document.activeElement?.matches("input, select")) { show(content, chosen); window.scrollTo(0, top); }
+      show(content, chosen);
+      window.scrollTo(0, top);
     } catch { document.getElementById("footer").textContent = "The server has ended: this is the state of its last answer."; }
   };
   setInterval(poll, 2000);

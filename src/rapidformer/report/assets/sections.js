@@ -15,7 +15,7 @@ function makeHero(run) {
   const total = run.total, left = run.seconds_left == null ? null : Math.max(0, run.seconds_left - (Date.now() / 1000 - run.written));
   add("Step", formatNumber(run.step), total ? `of ${formatNumber(total)}` : null);
   if (left != null) add("Time left", "about " + formatSeconds(left), "until about " + formatTime(Date.now() / 1000 + left));
-  if (run.seconds != null) add(run.state === "running" ? "Running for" : "Took", formatSeconds(run.seconds), run.start.time ? "from " + formatTime(run.start.time) : null);
+  if (run.seconds != null) add(run.state === "running" ? "Running for" : "Took", formatSeconds(run.state === "running" ? Date.now() / 1000 - run.start.time : run.seconds), run.start.time ? "from " + formatTime(run.start.time) : null);
   if (getLast(run, "loss") != null) add("Training loss", formatNumber(getLast(run, "loss")), "at the last log line");
   if (run.best) add("Best " + run.best.metric, formatNumber(run.best.value), `at step ${formatNumber(run.best.step)}`);
   else if (getLast(run, "eval_loss") != null) add("Evaluation loss", formatNumber(getLast(run, "eval_loss")));

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ _ROWS = 6
 _LONGEST = 1200
 """Characters of a text."""
 _SHOWN_CLASSES = 40
-_NEW_TOKENS, _MORE_TOKENS = 64, 8
-"""The most tokens of an answer, and how many more it may have than the expected one."""
+_NEW_TOKENS = 64
+"""Of an answer at most; a row with its answer never becomes longer than it was."""
 
 
 class SampleAnswers:
@@ -54,15 +54,18 @@ def generate_samples(
     model: Any, prepared: PreparedData, count: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """The model's greedy answers to the first rows of the validation data; on every rank."""
-    tokenizer, rows = prepared.processor, prepared.validation
-    samples = []
+    tokenizer: Any = prepared.processor
+    rows: Any = prepared.validation
+    samples: list[dict[str, Any]] = []
+    if not isinstance(rows, Sized):  # a stream
+        return samples
     for number in range(min(count, len(rows))):
         ids, labels = (list(rows[number].get(name, ())) for name in ("input_ids", "labels"))
         # A conversation up to its first answer; of plain text, which has no labels yet, one half.
         is_answer = [label != IGNORED_LABEL for label in labels]
         start = is_answer.index(True) if any(is_answer) else max(1, len(ids) // 2)
         end = is_answer.index(False, start) if False in is_answer[start:] else len(ids)
-        generation = Generation(max_new_tokens=min(_NEW_TOKENS, end - start + _MORE_TOKENS))
+        generation = Generation(max_new_tokens=min(_NEW_TOKENS, max(1, len(ids) - start)))
         prompt = torch.tensor([ids[:start]], device=device)
         batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
         (answers,) = generate(model, batch, tokenizer, generation)
