@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rapidformer.models.gpt import GPTConfig, GPTModel
-from rapidformer.models.work import count_work
+from rapidformer.models.work import _read_window, count_work
 
 ROWS, LENGTH, TARGETS = 2, 12, 5
 SIZES = {
@@ -105,3 +105,14 @@ def test_a_model_without_sizes_has_its_products_only() -> None:
     work = count_work(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 8), nn.LayerNorm(8)))
     assert work.count(tokens=10, targets=0, rows=2) == 6 * 32 * 10
     assert work.describe() == "6 x 32 weights per token"
+
+
+def test_blocks_with_windows_of_their_own() -> None:
+    """transformers raises if it is asked for the one window of blocks that differ."""
+
+    class Varied:
+        @property
+        def sliding_window(self) -> int:
+            raise RuntimeError("'sliding_window' is a per-layer attribute")
+
+    assert _read_window(Varied()) is None

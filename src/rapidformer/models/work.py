@@ -81,7 +81,7 @@ def count_work(model: Any) -> ModelWork:
             per_target += work
         else:
             per_token += work
-    window = getattr(get_text_config(config), "sliding_window", None)
+    window = _read_window(get_text_config(config))
     return ModelWork(
         per_token=per_token, per_target=per_target, per_pair=_count_attention(config),
         is_causal=any(getattr(m, "is_causal", False) is True for m in model.modules()),
@@ -128,3 +128,12 @@ def _count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.1f} {suffix}"
     return f"{number:.0f}"
+
+
+def _read_window(config: Any) -> int | None:
+    """How far back attention looks; None if that is not limited, or differs between blocks."""
+    try:
+        window: int | None = getattr(config, "sliding_window", None)
+    except RuntimeError:  # transformers refuses to name one for blocks that differ
+        return None
+    return window
