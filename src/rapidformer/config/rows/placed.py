@@ -170,9 +170,6 @@ PLACED = register(
             Rule("compilation", "on a GPU, compiled blocks without padding need flash attention, "
                  "which works in 16 bits only. Add --mixed-precision, or leave out --dynamic-shape",
                  devices=("cuda",), precisions=("fp32",)),
-            Rule("context parallelism", "with --context-parallel-size, compiled blocks have not "
-                 "been tried without padding. Leave out --dynamic-shape",
-                 setting="compile", values=(True,)),
             not_with_images("images have their places in padded rows. Leave out --dynamic-shape"),
         ),
         gain="a BERT of 6 layers on 2 CPU cores, rows of 20 to 99 tokens, batch 16: 1487 instead "
