@@ -73,6 +73,8 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     """Why this model cannot be unpadded in this run, beside what the row says."""
     if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
         return "on a GPU, --compile needs flash attention, which takes no position bias"
+    if assembly.args.compile and assembly.topology.context > 1:
+        return "--compile with --context-parallel-size has not been tried without padding"
     is_default = assembly.args.dynamic_shape == "auto"
     if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
         return "on a GPU, it makes encoder-decoder models faster only with very large batches"
