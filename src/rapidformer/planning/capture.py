@@ -145,7 +145,9 @@ class _Observer(RunObserver, Generic[Result]):
             floats = [
                 t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
             ]
-            return loss if loss is not None else sum((t.float().mean() for t in floats), 0.0)
+            means: Any = (t.float().mean() for t in floats)
+            total: Tensor = loss if loss is not None else sum(means)
+            return total
 
         self._finish(run, (args, kwargs))
 

@@ -1,4 +1,4 @@
-"""The devices that a plan knows, by their nominal figures, and ``--devices 8xH200``. Without torch."""
+"""The devices that a plan knows, by nominal figures, and ``--devices 8xH200``. Without torch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
                   + exchanges that nothing hides + copies to and from the host
     update        micro-batches x bubble of the pipeline + optimizer + gradients' exchange
 
-The shares below were fitted to trainings on an H200 (BERT, GPT-2, Llama, T5, LoRA; see docs/plan.md),
+The shares below were fitted to trainings on an H200 (BERT, GPT-2, Llama, T5, LoRA; docs/plan.md),
 relative to what a large product and a large copy reach there. Those of links were not measured.
 Without torch.
 """
