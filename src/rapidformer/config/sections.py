@@ -195,6 +195,10 @@ class AccelerationArguments:
     each kernel; with data parallelism as two, before and after the exchange of gradients: auto = if
     launches matter and a replay gives the same result. Padded batches are rounded to a few sizes,
     so dropout draws other masks for them than with off"""
+    block_graphs: bool = False
+    """replay a model's blocks as CUDA graphs by themselves: in a step that cannot be one graph
+    because of your own Python, and in evaluation and prediction. Generated tokens are replayed,
+    too. New, and not yet tried on many GPUs"""
     onnx_runtime_training: bool = False
     """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "inductor"

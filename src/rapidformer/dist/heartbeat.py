@@ -2,7 +2,8 @@
 
 A beat takes a few microseconds, and half of one without our launcher: then it only adds up the time
 of the phases. Every rank must beat equally often, because the launcher takes the rank with fewer
-beats for the missing one. So place beats where all ranks pass, never inside a condition on the rank.
+beats for the missing one. So place beats where all ranks pass, never inside a condition on the
+rank.
 """
 
 from __future__ import annotations

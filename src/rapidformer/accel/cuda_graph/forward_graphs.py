@@ -42,9 +42,9 @@ def apply(assembly: Assembly) -> str | None:
     """Let blocks be replayed whenever they run without gradients in evaluation mode."""
     model, plan, device = assembly.model, assembly.plan, assembly.device
     blocks = plan.get_blocks(model)
-    is_off = assembly.args.cuda_graph == "off" or assembly.is_training
     # A frozen second model runs inside steps that are recorded themselves.
-    if is_off or not blocks or not any(p.requires_grad for p in model.parameters()):
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    if assembly.is_training or is_frozen or not blocks:
         return None
     prove_filling(model, plan, assembly.precision.dtype)
     is_16_bit = assembly.precision.dtype is not None
