@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,7 @@ def generate_samples(
     tokenizer: Any = prepared.processor
     rows: Any = prepared.validation
     samples: list[dict[str, Any]] = []
-    if not isinstance(rows, Sized):  # a stream
+    if not hasattr(rows, "__len__"):  # a stream
         return samples
     for number in range(min(count, len(rows))):
         ids, labels = (list(rows[number].get(name, ())) for name in ("input_ids", "labels"))
