@@ -145,8 +145,9 @@ def main() -> None:
             look(browser, file, options.output)
             if (run / "metrics.jsonl").is_file():
                 compare(browser, run, file)
-        if len(options.runs) > 1:
-            look(browser, write_page(options.runs, Path(made) / "all.html"), options.output)
+        runs = [run for run in options.runs if (run / "metrics.jsonl").is_file()]  # no sweeps
+        if len(runs) > 1:
+            look(browser, write_page(runs, Path(made) / "all.html"), options.output)
         time_long_run(browser, Path(made), options.output)
         break_out(browser, Path(made))
         follow(browser, Path(made))
