@@ -286,7 +286,7 @@ class Tracing(TorchDispatchMode):
         segment.peak = max(segment.peak, self._alive - self._started)
 
     def _add(self, storage: Any, key: int) -> int:
-        size = -(-storage.nbytes() // _ROUNDING) * _ROUNDING
+        size: int = -(-storage.nbytes() // _ROUNDING) * _ROUNDING
         self._sizes[key] = (weakref.ref(storage, lambda _: self._remove(key)), size)
         self._born[key] = self.name
         self._alive += size
