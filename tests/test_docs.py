@@ -88,7 +88,16 @@ def test_flags_in_the_docs_exist() -> None:
     ):
         known |= _list_flags(parser)
     others = {"--constraint", "--nproc_per_node", "--yes"}
-    benchmarks = {"--limit", "--picture", "--runs", "--size", "--starts", "--steps", "--workloads"}
+    benchmarks = {
+        "--limit",
+        "--limits",
+        "--picture",
+        "--runs",
+        "--size",
+        "--starts",
+        "--steps",
+        "--workloads",
+    }
     others |= benchmarks
     others |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # Slurm
     others |= {

@@ -139,7 +139,7 @@ class _Observer(RunObserver, Generic[Result]):
         if not torch.is_grad_enabled():
             return
 
-        def run(batch: Any) -> Tensor:
+        def run(batch: Any) -> Any:
             output = model(*batch[0], **batch[1])
             loss = output.get("loss") if isinstance(output, Mapping) else None
             floats = [

@@ -395,5 +395,5 @@ def _guess_filled(lengths: list[int], rows: int) -> float:
     if not lengths:
         return 1.0
     numbers = torch.tensor(lengths, dtype=torch.float64)
-    spread = float(numbers.std(correction=0)) * math.sqrt(rows)
-    return min((rows * float(numbers.mean()) + 3 * spread) / (rows * max(lengths)), 1.0)
+    mean, spread = float(numbers.mean()), float(numbers.std(correction=0))
+    return min((mean + 3 * spread / math.sqrt(rows)) / max(lengths), 1.0)
