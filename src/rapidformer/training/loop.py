@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.checkpoint.finding import blaming
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatchResult, Update
@@ -16,7 +15,6 @@ from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.objectives import BoundObjective
-from rapidformer.overlay import find_fact
 from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
@@ -24,7 +22,7 @@ from rapidformer.training.evaluation import Evaluation, Metrics, Progress, evalu
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.meter import LogLines, Meter
 from rapidformer.training.predicted import PredictionReport, advise_on_memory
-from rapidformer.training.report import CompileReport, GraphReport, Reporter
+from rapidformer.training.report import Reporter, list_reports
 from rapidformer.training.run_folder import LAST, keeps_best
 from rapidformer.training.run_record import RunRecord
 from rapidformer.training.saves import Saves
@@ -65,11 +63,7 @@ class TrainingLoop:
         if evaluation is not None:
             saves_best = self.timetable.saves_best or self.args.load_best_model_at_end
             self._callbacks.append(BestModel(evaluation, saves=saves_best, processor=processor))
-        compiled = find_fact(engine.model.parallelized.model, CompiledBlocks)
-        if compiled is not None:
-            self._callbacks.append(CompileReport(compiled))
-        if engine.updates.graphs is not None:
-            self._callbacks.append(GraphReport(engine.updates.graphs))
+        self._callbacks += list_reports(engine)
         if engine.args.plan and engine.is_main:
             self._callbacks.append(PredictionReport(reporter, engine.args, engine.device))
         self._callbacks += callbacks

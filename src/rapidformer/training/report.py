@@ -16,7 +16,9 @@ from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
 from rapidformer.config.schema import get_settings, render_arguments
 from rapidformer.config.tracker_names import list_named
+from rapidformer.engine import RapidformerEngine
 from rapidformer.log import get_logger
+from rapidformer.overlay import find_fact
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.run_folder import ARGUMENTS_FILE
 from rapidformer.training.timetable import OPEN_END
@@ -203,6 +205,16 @@ def _start_bar(total: int, start: int) -> Any:
     bar.add_task("training", total=known, completed=start, note="")
     bar.start()
     return bar
+
+
+def list_reports(engine: RapidformerEngine) -> list[Callback]:
+    """What says how blocks are compiled and steps replayed, if they may be."""
+    compiled = find_fact(engine.model.parallelized.model, CompiledBlocks)
+    graphs = engine.updates.graphs
+    return [
+        *([CompileReport(compiled)] if compiled is not None else []),
+        *([GraphReport(graphs)] if graphs is not None else []),
+    ]
 
 
 class CompileReport(Callback):
