@@ -94,6 +94,17 @@ def test_texts_of_the_user_stay_texts(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
 
 
+def test_the_prediction_beside_what_came_of_it(tmp_path: Path) -> None:
+    plan = {"predicted_memory_gib": 28.0, "predicted_step_time": 0.135}
+    old = {"step": 1, **plan, "actual_memory_gib": 9.9}
+    lines = [*log(3), old, {"step": 2, **plan, "actual_memory_gib": 27.7}]  # it was resumed
+    run = build_content([make_run(tmp_path / "run", lines)])["runs"][0]
+    assert run["plan"] == {
+        "predicted": {"memory_gib": 28.0, "step_time": 0.135}, "actual": {"memory_gib": 27.7},
+    }  # fmt: skip
+    assert not any(name.startswith(("predicted_", "actual_")) for name in run["curves"])
+
+
 def test_several_runs_and_their_settings(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name / "run", log(3), lr=lr) for name, lr in (("a", 1), ("b", 2))]
     content = read_page(write_page(runs, tmp_path / "page.html"))
