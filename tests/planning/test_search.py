@@ -103,5 +103,8 @@ def test_the_answer_says_what_fits() -> None:
 
 def test_flags_are_as_they_are_typed() -> None:
     changes = {"compile": True, "zero_1_memory_optimization": False, "recompute_granularity": None}
-    assert render_flags({**changes, "micro_batch_size": 2}) == "--compile --micro-batch-size 2"
+    assert render_flags({**changes, "micro_batch_size": 2}) == (
+        "--compile --micro-batch-size 2 without --zero-1-memory-optimization "
+        "--recompute-granularity"
+    )
     assert GIB == 2**30

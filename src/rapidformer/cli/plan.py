@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
@@ -42,7 +43,8 @@ def run(argv: list[str]) -> None:
     from rapidformer.planning.measure import measure
     from rapidformer.planning.search import Planner
 
-    shape = measure(args, lambda: train(read_flags(words)))
+    with redirect_stdout(sys.stderr):  # a script may print; the answer alone is the output
+        shape = measure(args, lambda: train(read_flags(words)))
     if args.user_script is not None and not has_own_batch_size(args):
         asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
         args = resolve(asked, world_size=cluster.count)

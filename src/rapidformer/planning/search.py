@@ -59,14 +59,14 @@ class Layout:
 
 
 def render_flags(changes: dict[str, Any]) -> str:
-    """Settings as they are written on the command line; what is off is left out."""
-    words = []
+    """Settings as they are written on the command line, then what is to be taken off it."""
+    words, dropped = [], []
     for name, value in changes.items():
-        if value is True or value in (None, False):
-            words += [to_flag(name)] if value else []
+        if value is None or value is False:
+            dropped.append(to_flag(name))
         else:
-            words += [to_flag(name), shlex.quote(str(value))]
-    return " ".join(words)
+            words += [to_flag(name)] if value is True else [to_flag(name), shlex.quote(str(value))]
+    return " ".join([*words, *(["without", *dropped] if dropped else [])])
 
 
 class Planner:
