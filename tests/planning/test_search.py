@@ -40,9 +40,7 @@ def build(memory: float, count: int = 1, **given: Any) -> Planner:
 
 
 def get_gib(planner: Planner) -> float:
-    planned = planner.plan()
-    assert planned is not None
-    return planned.gib
+    return planner.plan().gib
 
 
 def test_limits_are_at_the_edge_of_what_fits() -> None:
