@@ -1,8 +1,8 @@
 """What ``rapidformer plan`` predicted for this run, and what became of it.
 
-With --plan, a process beside the run predicts and writes ``plan.json`` into its folder; the run
-does not wait for it and cannot fail by it. At the end, both are compared, on screen and in
-metrics.jsonl. If GPU memory runs out, the prediction names what takes it and what would fit.
+With --plan, a process beside the run predicts. The run cannot fail because of it, and waits a few
+seconds for it at its end at most. Then both are compared, on screen and in metrics.jsonl, and the
+prediction is stored as ``plan.json``. If GPU memory runs out, it names what takes it and what fits.
 """
 
 from __future__ import annotations
