@@ -319,7 +319,6 @@ def predict_runs(kept: Result, options: argparse.Namespace) -> None:
         asked = make_settings(run, options.size) | {"mixed_precision": "bf16", "save": None}
         settings = resolve(Settings(**asked), world_size=1)
         planned = Planner(planners[key].shape, settings, cluster).plan()
-        assert planned is not None
         kept["predicted"][name] = {
             "allocated": planned.prediction.memory.allocated,
             "total": planned.prediction.memory.total,

@@ -59,4 +59,6 @@ def test_the_device_at_hand_has_its_own_rate() -> None:
     assert fit_device("NVIDIA H200", 139.0, "bf16", 800e12).get_rate("bf16") == pytest.approx(8e14)
     unknown = fit_device("Own", 10.0, "bf16", 5e12)
     assert unknown.get_rate("bf16") == pytest.approx(5e12)
-    assert unknown.memory == 10.0
+    assert (unknown.name, unknown.memory) == ("Own", 10.0)
+    half = fit_device("NVIDIA H200", 139.0, "fp16", 800e12)
+    assert half.name == "H200" and half.get_rate("bf16") == pytest.approx(8e14)

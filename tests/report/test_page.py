@@ -83,7 +83,8 @@ def test_many_points_are_thinned_and_no_peak_is_lost(tmp_path: Path) -> None:
 
 
 def test_texts_of_the_user_stay_texts(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", log(3), train_iters=2, command=EVIL, environment={EVIL: EVIL})
+    name = EVIL.replace("/", "") + "\udcff"  # as a byte of a name that is no text
+    run = make_run(tmp_path / name, log(3), train_iters=2, command=EVIL, environment={EVIL: EVIL})
     append_event(run, "batch", examples=1, rows=[[{"tokens": [[EVIL, 1, "t"]], "count": 1}]])
     page = write_page([run], tmp_path / "page.html")
     content = read_page(page)["runs"][0]
@@ -92,6 +93,17 @@ def test_texts_of_the_user_stay_texts(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.count("<img") == 0 and text.count("</script>") == 2
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
+
+
+def test_the_prediction_beside_what_came_of_it(tmp_path: Path) -> None:
+    plan = {"predicted_memory_gib": 28.0, "predicted_step_time": 0.135}
+    old = {"step": 1, **plan, "actual_memory_gib": 9.9}
+    lines = [*log(3), old, {"step": 2, **plan, "actual_memory_gib": 27.7}]  # it was resumed
+    run = build_content([make_run(tmp_path / "run", lines)])["runs"][0]
+    assert run["plan"] == {
+        "predicted": {"memory_gib": 28.0, "step_time": 0.135}, "actual": {"memory_gib": 27.7},
+    }  # fmt: skip
+    assert not any(name.startswith(("predicted_", "actual_")) for name in run["curves"])
 
 
 def test_several_runs_and_their_settings(tmp_path: Path) -> None:
@@ -268,12 +280,15 @@ def test_a_failed_run_tells_why(tmp_path: Path) -> None:
     said: list[str] = []
     loop: Any = type("Loop", (), {"step": 2, "say": staticmethod(said.append)})
     try:
-        raise RuntimeError("out of luck")
-    except RuntimeError:
-        record.finish(loop, is_done=False)
+        raise ValueError("of the caller, who tries again")
+    except ValueError:
+        record.finish(loop, is_done=True)
+    assert read_page(run / "report.html")["runs"][0]["state"] == "complete"
+    record.see_error(RuntimeError("out of luck"))
+    record.finish(loop, is_done=False)
     content = read_page(run / "report.html")["runs"][0]
     assert (content["state"], content["reason"]) == ("failed", "RuntimeError: out of luck")
-    assert said == [f"page      {run / 'report.html'}"]
+    assert said == 2 * [f"page      {run / 'report.html'}"]
 
 
 def test_a_launcher_adds_to_the_record_of_its_own_run_alone(
@@ -322,11 +337,13 @@ def test_a_language_model_answers_the_first_rows() -> None:
     rows = [
         {"input_ids": [5, 6, 7, 8, 9, 10], "labels": [-100, -100, 7, 8, -100, 10]},
         {"input_ids": [5, 6, 7, 8]},
+        {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]},
     ]
     prepared = PreparedData(validation=rows, processor=tokenizer, collate=lambda rows: {})
-    first, second = generate_samples(model, prepared, 4, torch.device("cpu"))
+    first, second, third = generate_samples(model, prepared, 4, torch.device("cpu"))
     assert (first["prompt"], first["expected"]) == tuple(map(tokenizer.decode, ([5, 6], [7, 8])))
     assert (second["prompt"], second["expected"]) == tuple(map(tokenizer.decode, ([5, 6], [7, 8])))
+    assert third == second
     with torch.no_grad():
         likeliest = int(model(torch.tensor([[5, 6]])).logits[0, -1].argmax())
     assert first["generated"].startswith(tokenizer.decode([likeliest], skip_special_tokens=True))

@@ -48,10 +48,12 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     def start(words: list[str], **options: Any) -> Any:
         assert words[1:4] == ["-m", "rapidformer", "plan"]
         assert options["env"]["CUDA_VISIBLE_DEVICES"] == "" and "RANK" not in options["env"]
+        assert "RAPIDFORMER_HEARTBEATS" not in options["env"]
         return started([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(predicted.subprocess, "Popen", start)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RAPIDFORMER_HEARTBEATS", "folder")
 
 
 def test_both_are_compared_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +76,7 @@ def test_no_prediction_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyP
     answer_with(monkeypatch, "import sys; sys.exit('error: no such task')")
     assert finish_prediction(start_prediction(args, CPU), args) == "error: no such task"
     assert finish_prediction(start_prediction(Settings(), CPU), args) == (
-        "it needs a run folder (--save)"
+        "it could not be started, or the run has no folder (--save)"
     )
     assert not (tmp_path / "plan.json").exists()
 
@@ -97,12 +99,15 @@ def test_out_of_memory_names_what_takes_it_and_what_fits(
     error: Any = torch.OutOfMemoryError("CUDA out of memory.")
     advise_on_memory(error, Settings(save=str(tmp_path)), CPU)
     assert describe_exhaustion(error) == (
-        "GPU memory ran out: CUDA out of memory. Of 52.5 GiB that it needs as predicted "
-        "(activations 33.5, optimizer 9.2, weights 4.6 GiB), the device has 40.0. The nearest that "
-        "fits, with the same result: --compile (32.1 GiB, 260 ms per step)."
+        "GPU memory ran out: CUDA out of memory. The run is predicted to need 52.5 GiB "
+        "(activations 33.5, optimizer 9.2, weights 4.6, ...); the device has 40.0 GiB. The nearest "
+        "that fits, with the same result: --compile (32.1 GiB, 260 ms per step)."
     )
     assert describe_memory({**FOUND, "switches": []}).endswith("No layout fits this device.")
     assert "rows may be longer" in describe_memory({**FOUND, "fits": True})
+    close = {**FOUND["switches"][0], "memory_gib": 51.0}
+    assert "--compile (51.0 GiB" in describe_memory({**FOUND, "switches": [close]})
+    assert "No layout" not in describe_memory({**FOUND, "fits": True, "switches": [close]})
     other = ValueError("a bug")
     advise_on_memory(other, Settings(save=str(tmp_path)), CPU)
     assert not hasattr(other, "advice")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 from rapidformer.cli.own_flags import CommandParser, with_dashes
@@ -35,14 +36,15 @@ def run(argv: list[str]) -> None:
         parser.print_help()
         return
     command = read_flags(words)
-    args, cluster = _check(command, options)
-    from rapidformer.cli.train import run as train
-    from rapidformer.planning.answer import answer, describe
-    from rapidformer.planning.capture import has_own_batch_size
-    from rapidformer.planning.measure import measure
-    from rapidformer.planning.search import Planner
+    with redirect_stdout(sys.stderr):  # scripts and packages print; the answer alone is the output
+        args, cluster = _check(command, options)
+        from rapidformer.cli.train import run as train
+        from rapidformer.planning.answer import answer, describe
+        from rapidformer.planning.capture import has_own_batch_size
+        from rapidformer.planning.measure import measure
+        from rapidformer.planning.search import Planner
 
-    shape = measure(args, lambda: train(read_flags(words)))
+        shape = measure(args, lambda: train(read_flags(words)))
     if args.user_script is not None and not has_own_batch_size(args):
         asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
         args = resolve(asked, world_size=cluster.count)

@@ -28,7 +28,6 @@ _PARTS = {
 def answer(planner: Planner) -> dict[str, Any]:
     """Everything that was found out, as JSON takes it."""
     asked = planner.plan()
-    assert asked is not None  # as the settings are, they were checked
     run = estimate_run(asked.timing, planner.settings, planner.cluster, planner.shape.samples)
     return {
         "model": planner.shape.model,

@@ -39,9 +39,13 @@ class Device:
     memory_share: float = 0.84
     """The part of the bandwidth that a large copy reaches; measured on an H200."""
 
+    def get_nominal(self, precision: str) -> float:
+        """TFLOP/s; 0: not supported."""
+        return float(getattr(self, precision) or (self.bf16 if precision == "fp16" else 0.0))
+
     def get_rate(self, precision: str) -> float:
         """Operations per second of a large matrix product."""
-        nominal = getattr(self, precision) or (self.bf16 if precision == "fp16" else 0.0)
+        nominal = self.get_nominal(precision)
         if not nominal:
             raise ConfigurationError(f"{self.name} does not compute in {precision}.")
         return float(nominal * 1e12 * self.matrix_share)
@@ -157,11 +161,11 @@ def recognize(driver_name: str, memory: float) -> Device | None:
 
 def fit_device(name: str, memory: float, precision: str, rate: float) -> Device:
     """A device at hand, whose rate of a large product was measured, in operations per second."""
-    device = recognize(name, memory) or UNKNOWN
-    if getattr(device, precision):
-        return replace(device, memory=memory, matrix_share=rate / 1e12 / getattr(device, precision))
+    device = recognize(name, memory) or replace(UNKNOWN, name=name)
+    if nominal := device.get_nominal(precision):
+        return replace(device, memory=memory, matrix_share=rate / 1e12 / nominal)
     measured: Any = {precision: rate / 1e12}
-    return replace(device, name=name, memory=memory, matrix_share=1.0, **measured)
+    return replace(device, memory=memory, matrix_share=1.0, **measured)
 
 
 def _get_core(device: Device) -> str:

@@ -246,8 +246,8 @@ class _Measurement:
 
     def _measure_compiled(self, kind: _Kind) -> Cost | None:
         """What is kept of a compiled block; None if torch cannot say."""
-        args, kwargs = self._calls[kind.chosen]
         try:
+            args, kwargs = self._calls[kind.chosen]
             kept = list_saved(self._modules[kind.chosen], args, kwargs, self._dtype)
         except Exception:  # a block with code that depends on values: as if it were not compiled
             return None

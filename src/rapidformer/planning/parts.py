@@ -1,6 +1,6 @@
 """The words of a plan: what is measured once on a model, and what is predicted for a run.
 
-``measure(settings)`` gives a ``Shape``; ``predict(shape, settings, world_size)`` gives a
+``measure(settings, train)`` gives a ``Shape``; ``predict(shape, settings, world_size)`` gives a
 ``Prediction`` for the rank that needs the most. Another batch size, length or layout needs no new
 measurement. All sizes are bytes, all work is floating-point operations. Does not import torch.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Any
@@ -59,14 +60,14 @@ class Layout:
 
 
 def render_flags(changes: dict[str, Any]) -> str:
-    """Settings as they are written on the command line; what is off is left out."""
-    words = []
+    """Settings as they are written on the command line, then what is to be taken off it."""
+    words, dropped = [], []
     for name, value in changes.items():
-        if value is True or value in (None, False):
-            words += [to_flag(name)] if value else []
+        if value is None or value is False:
+            dropped.append(to_flag(name))
         else:
-            words += [to_flag(name), shlex.quote(str(value))]
-    return " ".join(words)
+            words += [to_flag(name)] if value is True else [to_flag(name), shlex.quote(str(value))]
+    return " ".join([*words, *(["without", *dropped] if dropped else [])])
 
 
 class Planner:
@@ -80,13 +81,10 @@ class Planner:
             filled = sum(shape.lengths) / len(shape.lengths) / max(shape.lengths)
             self._typical = replace(shape, filled=filled)
 
-    def plan(self, **changes: Any) -> Layout | None:
-        """The training with other settings; None if its blocks cannot be divided like that."""
+    def plan(self, **changes: Any) -> Layout:
+        """The training with other settings; raises if its blocks cannot be divided like that."""
         settings = self.settings.replace(SOURCE, **changes)
-        try:
-            prediction = predict(self.shape, settings, self.cluster.count)
-        except RapidformerError:
-            return None
+        prediction = predict(self.shape, settings, self.cluster.count)
         timing = estimate(
             self._count_work(settings, prediction), settings, self.cluster, self.shape.precision
         )
@@ -113,8 +111,11 @@ class Planner:
 
     def _choose(self, candidates: Iterable[dict[str, Any]], most: int) -> list[Layout]:
         """Those that fit and may be combined, the fastest first."""
-        planned = (self.plan(**changes) for changes in candidates)
-        fitting = [each for each in planned if each is not None and each.fits(self.cluster)]
+        planned = []
+        for changes in candidates:
+            with suppress(RapidformerError):
+                planned.append(self.plan(**changes))
+        fitting = [each for each in planned if each.fits(self.cluster)]
         fitting.sort(key=lambda layout: (layout.timing.step, len(layout.changes)))
         # Last, because it takes longer than a prediction.
         allowed = (each for each in fitting if not any(find_layout_problems(each.settings)))

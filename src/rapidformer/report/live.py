@@ -50,10 +50,10 @@ class PageHandler(BaseHTTPRequestHandler):
                 self.answer("application/json", to_script(self.read()))
             else:
                 self.send_error(404)
-        except RapidformerError as error:  # the folder is being replaced, or was removed
-            self.send_error(503, explain=str(error))
         except ConnectionError:
             self.close_connection = True
+        except (RapidformerError, OSError) as error:  # the folder is being replaced, or is gone
+            self.send_error(503, explain=str(error))
 
     def answer(self, kind: str, text: str) -> None:
         data = text.encode("utf-8")

@@ -14,7 +14,7 @@ from rapidformer.strict_json import parse_json
 
 Line = dict[str, Any]
 Points = list[tuple[float, float]]
-_NOT_CURVES = ("bad_", "plan_", "predicted_", "epoch", "seconds_left")
+_NOT_CURVES = ("bad_", "predicted_", "actual_", "epoch", "seconds_left")
 
 
 def read_lines(metrics_file: Path) -> list[Line]:

@@ -77,7 +77,7 @@ def render_page(content: dict[str, Any], *, is_live: bool = False) -> str:
     sweep, runs = content["sweep"], content["runs"]
     title = sweep["name"] if sweep else ", ".join(run["name"] for run in runs)
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(_to_valid(title)),
         "live": "yes" if is_live else "",
         "styles": _read("uPlot.min.css") + _read("page.css"),
         "licence": _read("uPlot.LICENSE"),
@@ -93,8 +93,12 @@ def to_script(content: Any) -> str:
     text = json.dumps(
         drop_not_finite(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
-    # A name on the disk or a broken character may be no valid text.
-    return text.translate(_ESCAPES).encode("utf-8", errors="replace").decode("utf-8")
+    return _to_valid(text.translate(_ESCAPES))
+
+
+def _to_valid(text: str) -> str:
+    """A name on the disk or a broken character may be no valid text."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "batch": last.get("batch"),
         "phases": last.get("phases"),
         "events": [e for e in events if e["event"] not in ("evaluation", "batch", "phases")],
-        "plan": _find_plan(rare, last),
+        "plan": _find_plan(rare),
         "evaluated": [read_json(f, or_nothing=True) for f in sorted(folder.glob(_EVALUATED))],
         "odd": [line for line in rare if _is_odd(line)][-100:],
     }
@@ -159,12 +159,13 @@ def _list_checkpoints(entry: RunEntry | None) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _find_plan(lines: list[Line], last: dict[str, Event]) -> dict[str, Any]:
-    """What was predicted of this run's memory and time, and what it took."""
-    plan = dict(last.get("plan", {}))
-    for line in lines:
-        plan |= {n: v for n, v in line.items() if n.startswith(("plan_", "predicted_"))}
-    return {name: value for name, value in plan.items() if name not in ("event", "time", "step")}
+def _find_plan(lines: list[Line]) -> dict[str, Line] | None:
+    """What --plan predicted of the run's memory and time, and what it took."""
+    line = next((line for line in reversed(lines) if "predicted_memory_gib" in line), None)
+    return line and {
+        kind: {n.removeprefix(f"{kind}_"): v for n, v in line.items() if n.startswith(f"{kind}_")}
+        for kind in ("predicted", "actual")
+    }
 
 
 def _is_odd(line: Line) -> bool:

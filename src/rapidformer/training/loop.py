@@ -137,6 +137,7 @@ class TrainingLoop:
             self._finish()
             self._notify("on_train_end")
         except BaseException as error:
+            self._record.see_error(error)
             self._saves.give_up(error)
             advise_on_memory(error, self.args, self.engine.device)
             raise

@@ -1,8 +1,8 @@
 """What ``rapidformer plan`` predicted for this run, and what became of it.
 
-With --plan, a process beside the run predicts and writes ``plan.json`` into its folder; the run
-does not wait for it and cannot fail by it. At the end, both are compared, on screen and in
-metrics.jsonl. If GPU memory runs out, the prediction names what takes it and what would fit.
+With --plan, a process beside the run predicts. The run cannot fail because of it, and waits a few
+seconds for it at its end at most. Then both are compared, on screen and in metrics.jsonl, and the
+prediction is stored as ``plan.json``. If GPU memory runs out, it names what takes it and what fits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import ARGUMENTS_FILE, PLAN_FILE
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# It must not beat for rank 0, announce that a signal saves, resume, or write the rank's error file.
+_LAUNCHED = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RAPIDFORMER_",
+)  # fmt: skip
 _PATIENCE = 15.0
 """Seconds that a run which is over waits for its prediction."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathers", "buffers")
@@ -72,16 +76,19 @@ def start_prediction(args: Settings, device: torch.device) -> subprocess.Popen[s
         properties = torch.cuda.get_device_properties(device)
         words += ["--devices", f"{args.world_size}x{properties.name}"]
         words += ["--memory-gib", f"{properties.total_memory / GIB:.2f}"]
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED)}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "rapidformer", "plan", *words], env=environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=lambda: os.nice(10),
+            errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )  # fmt: skip
     except OSError:  # no memory or no process left: the run goes on without
         return None
+    with suppress(OSError):  # not by preexec_fn, which may hang in a process with threads
+        os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+    return process
 
 
 def finish_prediction(
@@ -89,22 +96,23 @@ def finish_prediction(
 ) -> dict[str, Any] | str:
     """What was predicted, stored in the run's folder; or why there is nothing."""
     if process is None:
-        return "it needs a run folder (--save)"
+        return "it could not be started, or the run has no folder (--save)"
     try:
         output, errors = process.communicate(timeout=_PATIENCE)
         found: dict[str, Any] = json.loads(output)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()  # not for its output: workers of its own may still hold the pipes
         return "the run was over first"
     except ValueError:
         return (errors.strip().splitlines() or ["it ended without one"])[-1]
-    (Path(args.save or ".") / PLAN_FILE).write_text(json.dumps(found, indent=1) + "\n")
+    with suppress(OSError):
+        (Path(args.save or ".") / PLAN_FILE).write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
 def compare(predicted: dict[str, float], actual: dict[str, float], devices: str) -> str:
-    """Like ``27.9 GiB predicted, 27.7 measured (+1 %); 134 ms per step, 131 (+2 %)``."""
+    """Like ``28 GiB predicted, 27.7 measured (+1%); 135 ms per step predicted, ...``."""
     parts = []
     for name, unit, factor in (("memory_gib", "GiB", 1.0), ("step_time", "ms per step", 1000.0)):
         text = f"{factor * predicted[name]:.3g} {unit} predicted"
@@ -131,18 +139,22 @@ def describe_memory(found: dict[str, Any]) -> str:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     listed = ", ".join(f"{name} {sizes[name]:.1f}" for name in largest)
     text = (
-        f"Of {found['memory_gib']:.1f} GiB that it needs as predicted ({listed} GiB), the device "
-        f"has {found['device_memory_gib']:.1f}."
+        f"The run is predicted to need {found['memory_gib']:.1f} GiB ({listed}, ...); the device "
+        f"has {found['device_memory_gib']:.1f} GiB."
     )
     if found["fits"]:
-        text += " It should fit: rows may be longer than those looked at, or others use the GPU."
+        text += (
+            " It should fit: some rows may be longer than those looked at, or other processes use "
+            "the GPU."
+        )
+    limit = found["memory_gib"] * (0.95 if found["fits"] else 1)
     smaller = [
         option
         for option in (*found["switches"], *found["layouts"])
-        if option["flags"] and option["memory_gib"] < 0.95 * found["memory_gib"]
+        if option["flags"] and option["memory_gib"] < limit
     ]
     if not smaller:
-        return f"{text} No layout fits this device."
+        return text if found["fits"] else f"{text} No layout fits this device."
     best = smaller[0]
     return (
         f"{text} The nearest that fits, with the same result: {best['flags']} "

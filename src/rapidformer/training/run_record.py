@@ -64,6 +64,7 @@ class RunRecord(Callback):
         self._seconds: dict[str, list[float]] = {}
         """By phase, then by rank."""
         self._logs = self._begun_at = 0
+        self._failure = ""
 
     def _append(self, event: str, /, **facts: Any) -> None:
         if self.folder is not None:
@@ -125,15 +126,18 @@ class RunRecord(Callback):
         totals = {n: [round(value, 4) for value in v] for n, v in self._seconds.items()}
         self._append("phases", step=step, steps=step - self._begun_at, seconds=totals)
 
+    def see_error(self, error: BaseException) -> None:
+        """Keep what ends the run; an interruption is no failure."""
+        with _quietly():
+            if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                self._failure = f"{type(error).__name__}: {error}"[:2000]
+
     def finish(self, loop: RunningLoop, *, is_done: bool) -> None:
-        """The run has ended, well or by the error that is being handled: write the page."""
-        error = sys.exception()
+        """The run has ended, well or not: write the page."""
         if self.folder is None:
             return
-        state, reason = "complete" if is_done else "stopped", ""
-        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
-            state, reason = "failed", f"{type(error).__name__}: {error}"[:2000]
-        self._append("end", step=loop.step, state=state, reason=reason)
+        state = "failed" if self._failure else "complete" if is_done else "stopped"
+        self._append("end", step=loop.step, state=state, reason=self._failure)
         if self._args.report == "off":
             return
         with _quietly(), _ignoring_others():

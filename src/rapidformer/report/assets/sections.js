@@ -142,14 +142,11 @@ function makeRow(row) {
 }
 
 function makePlan(run) {
-  const { predicted, actual } = run.plan || {};
-  if (predicted && actual) {
-    const names = [...new Set([...Object.keys(predicted), ...Object.keys(actual)])];
-    const off = (name) => typeof predicted[name] === "number" && typeof actual[name] === "number" && actual[name] ? `${formatNumber(100 * (predicted[name] / actual[name] - 1))} %` : "";
-    return make("div", { class: "card" }, makeTable(["", "Predicted", "Actual", "Prediction off by"], names.map((name) => [name.replace(/_/g, " "), predicted[name] ?? null, actual[name] ?? null, off(name)]), { label: "predicted and actual" }));
-  }
-  const rows = flatten(run.plan || {}).map(([name, value]) => [name.replace(/_/g, " "), value]);
-  return rows.length ? make("div", { class: "card" }, makeTable(["", ""], rows, { label: "predicted and actual" })) : null;
+  if (!run.plan) return null;
+  const { predicted, actual } = run.plan;
+  const title = (name) => PANELS.find((panel) => panel.keys.includes(name))?.title || name;
+  const off = (name) => actual[name] ? formatShare(Number((predicted[name] / actual[name] - 1).toPrecision(2))) : "not measured";
+  return make("div", { class: "card" }, makeTable(["", "Predicted", "Actual", "Prediction off by"], Object.keys(predicted).map((name) => [title(name), predicted[name], actual[name] ?? null, off(name)]), { label: "predicted and actual" }));
 }
 
 function makePhases(run) {

@@ -61,9 +61,9 @@ def generate_samples(
         return samples
     for number in range(min(count, len(rows))):
         ids, labels = (list(rows[number].get(name, ())) for name in ("input_ids", "labels"))
-        # A conversation up to its first answer; of plain text, which has no labels yet, one half.
+        # A conversation up to its first answer; of text that is all trained on, one half.
         is_answer = [label != IGNORED_LABEL for label in labels]
-        start = is_answer.index(True) if any(is_answer) else max(1, len(ids) // 2)
+        start = (is_answer.index(True) if any(is_answer) else 0) or max(1, len(ids) // 2)
         end = is_answer.index(False, start) if False in is_answer[start:] else len(ids)
         generation = Generation(max_new_tokens=min(_NEW_TOKENS, max(1, len(ids) - start)))
         prompt = torch.tensor([ids[:start]], device=device)
