@@ -96,6 +96,7 @@ def test_flags_in_the_docs_exist() -> None:
         "--size",
         "--starts",
         "--steps",
+        "--together",
         "--workloads",
     }
     others |= benchmarks
