@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -304,10 +304,17 @@ def test_unigram_has_its_scores() -> None:
     assert keys["tokenizer.ggml.add_space_prefix"] is True
 
 
+def make_lowercase() -> Any:
+    tokenizer = make_byte_level(LLAMA_3)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "text"),
     [
         (make_tokenizer, "llama.cpp has no WordLevel tokenizer"),
+        (make_lowercase, "llama.cpp has no Lowercase normalizer"),
         (lambda: make_byte_level(r"\d"), "way to split a text is none that we know in llama.cpp"),
         (lambda: make_byte_level(LLAMA_3), "it has 280 tokens, the model 100 rows"),
     ],

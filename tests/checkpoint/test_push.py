@@ -133,7 +133,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "run" / "arguments.yaml").write_text(
         "task: sequence_classification    # command line\n"
         f"pretrained_model_name_or_path: {tmp_path / 'base'}  # command line\n"
-        "data_path: [org/pairs, /data/secret/more.jsonl]   # command line\n"
+        "data_path: [org/pairs, /data/secret/more.jsonl, ../secret/a.jsonl]   # command line\n"
         "shuffle: false     # command line\nlr: 0.001   # config.yaml\nseed: 1   # default\n"
     )
     lines = [
@@ -154,10 +154,10 @@ def test_the_card_says_where_the_model_comes_from(run: Path, tmp_path: Path) -> 
     assert card.data.datasets == ["org/pairs"] and card.data.library_name == "transformers"
     results = {one.metric_type: one.metric_value for one in card.data.eval_results}
     assert results == {"accuracy": 0.75, "loss": 0.5}  # of the best step, not of the last
-    assert card.data.eval_results[0].dataset_name == "org/pairs, more.jsonl"
+    assert card.data.eval_results[0].dataset_name == "org/pairs, more.jsonl, a.jsonl"
     assert (
         "rapidformer --task sequence_classification --pretrained-model-name-or-path base "
-        "--data-path org/pairs more.jsonl --shuffle=false --lr 0.001\n"
+        "--data-path org/pairs more.jsonl a.jsonl --shuffle=false --lr 0.001\n"
     ) in card.text
     assert "Compared with the trained model: no (--no-verify)" in card.text
     assert "- `rapidformer verify`: the same training" in card.text
@@ -174,14 +174,15 @@ def test_one_commit_has_all_files(
     hub.files = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"kept"}
     done = command("export", run, "--push", "org/name", "--private", "--no-verify")
     assert done.returncode == 0, done.stderr
-    assert f"pushed    6 files in one commit, and read back: {URL}" in done.stderr
+    assert f"pushed    5 files in one commit, and read back: {URL}" in done.stderr
     assert hub.repositories == {"org/name": {"private": True}}
     (commit,) = hub.commits
-    assert [line["key"] for line in commit].count("file") == 6
+    assert [line["key"] for line in commit].count("file") == 5
     assert set(hub.files) == {
-        "README.md", "config.json", "export.json", "model.safetensors", "notes.md",
-        "tokenizer.json", "tokenizer_config.json",
+        "README.md", "config.json", "model.safetensors", "notes.md", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
+    assert not any(str(tmp_path).encode() in content for content in hub.files.values())
     card = ModelCard(hub.files["README.md"].decode())
     assert card.data.model_name == "org/name"
 
@@ -198,6 +199,11 @@ def test_what_cannot_be_pushed_is_refused_first(
         push("name")
     with pytest.raises(ConfigurationError, match="--push a/b c: Repo id must use"):
         push("a/b c")
+    (tmp_path / "adapter").mkdir()
+    config = {"base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="--push --no-merge: the adapter would name"):
+        rapidformer.export(tmp_path / "adapter", tmp_path / "out", merge=False, push="org/name")
     hub.repositories["org/public"] = {"private": False}
     with pytest.raises(ConfigurationError, match="the repository exists and is public"):
         push("org/public", private=True)
@@ -224,9 +230,9 @@ def test_only_weights_of_the_same_format_are_replaced(file: str, tmp_path: Path)
 
     (tmp_path / file).touch()
     with pytest.raises(
-        CheckpointError, match=r"failed: no route to host. The export is in .*hf up"
+        CheckpointError, match=r"failed: no route to host. The export is in .*hf up.* --private`"
     ):
-        push_folder(Hub(Api(), "org/name", private=False), tmp_path)
+        push_folder(Hub(Api(), "org/name", private=True), tmp_path)
 
 
 def test_what_servers_need_is_checked(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed import init_process_group
+from torch.distributed import get_rank, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from rapidformer.compat.torch_distributed import broadcast_from_first
 from rapidformer.dist import whole
 from tests.processes import run_in_processes
 
@@ -30,3 +31,17 @@ def _join_all() -> list[bool]:
 def test_equal_uneven_large_and_whole_ones() -> None:
     for are_equal in run_in_processes(_join_all, 2):
         assert all(are_equal)
+
+
+def _broadcast() -> list[float]:
+    init_process_group("gloo")
+    rank = float(get_rank())
+    tensors = [torch.full((2, 3), rank).t(), torch.full((2,), rank).bfloat16(), torch.tensor(rank)]
+    tensors += [torch.empty(0), torch.full((2,), int(rank)), torch.tensor(rank > 0)]
+    broadcast_from_first(tensors)
+    broadcast_from_first([])  # of a model without weights
+    return [float(tensor.sum()) for tensor in tensors]
+
+
+def test_all_ranks_get_the_weights_of_the_first() -> None:
+    assert run_in_processes(_broadcast, 2) == [[0.0] * 6] * 2

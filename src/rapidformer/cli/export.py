@@ -48,7 +48,7 @@ def run(argv: list[str]) -> None:
         )  # fmt: skip
     except BaseException:
         if place is not None and not target.exists():
-            place.rmdir()  # an export that could not be pushed is kept
+            shutil.rmtree(place)  # an export that could not be pushed is kept
         raise
     if place is not None:
         shutil.rmtree(place)

@@ -50,6 +50,8 @@ def get_default_store() -> Any:
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor]) -> None:
     """Write the first rank's values into all ranks' tensors; small ones travel together."""
+    if not tensors:
+        return  # a model without weights: torch takes no empty list
     world = distributed_c10d.group.WORLD
     assert world is not None
     send = torch.distributed._broadcast_coalesced  # type: ignore[attr-defined]

@@ -29,11 +29,13 @@ def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
 
 
 def max_over_replicas(numbers: list[int], topology: Topology) -> list[int]:
-    """The largest of each number over all ranks that saw different tokens, exchanged by hosts."""
+    """The largest of each number over all ranks that saw different tokens; by hosts if they can."""
     group = topology.get_replica_group()
     if group is None:
         return numbers
-    largest = torch.tensor(numbers, device="cpu")
+    # A script may have started its processes with NCCL alone, which does not reach host memory.
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    largest = torch.tensor(numbers, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest.tolist()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import shlex
@@ -19,6 +18,7 @@ from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import is_hub_name
 from rapidformer.log import get_logger
+from rapidformer.run_events import read_events
 
 _CARD = "README.md"
 _TASKS = {
@@ -141,7 +141,8 @@ def _read_settings(run: Path | None) -> tuple[dict[str, Any], str | None]:
 
 def _hide_path(text: str) -> str:
     """A folder of this machine is nobody else's business: its name is enough."""
-    return Path(text).name if Path(text).is_absolute() else text
+    is_sentence = len(text.split()) > 1 and not Path(text).is_absolute()
+    return text if "/" not in text or is_sentence or is_hub_name(text) else Path(text).name
 
 
 def _list(value: Any) -> list[str]:
@@ -165,13 +166,9 @@ def _read_results(run: Path | None, source: Source) -> dict[str, float]:
 
 def _read_verdict(run: Path | None) -> str | None:
     """What ``rapidformer verify`` last said about the run, if it has left a line."""
-    verdict = None
-    path = run / "events.jsonl" if run else None
-    for line in path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else ():
-        with contextlib.suppress(ValueError, AttributeError):
-            event = json.loads(line)
-            verdict = event.get("verdict") if event.get("event") == "verify" else verdict
-    return verdict
+    events = list(read_events(run)) if run else []
+    verdicts = [event.get("verdict") for event in events if event["event"] == "verify"]
+    return verdicts[-1] if verdicts else None
 
 
 def _find_task(source: Source) -> str | None:

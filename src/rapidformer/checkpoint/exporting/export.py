@@ -76,6 +76,12 @@ def export(
     target = Path(out).expanduser()
     refuse_foreign(target)
     source = find_source(checkpoint, base)
+    if push and not merge and source.base is not None and Path(source.base).is_dir():
+        raise ConfigurationError(
+            "--push --no-merge: the adapter would name its base model by a folder on this machine "
+            f"({source.base}), so nobody else could load it: leave out --no-merge, or give --base "
+            "with a name on the Hub."
+        )
     hub = open_hub(push, private=private) if push else None
     say = get_logger().info
     with staging_for(target) as staging:
@@ -107,7 +113,8 @@ def export(
             what += " (base model and adapter merged)" * (source.adapter is not None)
         if format != "gguf":
             copy_texts(source, staging)
-        say("written   %s, %s%s", what, kind_name, "" if dtype or quant else " as stored")
+        is_as_stored = format == "transformers" and dtype is None
+        say("written   %s, %s%s", what, kind_name, " as stored" * is_as_stored)
         serving = check_serving(staging) if format == "transformers" else None
         proof = _prove(format, source, config, staging, kind, quant) if verify else None
         if not verify:

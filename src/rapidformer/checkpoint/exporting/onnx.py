@@ -51,7 +51,9 @@ def check_onnx(config: Any, dtype: str | None) -> None:
 
 def write_onnx(recipes: Recipes, folder: Path) -> str:
     """Write the graph with its weights; returns what was written."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place, quiet_transformers(None):
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    with tempfile.TemporaryDirectory(dir=folder) as place, quiet_transformers(None):
         write_shards(recipes, Path(place), torch.float32, "5GB")
         recipes.config.save_pretrained(place)
         model: Any = plain_process.load_model(Path(place))
@@ -69,6 +71,8 @@ def write_onnx(recipes: Recipes, folder: Path) -> str:
             input_names=list(example), output_names=graph.outputs, optimize=True,
         )  # fmt: skip
         assert program is not None
+        # Lines of Python code that each node came from, with the folders of this machine.
+        ClearMetadataAndDocStringPass()(program.model)
         program.save(folder / _FILE, include_initializers=True)
     inputs, outputs = ", ".join(example), ", ".join(graph.outputs)
     return f"{_FILE} (opset {_OPSET}): {inputs} -> {outputs}; any batch, any length"

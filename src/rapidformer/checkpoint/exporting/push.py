@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.exporting.folder import list_files
+from rapidformer.checkpoint.exporting.folder import REPORT, list_files
 from rapidformer.errors import CheckpointError, ConfigurationError
 from rapidformer.log import get_logger
 
@@ -45,6 +45,10 @@ def open_hub(name: str, *, private: bool) -> Hub:
         raise ConfigurationError(f"--push {name}: {reason}") from None
     except RepositoryNotFoundError:
         return Hub(api, name, private)
+    except Exception as reason:  # the network, rights: each of another class
+        raise ConfigurationError(
+            f"--push {name}: the Hub does not show the repository ({_shorten(reason)})."
+        ) from None
     if private and not found.private:
         raise ConfigurationError(
             f"--push {name} --private: the repository exists and is public. Make it private on "
@@ -55,20 +59,22 @@ def open_hub(name: str, *, private: bool) -> Hub:
 
 def push_folder(hub: Hub, folder: Path) -> None:
     """One commit with the whole folder, then a comparison with what the Hub has."""
-    files = sorted(list_files(folder))
+    # Not the report, which names folders of this machine.
+    files = sorted(name for name in list_files(folder) if name != REPORT)
     replaced = _REPLACED if any(folder.glob("*.safetensors")) else None
     try:
         # None, not False: an organization may make its repositories private by itself.
         hub.api.create_repo(hub.name, private=hub.private or None, exist_ok=True)
         commit = hub.api.upload_folder(
-            repo_id=hub.name, folder_path=folder, delete_patterns=replaced,
-            commit_message=f"Export of {folder.name} by rapidformer",
+            repo_id=hub.name, folder_path=folder, ignore_patterns=REPORT,
+            delete_patterns=replaced, commit_message=f"Export of {folder.name} by rapidformer",
         )  # fmt: skip
         there = hub.api.get_paths_info(hub.name, files, revision=commit.oid)
     except Exception as reason:  # the network, rights, quotas: each of another class
+        options = f"--exclude {REPORT}" + " --private" * hub.private
         raise CheckpointError(
             f"--push {hub.name} failed: {_shorten(reason)}. The export is in {folder}: push it "
-            f"with `hf upload {hub.name} {folder}`."
+            f"with `hf upload {hub.name} {folder} {options}`."
         ) from None
     arrived = {file.path: file for file in there}
     wrong = [name for name in files if not _is_same(folder / name, arrived.get(name))]

@@ -102,7 +102,10 @@ def _check_weights(folder: Path) -> str | None:
 def _check_dtype(config: dict[str, Any]) -> str | None:
     kind = config.get("dtype") or config.get("torch_dtype")
     if kind == "float32":
-        return "fp32: vLLM computes in 16 bits unless it is told --dtype float32; --dtype bf16 here"
+        return (
+            "fp32: vLLM computes in 16 bits unless it is told --dtype float32; export with --dtype "
+            "bf16"
+        )
     return None if kind else "config.json does not say it"
 
 

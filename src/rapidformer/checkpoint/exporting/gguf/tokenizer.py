@@ -18,6 +18,8 @@ from rapidformer.log import get_logger
 # gguf.TokenType
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
+# What llama.cpp does to a text too; NFC is left out, as in its own files of Qwen.
+_NORMALIZERS = ("NFC", "Prepend", "Replace", "Precompiled", "Strip")
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -40,6 +42,9 @@ def describe_tokenizer(tokenizer: Any, vocabulary: int) -> Metadata:
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise _refuse("it has no tokenizer.json; load it with a fast tokenizer and save it again")
     content = json.loads(tokenizer.backend_tokenizer.to_str())
+    for step in _list_steps(content["normalizer"]):
+        if step["type"] not in _NORMALIZERS:
+            raise _refuse(f"llama.cpp has no {step['type']} normalizer")
     kind = content["model"]["type"]
     if kind == "BPE" and _find(content, "decoder", "ByteLevel"):
         keys = _describe_byte_level(content)
