@@ -154,6 +154,11 @@ class GradientReducer(GradientSynchronizer):
             placed |= here
         return placed
 
+    def forget_places(self) -> None:
+        """Give back the memory of ``place``, which no CUDA graph fills any more."""
+        for bucket in self._buckets:
+            bucket.memory = None
+
     def has_placed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether these are in the memory that ``place`` copies to."""
         known = {id(place) for bucket in self._buckets for place in bucket.get_memory().places}

@@ -67,13 +67,14 @@ def is_applied(model: nn.Module) -> bool:
 
 
 def _find_layers(model: nn.Module) -> list[Any]:
-    """DeBERTa's attention layers that we know: without heads that are mixed with each other."""
+    """DeBERTa's attention layers that we know: others mix heads, or scale scores differently."""
     return [
         module
         for module in model.modules()
         if is_disentangled_attention(get_own_class(module))
         and module.relative_attention
         and not getattr(module, "talking_head", False)
+        and {*module.pos_att_type} <= {"c2p", "p2c"}
     ]
 
 

@@ -140,11 +140,11 @@ def _keep_compiled_code() -> Callable[[], None]:
 def limit_size(folder: Path, most: int = _MOST_BYTES, least_age: float = _DAY) -> None:
     """Remove the files that were not used for longest, but none of the last day."""
     files = []
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # another run has removed it
-            if path.is_file():
-                facts = path.stat()
-                files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
+    # Not rglob(), which fails if another run removes a folder meanwhile.
+    for path in (Path(place, name) for place, _, names in os.walk(folder) for name in names):
+        with suppress(OSError):
+            facts = path.stat()
+            files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
     excess = sum(size for _, size, _ in files) - most
     newest = time.time() - least_age
     for used, size, path in sorted(files, key=lambda file: file[0]):

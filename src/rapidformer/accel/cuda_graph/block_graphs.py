@@ -147,7 +147,7 @@ class BlockGraphs:
         if following is not None:
             raise NotRepeatableError(
                 "the model has called only some of its blocks, which are replayed together as CUDA "
-                "graphs. Set --cuda-graph off."
+                "graphs. Leave out --block-graphs."
             )
 
     def _begin(self) -> None:

@@ -70,6 +70,7 @@ class ForwardGraphs:
         self._capture, self._device, self._first = capture, device, blocks[0]
         self._limit = MARGIN * choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), nn.ModuleList(blocks))
+        self._parameters = [parameter for block in blocks for parameter in block.parameters()]
         self._described: Hashable = None
         self._sizes: set[Hashable] = set()
         self._seen: set[int] = set()
@@ -97,7 +98,8 @@ class ForwardGraphs:
         try:
             if block is self._first:
                 self._code.check_hooks(())
-                self._described = describe_mode(self._device), self._code.describe()
+                places = hash(tuple(p.data_ptr() for p in self._parameters))
+                self._described = describe_mode(self._device), self._code.describe(), places
             # Hooks of transformers collect what was asked for.
             has_hooks = self._code.has_hooks
             recorded = None if call is None or has_hooks else self._find(block, run, call)

@@ -148,6 +148,8 @@ class GraphedPasses:
         if self.problem is not None:
             self._has_ended = True
             self._drop()
+            if self._reducer is not None:
+                self._reducer.forget_places()
             return None
         if request is None:
             return None

@@ -59,7 +59,7 @@ PLACED = register(
     ),
     Switch(
         "disentangled attention",
-        "DeBERTa's scores of relative positions are not gathered, and a bias of fused attention",
+        "DeBERTa's scores of relative positions are a bias of fused attention, and not gathered",
         kind="automatic", module="attention.disentangled",
         needs=(Rule("attention", setting="attention", values=("auto",)),),
         excludes=(Rule("context parallelism", "it splits the tokens of a row"),),
