@@ -107,7 +107,9 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
         swapped_style("model.layers.1.self_attn.q_norm", None), "qwen3", TENSOR,
     ),
     "split side by side": (
-        swapped_style("transformer.h.1.attn.c_attn", "colwise"), "gpt2", TENSOR,
+        # Without padding, the outputs of blocks are not compared.
+        swapped_style("transformer.h.1.attn.c_attn", "colwise"), "gpt2",
+        {**TENSOR, "dynamic_shape": "off"},
     ),
     "missing head gather": (missing_head_gather, "custom", TENSOR),
 }  # fmt: skip

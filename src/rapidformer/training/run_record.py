@@ -34,7 +34,7 @@ from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 _PACKAGES = (
     "rapidformer", "torch", "transformers", "tokenizers", "datasets", "peft", "safetensors",
-    "accelerate", "numpy", "triton", "flash-attn", "deepspeed", "torchao",
+    "numpy", "triton", "flash-attn", "deepspeed", "torchao",
 )  # fmt: skip
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_HOME")
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "RAPIDFORMER_")

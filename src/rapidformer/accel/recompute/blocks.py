@@ -89,8 +89,9 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         # torch cannot read the state of random numbers while it records a CUDA graph; models that
         # draw some are not recorded.
         first = next(self.parameters(), None)
-        keeps_state = first is None or not is_recording(first.device)
-        return checkpoint(run, *args, preserve_rng_state=keeps_state, **options, **kwargs)
+        is_recorded = first is not None and is_recording(first.device)
+        state = {"preserve_rng_state": False} if is_recorded else {}
+        return checkpoint(run, *args, **state, **options, **kwargs)
 
     return {"__call__": call}
 

@@ -19,7 +19,7 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.promises import find_labels, find_promise
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
-from rapidformer.data.batch import get_host_copy
+from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.watched import find_requested
 from rapidformer.overlay import find_fact
@@ -109,7 +109,7 @@ def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
 
 def _count_labels(model: Any, labels: Tensor) -> int:
     trained = labels[:, 1:] if shifts_labels(model) else labels
-    return int((trained != -100).sum())
+    return int(np.count_nonzero(trained.numpy() != IGNORED_LABEL))
 
 
 def count_labelled(model: Any, given: dict[str, Any]) -> int | None:
