@@ -68,9 +68,10 @@ def is_applied(model: nn.Module) -> bool:
 
 def _find_layers(model: nn.Module) -> list[Any]:
     """DeBERTa's attention layers that we know: others mix heads, or scale scores differently."""
+    modules: list[Any] = list(model.modules())
     return [
         module
-        for module in model.modules()
+        for module in modules
         if is_disentangled_attention(get_own_class(module))
         and module.relative_attention
         and not getattr(module, "talking_head", False)

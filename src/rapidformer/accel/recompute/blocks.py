@@ -90,7 +90,7 @@ def _build_recompute(cls: type[nn.Module], granularity: str) -> dict[str, Any]:
         # draw some are not recorded.
         first = next(self.parameters(), None)
         is_recorded = first is not None and is_recording(first.device)
-        state = {"preserve_rng_state": False} if is_recorded else {}
+        state: dict[str, Any] = {"preserve_rng_state": False} if is_recorded else {}
         return checkpoint(run, *args, **state, **options, **kwargs)
 
     return {"__call__": call}
