@@ -74,7 +74,7 @@ fast-tests: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 tests: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 docs: install
 	$(BIN)/python docs/generate.py

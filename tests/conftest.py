@@ -66,6 +66,13 @@ def _suited_to_small_models() -> None:
     torch.backends.mkldnn.enabled = False
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _without_garbage_of_others() -> Iterator[None]:
+    """Collections look at the objects of one file: over all of them, one takes seconds."""
+    yield
+    gc.freeze()
+
+
 @pytest.fixture
 def as_the_processor_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 bits only if the processor has them, as for users: emulating a whole run takes long."""
