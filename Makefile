@@ -1,5 +1,5 @@
 # make demo     make the environment, then fine-tune, evaluate and predict on this machine's own data
-# make check    lint, types and the fast tests: under 2 minutes on 2 cores, for while you work
+# make check    lint, types and the fast tests, for while you work
 # make test     lint, types and every test: under 15 minutes on 2 cores, before a change lands
 # make test-versions  the fast tests with the oldest and the newest supported versions, in their own
 #               environments: when a day's work is done, and before a version range changes

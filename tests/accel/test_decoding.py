@@ -50,8 +50,13 @@ SIZES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("more", "is_replayed"),
-    [({}, True), ({"do_sample": True, "temperature": 2.0}, True), ({"num_beams": 2}, False)],
-    ids=["greedy", "sampled", "beams"],
+    [
+        ({}, True),
+        ({"do_sample": True, "temperature": 2.0}, True),
+        ({"num_beams": 2}, False),
+        ({"output_hidden_states": True}, False),
+    ],
+    ids=["greedy", "sampled", "beams", "hidden states"],
 )
 def test_the_same_tokens(more: dict[str, Any], is_replayed: bool) -> None:
     torch.manual_seed(0)

@@ -53,7 +53,12 @@ def replaying_tokens(model: Any, config: Any) -> Iterator[None]:
     decoding = find_fact(model, Decoding)
     choices = (config, model.generation_config)
     if decoding is None or any(
-        (each.num_beams or 1) > 1 or each.use_cache is False or each.cache_implementation
+        (each.num_beams or 1) > 1
+        or each.use_cache is False
+        or each.cache_implementation
+        # These are collected over all tokens, and a graph writes each to the same memory.
+        or each.output_hidden_states
+        or each.output_attentions
         for each in choices
     ):
         yield
