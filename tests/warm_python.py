@@ -48,6 +48,10 @@ TIED_VARIABLE = "RAPIDFORMER_TEST_RANK"
 MOST_FILES = 250
 """As many descriptors as fit into one message."""
 
+SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps importing from starting threads: OpenBLAS starts some, and so does the jemalloc that
+pyarrow brings along on x86."""
+
 PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 """The kind of namespace that ``setns`` enters: a network's."""
@@ -153,7 +157,9 @@ def _start(folder: Path, owner: int, *flags: str) -> subprocess.Popen[bytes]:
     command.write_text(f'#!/bin/sh\nexec {client} -m rapidformer.cli.main "$@"\n')
     command.chmod(0o755)
     server = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(owner), *flags], stdout=subprocess.PIPE
+        [sys.executable, __file__, str(folder), str(owner), *flags],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **SINGLE_THREAD},
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
