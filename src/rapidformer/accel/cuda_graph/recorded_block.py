@@ -131,9 +131,7 @@ class RecordedBlock:
     def _differentiate(self) -> list[Tensor | None]:
         outputs = [tensor for tensor in self._live if tensor.requires_grad]
         wanted = [*self._static.trained, *self.parameters]
-        found: Any = torch.autograd.grad(
-            outputs, wanted, self._gradients, retain_graph=True, allow_unused=True
-        )
+        found: Any = torch.autograd.grad(outputs, wanted, self._gradients, allow_unused=True)
         return list(found)
 
     def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -245,6 +243,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, recorded: RecordedBlock, run_again: Any, is_current: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.recorded, ctx.run_again, ctx.is_current = recorded, run_again, is_current
+        ctx.is_first = True  # a backward pass uses the memory of what it needs no more
         ctx.save_for_backward(*tensors)
         # Copies, which the next replay does not overwrite.
         outputs = [tensor.clone() for tensor in recorded.outputs]
@@ -256,7 +255,8 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recorded: RecordedBlock = ctx.recorded
         given = list(itertools.compress(gradients, recorded.is_trained))
-        if ctx.is_current() and not torch.is_grad_enabled():
+        is_first, ctx.is_first = ctx.is_first, False
+        if is_first and ctx.is_current() and not torch.is_grad_enabled():
             return None, None, None, *recorded.go_back(given)
         assert ctx.saved_tensors  # torch looks whether something has changed them
         return None, None, None, *ctx.run_again(given)
