@@ -80,7 +80,7 @@ def classify(folder: Path, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     theirs = peer(part, batch_size=BATCH)
     theirs_rate = len(part) / (time.perf_counter() - started)
-    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None, "block_graphs": HAS_GPU}
+    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None}
     started = time.perf_counter()
     mine = predict(texts, task="sequence_classification", load=where, **settings)
     seconds = time.perf_counter() - started
@@ -114,7 +114,7 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     wait()
     theirs_rate = len(part) * options.tokens / (time.perf_counter() - started)
     del model
-    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None, "block_graphs": HAS_GPU}
+    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None}
     started = time.perf_counter()
     predict(
         prompts, task="causal_lm", load=where, max_new_tokens=options.tokens, do_sample=False,

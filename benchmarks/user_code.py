@@ -85,9 +85,9 @@ def main() -> None:
     options = parser.parse_args()
     runs: list[tuple[str, type[Plain], dict[str, Any]]] = [
         ("nothing else", Plain, {}),
-        ("a counter and a clock", Counting, {"block_graphs": True}),
+        ("a counter and a clock", Counting, {}),
         ("the same, --cuda-graph off", Counting, {"cuda_graph": "off"}),
-        ("reads its loss", Reading, {"block_graphs": True}),
+        ("reads its loss", Reading, {}),
     ]
     lines = []
     for name, kind, more in runs[: options.runs]:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from rapidformer.accel.unpad import tokenwise  # lists the operations it follows
 from rapidformer.accel.unpad.calls import Call, Removal, record_padded
-from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.on_demand import Unpadded, lacks_padding, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.errors import ConfigurationError
 
@@ -92,6 +93,14 @@ def test_an_operation_that_hides_or_refuses_nan_is_computed_with_padding(name: s
 @pytest.mark.parametrize("name", NAMED)
 def test_operands_may_be_named(name: str) -> None:
     compare(NAMED[name])
+
+
+def test_gemmas_norm_runs_on_real_tokens_alone() -> None:
+    (_, _, plain), (_, _, hidden) = make(is_padded=True), make(is_padded=False)
+    norm = Gemma3RMSNorm(6)
+    mine = norm(hidden)
+    assert lacks_padding(mine)
+    torch.testing.assert_close(mine[:, 0], norm(plain)[:, 0])
 
 
 def overwrite(index: Any) -> Loss:

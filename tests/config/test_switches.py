@@ -149,6 +149,15 @@ def test_a_switch_that_was_not_asked_for_gives_way() -> None:
     )
 
 
+def test_zero_costs_nothing_on_one_rank() -> None:
+    args = parse_arguments(["--zero-1-memory-optimization", "--mixed-precision"])
+    place = Situation(device="cuda", precision="bf16")
+    for name in ("CUDA graph", "forward graphs"):
+        assert get_switch(name).find_obstacle(args, place) is None
+        two = args.replace("test", world_size=2)
+        assert "--zero-1-memory-optimization" in str(get_switch(name).find_obstacle(two, place))
+
+
 def test_a_refusal_says_once_what_to_do() -> None:
     args = parse_arguments(["--dynamic-shape", "on", "--compile"])
     row, place = get_switch("dynamic shape"), Situation(device="cuda", precision="fp32")

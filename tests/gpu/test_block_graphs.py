@@ -25,7 +25,7 @@ class Counting(Run):
     """Counts and reads its loss in every step, which no graph can."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, block_graphs=True, **settings)
+        super().__init__(*args, **settings)
         self.losses: list[float] = []
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:

@@ -198,6 +198,11 @@ def find_cached_tensors(cache: Any) -> list[Any]:
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
+def find_cached_lengths(cache: Any) -> list[Any]:
+    """How many tokens each layer of a static cache has, as tensors that it changes in place."""
+    return [layer.cumulative_length for layer in cache.layers if layer.is_initialized]
+
+
 def _list_cache_updates() -> list[Entry]:
     from transformers.cache_utils import StaticLayer
 

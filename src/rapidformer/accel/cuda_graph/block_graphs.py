@@ -6,8 +6,9 @@ and the loss run as they are. To autograd, what is replayed is one operation. Bl
 output straight to the next one are replayed together (``chains.py``).
 
 Calls are noted in one forward pass, recorded before the next, and replayed from then on. All graphs
-share their memory: what a forward pass leaves for its backward pass lasts until the forward pass of
-the next micro-batch, so graphs are used together only if they were recorded together.
+share their memory: what a forward pass leaves for its backward pass lasts until that has run, or
+until the forward pass of the next micro-batch. So graphs are used together only if they were
+recorded together.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, describe_mode, read_call
 from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
@@ -38,9 +39,6 @@ from rapidformer.overlay import find_fact
 MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
 
-_MOST_CHAINED = 2**31
-"""In bytes: the gradients of a chain lie in memory twice."""
-
 
 def round_rows(model: nn.Module) -> None:
     """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
@@ -49,17 +47,40 @@ def round_rows(model: nn.Module) -> None:
         removal.rounds_up = True
 
 
+class SkippedBlocksError(NotRepeatableError):
+    """Blocks that were recorded as one are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model has called only some of its blocks, which are replayed together as CUDA "
+            "graphs. Set --cuda-graph off."
+        )
+
+
 class _Together:
     """The blocks of one forward pass: noted first, then recorded together."""
 
     def __init__(self, notes: Notes | None = None) -> None:
         self.notes = notes
-        self.chains: dict[Hashable, tuple[Chain, RecordedBlock]] = {}
+        self.chains: dict[Hashable, tuple[Chain, Recorded]] = {}
         """By the first call of each."""
 
 
+class Recorded(Protocol):
+    """The graphs of a chain of blocks."""
+
+    def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+        """The output of this call, which begins with these random numbers.
+
+        ``is_current`` says whether its forward pass is still the last one.
+        """
+
+
 class BlockGraphs:
-    """The graphs of all blocks of a model."""
+    """The graphs of all blocks of a model, in training."""
+
+    most_chained: float = 2**31
+    """In bytes of weights: the gradients of a chain lie in memory twice."""
 
     def __init__(
         self,
@@ -71,8 +92,8 @@ class BlockGraphs:
         is_16_bit: bool,
         compiles: bool,
     ) -> None:
-        self._blocks, self._device, self._capture = blocks, device, capture
-        self._compiles, self._rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
+        self.blocks, self._device, self.capture = blocks, device, capture
+        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), nn.ModuleList(blocks))
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
         self._gradients = GradientMemory(device)
@@ -89,7 +110,7 @@ class BlockGraphs:
         self._together: _Together | None = None
         """The blocks of this pass; None before the first is called."""
         self._following: Following | None = None
-        self._calls: Counter[nn.Module] = Counter()
+        self.calls: Counter[nn.Module] = Counter()
         self._calls_before: list[Any] = []
         self.problem: str | None = None
         """Why blocks are not replayed; None while they may be."""
@@ -111,7 +132,7 @@ class BlockGraphs:
         size = sum(parameter.nbytes for parameter in self._parameters)
         return (
             is_text
-            and size <= _MOST_CHAINED
+            and size <= self.most_chained
             and all(runs_in_library_code(self._model, name) for name in self._names)
         )
 
@@ -122,20 +143,19 @@ class BlockGraphs:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def close(self) -> None:
         """Let blocks run as they did before."""
-        self._give_up("the engine is closed")
-        for block, before in zip(self._blocks, self._calls_before, strict=False):
+        self.give_up("the engine is closed")
+        for block, before in zip(self.blocks, self._calls_before, strict=False):
             set_compiled_call(block, before)
         self._calls_before = []
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs, which a backward pass follows."""
-        if self.problem is None:
-            self._begin()
+        self.begin()
         self._is_running = self.problem is None
         try:
             yield
@@ -145,17 +165,36 @@ class BlockGraphs:
             if self._together is not None and self._together.notes is not None:
                 self._together.notes.forget()
         if following is not None:
-            raise NotRepeatableError(
-                "the model has called only some of its blocks, which are replayed together as CUDA "
-                "graphs. Leave out --block-graphs."
-            )
+            raise SkippedBlocksError
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Record what the last pass has noted: another one begins."""
+        if self._following is not None:
+            raise SkippedBlocksError
         self._number += 1
         last, self._together = self._together, None
-        if last is not None and last.notes is not None:
+        if last is not None and last.notes is not None and self.problem is None:
             self._record(last, last.notes)
-        self._calls.clear()
+        self.calls.clear()
+
+    def is_replayed(self, block: nn.Module) -> bool:
+        """Whether a block that is called now may be replayed."""
+        return self._is_running and torch.is_grad_enabled()
+
+    def record_all(self, chains: Sequence[Chain], before: Snapshot) -> Sequence[Recorded]:
+        """Record chains that follow each other; ``before`` is the state in which each begins."""
+        recorded = [
+            RecordedBlock(
+                chain, self.capture, self._gradients, before, rounding=self.rounding,
+                forbids_reads=not self._compiles,
+            )
+            for chain in chains
+        ]  # fmt: skip
+        for block in reversed(recorded):
+            block.record_backward()
+        for block in recorded:
+            block.release()
+        return recorded
 
     def _record(self, together: _Together, notes: Notes) -> None:
         """Record the calls that the last pass has noted."""
@@ -164,20 +203,10 @@ class BlockGraphs:
         chains = build_chains(notes.calls, are_linked=self._may_chain)
         together.notes = None
         try:
-            recorded = [
-                RecordedBlock(
-                    chain, self._capture, self._gradients, before, rounding=self._rounding,
-                    forbids_reads=not self._compiles,
-                )
-                for chain in chains
-            ]  # fmt: skip
-            for block in reversed(recorded):
-                block.record_backward()
-            for block in recorded:
-                block.release()
+            recorded = self.record_all(chains, before)
         except Exception as error:
             # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
-            self._give_up(describe_error(error))
+            self.give_up(describe_error(error))
             before.restore()
         else:
             pairs = zip(chains, recorded, strict=True)
@@ -186,7 +215,7 @@ class BlockGraphs:
 
     def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replay a block, or run it."""
-        if not self._is_running or not torch.is_grad_enabled():
+        if not self.is_replayed(block):
             return run(*args, **kwargs)
         call = read_call(args, kwargs)
         following, self._following = self._following, None
@@ -198,13 +227,13 @@ class BlockGraphs:
             return following.output
         if call is None:
             return run(*args, **kwargs)
-        if block is self._blocks[0] or self._together is None:
+        if block is self.blocks[0] or self._together is None:
             self._described = describe_mode(self._device), self._code.describe()
         if self._together is None:
             self._together = self._choose(call)
         together = self._together
-        self._calls[block] += 1
-        key = (block, self._calls[block], call.form, self._described)
+        self.calls[block] += 1
+        key = (block, self.calls[block], call.form, self._described)
         if together.notes is not None:
             return together.notes.run(key, block, run, call)
         if key not in together.chains:
@@ -221,9 +250,9 @@ class BlockGraphs:
             try:
                 self._code.check_hooks(())
             except NotRepeatableError as problem:
-                self._give_up(str(problem))
+                self.give_up(str(problem))
             return _Together()  # those of transformers collect what was asked for
-        if any(map(operator.is_not, map(self._model.get_submodule, self._names), self._blocks)):
+        if any(map(operator.is_not, map(self._model.get_submodule, self._names), self.blocks)):
             return _Together()  # something stands in a block's place
         places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
@@ -241,7 +270,8 @@ class BlockGraphs:
             self._recorded[key] = together
         return together
 
-    def _give_up(self, problem: str) -> None:
+    def give_up(self, problem: str) -> None:
+        """Run blocks as they are from now on."""
         self.problem = self.problem or problem
         self._is_running = False
         self._recorded.clear()

@@ -17,11 +17,18 @@ from torch import Tensor
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import write
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.recorder import (
+    MARGIN,
+    CudaCapture,
+    choose_rounding,
+    describe_error,
+    measure_differences,
+)
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
 from rapidformer.compat.transformers_models import (
     ONE_DTYPE,
+    find_cached_lengths,
     find_cached_tensors,
     takes_static_cache,
 )
@@ -36,6 +43,8 @@ class Decoding:
 
     def __init__(self, capture: CudaCapture) -> None:
         self.capture = capture
+        self.last: Callable[[], None] | None = None
+        """The replay of the last batch: the next one is recorded into the same memory."""
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -66,7 +75,7 @@ def replaying_tokens(model: Any, config: Any) -> Iterator[None]:
     config.cache_implementation, config.disable_compile = "static", True
     before = get_compiled_call(model)
     run = before if before is not None else functools.partial(call_plainly, model)
-    set_compiled_call(model, _Tokens(decoding.capture, run))
+    set_compiled_call(model, _Tokens(decoding, run))
     try:
         with ONE_DTYPE:
             yield
@@ -77,8 +86,8 @@ def replaying_tokens(model: Any, config: Any) -> Iterator[None]:
 class _Tokens:
     """The calls of a model while it generates."""
 
-    def __init__(self, capture: CudaCapture, run: Callable[..., Any]) -> None:
-        self._capture, self._run = capture, run
+    def __init__(self, decoding: Decoding, run: Callable[..., Any]) -> None:
+        self._decoding, self._run = decoding, run
         self._key: Hashable = None
         """What the graph is valid for."""
         self._static: dict[str, Any] = {}
@@ -93,26 +102,41 @@ class _Tokens:
         if key != self._key:
             self._key, self._outputs, self._replay = key, None, None
             run = functools.partial(self._run, **kwargs)
-            return self._capture.warm_up(run, forbids_reads=False)
-        if self._replay is None and not self._record(kwargs):
-            return self._run(**kwargs)
-        assert self._replay is not None
+            return self._decoding.capture.warm_up(run, forbids_reads=False)
+        if self._replay is None:
+            return self._record(kwargs)
         for static, value in zip(tree_leaves(self._static), tree_leaves(kwargs), strict=True):
             if isinstance(static, Tensor):
                 write(static, value)
         self._replay()
         return self._outputs
 
-    def _record(self, kwargs: dict[str, Any]) -> bool:
-        """Record a step, which does not run yet: the cache stays as it is."""
+    def _record(self, kwargs: dict[str, Any]) -> Any:
+        """Record a step and compare its replay with the step itself, whose outputs this returns."""
+        lengths = find_cached_lengths(kwargs["past_key_values"])
+        before = [length.clone() for length in lengths]
         self._static = tree_map_only(Tensor, torch.clone, kwargs)
-        run = functools.partial(self._run, **self._static)
+        problem, replayed = None, []
         try:
-            self._outputs, self._replay = self._capture.record(run)
+            run = functools.partial(self._run, **self._static)
+            self._outputs, self._replay = self._decoding.capture.record(run)
+            self._decoding.last = self._replay
+            self._replay()
+            replayed = [self._outputs.logits.clone()]
         except Exception as error:
-            say_once(f"tokens are generated without a CUDA graph: {describe_error(error)}")
+            problem = describe_error(error)
+        for length, value in zip(lengths, before, strict=True):
+            length.copy_(value)  # the same token again: its keys and values are written twice
+        outputs = self._run(**kwargs)
+        if problem is None:
+            rounding = choose_rounding(is_16_bit=outputs.logits.dtype != torch.float32)
+            difference = max(measure_differences(replayed, [outputs.logits]))
+            if not difference <= MARGIN * rounding:
+                problem = f"a replay gave other logits (by {difference:.1e}, relative)"
+        if problem is not None:
+            say_once(f"tokens are generated without a CUDA graph: {problem}")
             self._is_off = True
-        return not self._is_off
+        return outputs
 
 
 def _describe(kwargs: dict[str, Any]) -> Hashable:

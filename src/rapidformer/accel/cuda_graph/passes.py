@@ -7,6 +7,7 @@ passes end with sums, which are exchanged outside (``finishing.py`` has the rest
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -335,7 +336,7 @@ class HostNumbers:
     def count_unused(self, expected: int) -> int:
         """How many numbers were drawn without effect: 0 or ``expected``; others are refused."""
         now = [random.getstate(), np.random.get_state()]
-        if str(now) == str(self._others):
+        if pickle.dumps(now) == pickle.dumps(self._others):
             if self._torch is None or torch.equal(self._torch, torch.get_rng_state()):
                 return 0
             generator = torch.Generator()

@@ -32,7 +32,7 @@ def apply(assembly: Assembly) -> None:
         prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
         recomputes = assembly.is_meant(get_switch("recompute"))
         is_alone = isinstance(assembly.synchronizer, Alone)
-        in_pieces = assembly.args.block_graphs and is_alone and not recomputes
+        in_pieces = is_alone and not recomputes
         put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
     elif is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")

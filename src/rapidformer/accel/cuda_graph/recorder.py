@@ -7,6 +7,7 @@ by themselves: if they do not, and kernels are deterministic, a replay must have
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -194,12 +195,17 @@ _MOST_RESERVED = 0.5
 
 
 class CudaCapture:
-    """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails."""
+    """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails.
+
+    A pool ends with its last graph, and torch refuses to record into it again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+        """Those that use the pool."""
         self._failed: list[torch.cuda.CUDAGraph] = []
         """Kept: torch still asks them which pinned memory is theirs."""
 
@@ -227,6 +233,8 @@ class CudaCapture:
 
     def record(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record without executing. Returns the result and the replay, which fills it."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with self._recording(graph):
@@ -235,6 +243,7 @@ class CudaCapture:
             self._failed.append(graph)
             self._recover()
             raise
+        self._graphs.add(graph)
         return result, graph.replay
 
     def close(self) -> None:
@@ -262,6 +271,7 @@ class CudaCapture:
         """Leave torch as it was before a failed recording."""
         stop_allocating(self._device, self._pool)
         self._pool = torch.cuda.graph_pool_handle()  # torch may refuse the other one from now on
+        self._graphs.clear()
         # After a failed capture, random numbers need a successful one.
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)

@@ -180,7 +180,7 @@ def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:
     """A large micro-batch as its two shortest rows that have a label, in all their columns."""
     mask, labels = (micro_batch.batch.get(name) for name in ("attention_mask", "labels"))
     tensors = list(iterate_tensors(micro_batch.batch))
-    if mask is None or int(mask.sum()) <= MANY_TOKENS:
+    if mask is None or mask.numel() <= MANY_TOKENS:  # padding is computed, too
         return micro_batch
     if any(tensor.shape[:1] != mask.shape[:1] for tensor in tensors):
         return micro_batch

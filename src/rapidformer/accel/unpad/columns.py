@@ -10,12 +10,10 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 
-_LEAST_WIDTH = 64
-"""Batches that run unpadded have this many columns or a larger power of two: padding is cheap."""
 _SIDE_WIDTHS = {"least": 16, "sizes": 4}
 """How both sides of an encoder-decoder model are rounded up, which compute on their padding."""
 _LIMITS = (
@@ -45,7 +43,8 @@ def choose_columns(
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
     width = max(math.ceil(factor * mask.shape[1]), least.columns)
-    wide = _limit(model, mask.shape[1], max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
+    # Padding is cheap in a batch that runs unpadded.
+    wide = _limit(model, mask.shape[1], round_width(width, len(mask)))
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
         name

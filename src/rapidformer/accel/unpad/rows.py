@@ -14,7 +14,7 @@ from torch import Tensor
 Mask = NDArray[np.bool_]
 """[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
 _MANY_ROWS = 16
-"""From here on, the number of real tokens varies so little that finer sizes are few, too."""
+"""From here on, a batch's tokens and longest row vary so little that finer sizes are few, too."""
 
 
 class Sizes(NamedTuple):
@@ -100,7 +100,7 @@ class Rows:
             size = round_up(size + 1, least=128, sizes=sizes)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
-        bound = max(_find_bound(max(lengths)), least.bound)
+        bound = max(round_width(max(lengths), len(real)), least.bound)
         places = np.concatenate([places, padding])
         rows = Rows(
             shape=(real.shape[0], real.shape[1]), places=torch.from_numpy(places),
@@ -151,7 +151,7 @@ class Rows:
     @cached_property
     def bound(self) -> int:
         """A power of two that no row exceeds. Unlike ``longest``, it hardly ever changes."""
-        return _find_bound(self.longest)
+        return round_width(self.longest, self.shape[0])
 
     @cached_property
     def ends(self) -> Tensor:
@@ -285,8 +285,10 @@ def _is_contiguous(real: Mask) -> bool:
     return bool(starts == np.count_nonzero(real.any(1)))
 
 
-def _find_bound(longest: int) -> int:
-    return max(64, 1 << (longest - 1).bit_length())
+def round_width(longest: int, rows: int) -> int:
+    """A power of two, at least 64; of few rows, whose longest varies more, every second one."""
+    bits = max(6, (longest - 1).bit_length())
+    return 1 << (bits + 1 if rows < _MANY_ROWS and bits > 7 and bits % 2 == 0 else bits)
 
 
 def round_up(tokens: int, *, least: int = 64, sizes: int = 8) -> int:

@@ -114,6 +114,11 @@ def _apply(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     return result if result.device == x.device else NotImplemented
 
 
+def _cast(func: Any, x: Unpadded, other: Tensor) -> Any:
+    """Casts to the type of another tensor, of which nothing else matters."""
+    return _apply(Tensor.to, x, other.dtype) if other.device == x.device else NotImplemented
+
+
 def _run(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Tensor:
     """Run on the tokens alone."""
     tokens = func(x.tokens, *args, **kwargs)
@@ -302,6 +307,7 @@ _register(
     "__pow__ clamp clamp_min clamp_max float half bfloat16 double to clone contiguous detach",
     _apply,
 )
+_register("type_as", _cast)
 _MAY_BE_INPLACE = {
     getattr(functional, name)
     for name in ("relu", "silu", "mish", "elu", "leaky_relu", "relu6", "hardswish", "dropout")
