@@ -121,6 +121,14 @@ def test_the_answer_says_what_fits() -> None:
     assert "to fit" not in "\n".join(describe(answer(build(64))))
 
 
+def test_rates_are_readable() -> None:
+    found = answer(build(64))
+    rates = {2690: "2,690 steps/s", 15_400: "15.4k steps/s", 3.75: "3.75 steps/s"}
+    for rate, shown in rates.items():
+        lines = describe({**found, "step_time": 1 / rate})
+        assert any(shown in line for line in lines)
+
+
 def test_flags_are_as_they_are_typed() -> None:
     changes = {"compile": True, "zero_1_memory_optimization": False, "recompute_granularity": None}
     assert render_flags({**changes, "micro_batch_size": 2}) == (

@@ -134,7 +134,9 @@ def _describe_one(layout: dict[str, Any]) -> str:
 
 
 def _count(number: float) -> str:
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    if 1000 <= number < 10_000:
+        return f"{number:,.0f}"
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.3g}{suffix}"
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+    return f"{number:.3g}"
