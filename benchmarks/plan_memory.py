@@ -2,23 +2,21 @@
 
     python benchmarks/plan_memory.py --json FILE [--runs gpt2 "gpt2, recompute"] [--seconds 190]
     python benchmarks/plan_memory.py --json FILE --predict
-    python benchmarks/plan_memory.py --json FILE --limits
     python benchmarks/plan_memory.py --json FILE --table
 
 The first trains on the GPU: each run is a training by the engine in a process of its own, as in
 `peers.py`; what the file already has is not run again, and none is started after `--seconds`.
-`--predict` asks plan about all runs, on any machine. `--limits` trains with batches around the
-largest one that plan says would fit a device of a few GiB. `--table` compares, in Markdown.
+`--predict` asks plan about all runs, on any machine. `--table` compares, in Markdown. Whether a
+run fits is tried by `plan_limits.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +129,10 @@ def list_every_workload(size: str) -> dict[str, Workload]:
         "bert-large": Workload(
             build=lambda: BertForSequenceClassification(BertConfig(**bert)),
             make_rows=make_pair_rows, batch=32,
+        ),
+        "bert-large, one length": Workload(
+            build=lambda: BertForSequenceClassification(BertConfig(**bert)),
+            make_rows=lambda n: make_pair_rows(n, shortest=128, longest=128), batch=256,
         ),
         "gpt2-medium": Workload(build=build_gpt2, make_rows=write(1024, 50304), batch=8),
         "qwen3-0.6b": Workload(
@@ -292,7 +294,7 @@ def measure_runs(kept: Result, options: argparse.Namespace) -> None:
 # ---- predictions ---------------------------------------------------------------------------------
 
 
-def build_planner(run: Run, size: str, cluster: Cluster, fill: float | None = None) -> Planner:
+def build_planner(run: Run, size: str, cluster: Cluster) -> Planner:
     """What plan knows about a run on these devices."""
     work = list_every_workload(size)[run.workload]
     asked = make_settings(run, size) | {"mixed_precision": "bf16", "device": "cpu"}
@@ -307,7 +309,6 @@ def build_planner(run: Run, size: str, cluster: Cluster, fill: float | None = No
 
 
 def predict_runs(kept: Result, options: argparse.Namespace) -> None:
-    """Of every run, and the largest batch that fits for every limit."""
     planners: dict[tuple[str, int], Planner] = {}
     cluster = parse_devices("H200")
     for name, run in RUNS.items():
@@ -327,11 +328,6 @@ def predict_runs(kept: Result, options: argparse.Namespace) -> None:
             "step": planned.timing.step,
         }
         print(f"{name}: {planned.gib:.1f} GiB, {1000 * planned.timing.step:.1f} ms", flush=True)
-    for name, (gib, run) in LIMITS.items():
-        small = Cluster(replace(cluster.device, memory=gib))
-        planner = build_planner(run, options.size, small)
-        kept["largest"][name] = planner.find_largest_batch()
-        print(f"{name}, {gib} GiB: up to {kept['largest'][name]} rows", flush=True)
     save(kept, options)
 
 
@@ -353,57 +349,6 @@ def compare(kept: Result) -> None:
         print(f"| {name}{held} | {' | '.join(cells)} |")
 
 
-# ---- fits or not ---------------------------------------------------------------------------------
-
-LIMITS: dict[str, tuple[float, Run]] = {
-    "gpt2": (16, Run("gpt2", 8)),
-    "gpt2, recompute": (8, Run("gpt2", 8, FULL)),
-    "gpt2, loss not fused": (24, Run("gpt2", 8, {"fused_loss": "off"})),
-    "gpt2-medium": (48, Run("gpt2-medium", 8)),
-    "gpt2-medium, recompute": (12, Run("gpt2-medium", 8, FULL)),
-}
-"""A device's GiB, and what is trained on it with more and more rows."""
-AROUND = (0.85, 0.93, 1.07, 1.15)
-"""Rows of a micro-batch, relative to the largest one that plan says would fit."""
-CONTEXT = 0.82 * GIB
-"""What a process takes outside of the allocator, which the fraction does not limit."""
-
-
-def try_limits(name: str, largest: int, size: str) -> Result:
-    """Whether each batch fits, and what plan says."""
-    gib, run = LIMITS[name]
-    total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((gib * GIB - CONTEXT) / total)
-    found = {}
-    for share in AROUND:
-        rows = round(share * largest)
-        try:
-            train(replace(run, batch=rows), size, (2, 4))
-            fits = True
-        except torch.OutOfMemoryError:
-            fits = False
-        gc.collect()
-        torch.cuda.empty_cache()
-        found[rows] = {"fits": fits, "left": torch.cuda.memory_allocated()}
-    return found
-
-
-def check_limits(kept: Result, options: argparse.Namespace) -> None:
-    right = count = 0
-    for name, largest in kept["largest"].items():
-        kept["limits"][name] = found = call("fork", LIMIT, try_limits, name, largest, options.size)
-        if "problem" in found:
-            print(f"{name}: {found['problem']}", flush=True)
-            continue
-        for rows, result in found.items():
-            is_right = result["fits"] == (rows <= largest)
-            right, count = right + is_right, count + 1
-            said, was = ("fits" if yes else "does not" for yes in (rows <= largest, result["fits"]))
-            print(f"| {name} | {LIMITS[name][0]} GiB | {rows} rows | {said} | {was} |", flush=True)
-        save(kept, options)
-    print(f"right: {right} of {count}")
-
-
 def save(kept: Result, options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(kept, indent=1) + "\n")
@@ -415,14 +360,14 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     parser.add_argument("--seconds", type=float, default=3600)
-    for flag in ("--predict", "--limits", "--table"):
+    for flag in ("--predict", "--table"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     options.size = options.size or ("full" if HAS_GPU or options.predict else "tiny")
     kept: Result = {"size": options.size, "runs": {}}
     if options.json and options.json.exists():
         kept = json.loads(options.json.read_text())
-    kept = {"predicted": {}, "largest": {}, "limits": {}} | kept
+    kept = {"predicted": {}} | kept
     if options.predict:
         predict_runs(kept, options)
     if options.table:
@@ -436,10 +381,7 @@ def main() -> None:
     print(
         f"{device['name']}, torch {torch.__version__}, {device['matrix rate'] / 1e12:.0f} TFLOP/s"
     )
-    if options.limits:
-        check_limits(kept, options)
-    else:
-        measure_runs(kept, options)
+    measure_runs(kept, options)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,32 @@ def test_limits_are_at_the_edge_of_what_fits() -> None:
     planner = build(24)
     rows = planner.find_largest_batch()
     for wanted, fits in ((rows, True), (rows + 1, False)):
-        assert (get_gib(build(24, micro_batch_size=wanted)) <= 24) is fits
+        other = build(24, micro_batch_size=wanted)
+        assert (other.plan().judge(other.cluster) == "fits") is fits
     assert rows > ROWS
     assert planner.find_longest() == pytest.approx(LENGTH * rows / ROWS, rel=0.3)
     assert build(1).find_largest_batch() == 0
+
+
+def test_a_run_that_fits_only_if_the_allocator_loses_little_is_tight() -> None:
+    memory = build(24).plan().prediction.memory
+    assert memory.allocated < memory.least < memory.total
+    edges = {"fits": memory.total / 0.94, "tight": memory.total, "does not fit": memory.least - 1}
+    for verdict, size in edges.items():
+        assert memory.judge(size) == verdict
+    text = "\n".join(describe(answer(build(memory.total / GIB))))
+    assert "tight on round" in text and "to fit" in text
+
+
+def test_a_step_is_not_recorded_without_room_for_a_second_one() -> None:
+    def is_captured(memory: float) -> bool:
+        return build(memory, micro_batch_size=1).plan().prediction.work.is_captured
+
+    needed = get_gib(build(64, micro_batch_size=1))
+    assert is_captured(64) and not is_captured(1.2 * needed)
+    assert (
+        build(1.2 * needed, micro_batch_size=1, cuda_graph="on").plan().prediction.work.is_captured
+    )
 
 
 def test_switches_that_make_it_fit_are_ranked_by_time() -> None:
@@ -97,6 +119,14 @@ def test_the_answer_says_what_fits() -> None:
     assert "does not fit round (12.0 GiB each)" in text
     assert "to fit" in text and "--compile" in text
     assert "to fit" not in "\n".join(describe(answer(build(64))))
+
+
+def test_rates_are_readable() -> None:
+    found = answer(build(64))
+    rates = {2690: "2,690 steps/s", 15_400: "15.4k steps/s", 3.75: "3.75 steps/s"}
+    for rate, shown in rates.items():
+        lines = describe({**found, "step_time": 1 / rate})
+        assert any(shown in line for line in lines)
 
 
 def test_flags_are_as_they_are_typed() -> None:

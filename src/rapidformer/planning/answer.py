@@ -21,7 +21,8 @@ _PARTS = {
     "loss": "loss",
     "gathers": "gathered weights",
     "buffers": "temporary buffers",
-    "overhead": "allocator, libraries, communicators",
+    "overhead": "context, libraries, communicators",
+    "fragments": "fragments of the allocator",
 }
 
 
@@ -37,7 +38,8 @@ def answer(planner: Planner) -> dict[str, Any]:
         "precision": planner.shape.precision,
         "rows": round(planner.shape.count_rows(planner.settings.micro_batch_size)),
         "length": planner.shape.length,
-        "fits": asked.fits(planner.cluster),
+        "verdict": (verdict := asked.judge(planner.cluster)),
+        "fits": verdict == "fits",
         **_describe_layout(asked),
         "memory": _to_gib(asked.prediction.memory),
         "seconds_by_part": asked.timing.parts,
@@ -72,7 +74,7 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         f"{found['precision']}; micro-batches of {found['rows']} x {found['length']} tokens"
     )
     limit = found["device_memory_gib"]
-    verdict = "fits" if found["fits"] else "does not fit"
+    verdict = "tight on" if found["verdict"] == "tight" else found["verdict"]
     yield (
         f"memory    {found['memory_gib']:.1f} GiB on the rank that needs the most: {verdict} "
         f"{found['devices']} ({limit:.1f} GiB each)"
@@ -84,7 +86,7 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         yield f"            {host:8.2f} GiB  in host memory, not on the device"
     yield (
         f"time      {describe_seconds(found['step_time'])} per step, "
-        f"{1 / found['step_time']:.3g} steps/s, {_count(found['tokens_per_second'])} tokens/s, "
+        f"{_count(1 / found['step_time'])} steps/s, {_count(found['tokens_per_second'])} tokens/s, "
         f"{_count(found['samples_per_second'])} samples/s"
     )
     if run := found["run"]:
@@ -132,6 +134,8 @@ def _describe_one(layout: dict[str, Any]) -> str:
 
 
 def _count(number: float) -> str:
+    if 1000 <= number < 10_000:
+        return f"{number:,.0f}"
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.3g}{suffix}"

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 Axis = Literal["data", "tensor", "pipeline", "context", "expert"]
+Verdict = Literal["fits", "tight", "does not fit"]
+SPARE = 0.05
+"""The part of a device's memory that is left free if a run fits for sure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,19 +191,32 @@ class Memory:
     buffers: int = 0
     """Temporary results inside an operation or a block."""
     overhead: int = 0
-    """Of allocator, libraries and communicators: outside what the framework counts."""
+    """Of context, libraries and communicators: outside what the framework counts."""
+    fragments: int = 0
+    """What the allocator holds and cannot use: pieces that are too small for what is asked for."""
     host: int = 0
     """In host memory, which is no part of the total."""
 
     @property
     def total(self) -> int:
         """On the device."""
-        return self.allocated + self.overhead
+        return sum(self.by_part().values())
+
+    @property
+    def least(self) -> int:
+        """On the device if the allocator lost nothing."""
+        return self.total - self.fragments
 
     @property
     def allocated(self) -> int:
-        """What the framework counts: the total without the overhead."""
-        return sum(self.by_part().values()) - self.overhead
+        """What the framework counts as allocated."""
+        return self.least - self.overhead
+
+    def judge(self, available: float) -> Verdict:
+        """Whether it fits a device with so many bytes: for sure, or if little is lost."""
+        if self.total <= available * (1 - SPARE):
+            return "fits"
+        return "tight" if self.least <= available else "does not fit"
 
     def by_part(self) -> dict[str, int]:
         """Every part of the total by its name."""

@@ -17,7 +17,7 @@ from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_proble
 from rapidformer.config.switches import to_flag
 from rapidformer.errors import RapidformerError
 from rapidformer.planning.devices import GIB, Cluster
-from rapidformer.planning.parts import Prediction, Shape, Work
+from rapidformer.planning.parts import Prediction, Shape, Verdict, Work
 from rapidformer.planning.predict import predict
 from rapidformer.planning.timing import Timing, estimate
 
@@ -51,8 +51,9 @@ class Layout:
         """The peak of the rank that needs the most."""
         return self.prediction.memory.total / GIB
 
-    def fits(self, cluster: Cluster) -> bool:
-        return self.gib <= cluster.device.memory
+    def judge(self, cluster: Cluster) -> Verdict:
+        """Whether it fits these devices."""
+        return self.prediction.memory.judge(cluster.device.memory * GIB)
 
     def list_flags(self) -> str:
         """The flags to copy; empty for the settings as they are."""
@@ -84,7 +85,7 @@ class Planner:
     def plan(self, **changes: Any) -> Layout:
         """The training with other settings; raises if its blocks cannot be divided like that."""
         settings = self.settings.replace(SOURCE, **changes)
-        prediction = predict(self.shape, settings, self.cluster.count)
+        prediction = self._predict(self.shape, settings)
         timing = estimate(
             self._count_work(settings, prediction), settings, self.cluster, self.shape.precision
         )
@@ -101,7 +102,17 @@ class Planner:
         """Of an average micro-batch: memory is decided by the fullest one."""
         if self._typical is self.shape:
             return prediction.work
-        return predict(self._typical, settings, self.cluster.count).work
+        return self._predict(self._typical, settings).work
+
+    def _predict(self, shape: Shape, settings: Settings) -> Prediction:
+        found = predict(shape, settings, self.cluster.count)
+        memory = found.memory
+        # Passes are recorded beside those that they are compared with, or else not at all.
+        twice = 2 * memory.allocated - memory.weights - memory.optimizer
+        is_recorded = found.work.is_captured and settings.cuda_graph != "on"
+        if is_recorded and twice > self.cluster.device.memory * GIB:
+            return predict(shape, settings.replace(SOURCE, cuda_graph="off"), self.cluster.count)
+        return found
 
     # ---- layouts ---------------------------------------------------------------------------------
 
@@ -115,7 +126,7 @@ class Planner:
         for changes in candidates:
             with suppress(RapidformerError):
                 planned.append(self.plan(**changes))
-        fitting = [each for each in planned if each.fits(self.cluster)]
+        fitting = [each for each in planned if each.judge(self.cluster) == "fits"]
         fitting.sort(key=lambda layout: (layout.timing.step, len(layout.changes)))
         # Last, because it takes longer than a prediction.
         allowed = (each for each in fitting if not any(find_layout_problems(each.settings)))
@@ -204,8 +215,8 @@ class Planner:
 
     def _fits(self, shape: Shape | None = None, **changes: Any) -> bool:
         settings = self.settings.replace(SOURCE, **changes)
-        memory = predict(shape or self.shape, settings, self.cluster.count).memory
-        return memory.total <= self.cluster.device.memory * GIB
+        memory = self._predict(shape or self.shape, settings).memory
+        return memory.judge(self.cluster.device.memory * GIB) == "fits"
 
     def list_switches(self, most: int) -> list[Layout]:
         """Single switches that make it fit, the cheapest in time first."""

@@ -213,7 +213,8 @@ class CudaCapture:
     def has_room(self) -> bool:
         """Whether there is plenty of memory for further recordings."""
         total = torch.cuda.get_device_properties(self._device).total_memory
-        return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * total
+        allowed = torch.cuda.get_per_process_memory_fraction(self._stream.device) * total
+        return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * allowed
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         """Run the function as it will be recorded; with ``forbids_reads``, it may not wait."""
@@ -242,6 +243,7 @@ class CudaCapture:
         except BaseException:
             self._failed.append(graph)
             self._recover()
+            graph.reset()  # or its memory would be lost to the passes that run instead
             raise
         self._graphs.add(graph)
         return result, graph.replay
