@@ -38,6 +38,7 @@ PRIVATE_NAMES = {
     "torch._functorch._aot_autograd.autograd_cache.check_node_safe": "the same",
     "torch._inductor.config.unsafe_marked_cacheable_functions": "the same",
     "torch._inductor.config.patch": "the same",
+    "torch._inductor.async_compile.maybe_warm_pool": "processes that compile, started early",
     "torch._ops.OpOverload": "the same",
     "torch._ops.OpOverloadPacket": "the same",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "what a block keeps",
@@ -67,6 +68,13 @@ _SAME_MEMORY = {
 Backend = str | Callable[..., Any]
 Rewrite = Callable[[Any], None]
 """Changes a traced graph in place."""
+
+
+def start_workers() -> None:
+    """Start the processes that compile kernels; until they are up, this one compiles them alone."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def is_tracing() -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rapidformer.accel.compile.compilation import prepare as prepare_compilation
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.checkpoint.finding import continue_after_restart
@@ -55,6 +56,7 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)
     _warn_about_settings_without_effect(args)
     seed_everything(args.seed, deterministic=args.deterministic)
+    prepare_compilation(args, processes.device)
     return args, Runtime(
         device=processes.device, topology=topology, precision=precision, is_main=processes.is_main
     )

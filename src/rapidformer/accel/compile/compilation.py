@@ -21,8 +21,10 @@ from rapidformer.accel.compile.compiled_blocks import CACHE, CompiledBlocks
 from rapidformer.accel.compile.hashed_dropout import hash_dropout
 from rapidformer.accel.compile.merged_linears import merge_linears
 from rapidformer.compat.patches import Change
-from rapidformer.compat.torch_compile import QUIET_TRACING, Backend, Rewrite
+from rapidformer.compat.torch_compile import QUIET_TRACING, Backend, Rewrite, start_workers
 from rapidformer.compat.torch_modules import list_hooks
+from rapidformer.config import Settings
+from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -34,6 +36,13 @@ _MOST_BYTES = 10 * 2**30
 _DAY = 24 * 3600.0
 _LARGEST_FRACTION = 0.01
 """16-bit copies of the weights may take this fraction of the GPU's memory."""
+
+
+def prepare(args: Settings, device: torch.device) -> None:
+    """Start what takes seconds, before a model is built: torch would do it in the first step."""
+    is_inductor = args.compile_backend == "inductor"
+    if get_switch("compilation").is_on(args) and is_inductor and device.type == "cuda":
+        start_workers()
 
 
 def apply(assembly: Assembly) -> str:
