@@ -40,24 +40,42 @@ def test_help_names_its_own_flags(capsys: Any) -> None:
     assert "--bench-steps" in text
 
 
-def test_both_sides_of_a_comparison_run_twice_in_turn(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    jobs: list[Job] = []
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, list[str]]]:
+    """The runs that were started, each with its flags; none of them really runs."""
+    started: list[tuple[Job, list[str]]] = []
 
     def start_run(words: list[str], args: Any, *, job: Job, **_: Any) -> None:
-        jobs.append(job)
+        started.append((job, words))
         Result(
             model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
-            first_step=1.0, step_times=[1.0 + bool(jobs[-1].peer)] * 30, rows=8, tokens=60,
-            slots=80, peak_memory=8, matrix_rate=1.0,
-        ).save(jobs[-1].get_path(0))  # fmt: skip
+            first_step=1.0, step_times=[1.0 + bool(job.peer)] * 30, rows=480, tokens=6000,
+            slots=8000, peak_memory=8, matrix_rate=1.0,
+        ).save(job.get_path(0))  # fmt: skip
 
     monkeypatch.setattr(bench, "start_run", start_run)
+    return started
+
+
+def test_a_budget_of_tokens_is_tried_if_micro_batches_of_an_update_differ(
+    jobs: list[tuple[Job, list[str]]],
+) -> None:
+    run = ["--task", "causal_lm", "--device", "cpu", "--micro-batch-size"]
+    bench.run([*run, "16"])
+    assert [job.name for job, _ in jobs] == ["run", "mixed-precision", "compile"]
+    jobs.clear()
+    bench.run([*run, "4"])
+    assert jobs[-1][0].name == "tokens-per-micro-batch"
+    assert jobs[-1][1][-2:] == ["--tokens-per-micro-batch", "128"]
+
+
+def test_both_sides_of_a_comparison_run_twice_in_turn(
+    jobs: list[tuple[Job, list[str]]], capsys: Any
+) -> None:
     run(["--task", "causal_lm", "--device", "cpu", "--against", "hf", "--no-tries"])
-    assert [job.name for job in jobs] == ["run", "hf", "run-2", "hf-2"]
-    assert jobs[0].seconds > 0
-    assert [(job.steps, job.seconds) for job in jobs[1:]] == [(30, 0.0)] * 3
+    assert [job.name for job, _ in jobs] == ["run", "hf", "run-2", "hf-2"]
+    assert jobs[0][0].seconds > 0
+    assert [(job.steps, job.seconds) for job, _ in jobs[1:]] == [(30, 0.0)] * 3
     assert "rapidformer is 2.00 x as fast (2.00 and 2.00 in turn)" in capsys.readouterr().out
 
 

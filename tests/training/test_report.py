@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.log import configure_logging
 from rapidformer.training.report import Reporter, format_training_line
-from rapidformer.training.summary import describe_results
+from rapidformer.training.summary import describe_missed_speed, describe_results
 from rapidformer.training.trackers import TrackedRun
 
 LINE: dict[str, Any] = {
@@ -33,6 +34,23 @@ def make(tmp_path: Path | None, *words: str, speaks: bool = True, **options: Any
     configure_logging("info")
     folder = ["--save", str(tmp_path)] if tmp_path else []
     return Reporter(parse_arguments([*folder, *words]), total_steps=100, speaks=speaks, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "steps", "advice"),
+    [
+        ("cuda", [], 10, "--mixed-precision"),
+        ("cuda", ["--mixed-precision"], 5000, "--compile"),
+        ("cuda", ["--mixed-precision"], 100, None),
+        ("cuda", ["--mixed-precision", "--compile"], 5000, None),
+        ("cpu", [], 5000, None),
+    ],
+)
+def test_speed_that_a_run_misses(
+    device: str, words: list[str], steps: int, advice: str | None
+) -> None:
+    text = describe_missed_speed(parse_arguments(words), torch.device(device), steps)
+    assert text is None if advice is None else f"with {advice}" in str(text)
 
 
 def test_log_line() -> None:

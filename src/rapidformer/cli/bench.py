@@ -38,6 +38,8 @@ JOB_VARIABLE = "RAPIDFORMER_BENCHMARK"
 PEERS = {"hf": "Hugging Face's Trainer", "hf-compile": "Hugging Face's Trainer with torch.compile"}
 # Switches to try, and the setting that shows whether the run has it already.
 _CANDIDATES = (("--mixed-precision", "mixed_precision"), ("--compile", "compile"))
+_FEW_TOKENS = 0.9
+"""If less of a batch is real tokens, rows are of different lengths: a budget of tokens may help."""
 # The least number of steps to time, and steps before them.
 _GPU_STEPS, _CPU_STEPS = (50, 15), (8, 3)
 _SECONDS = 5.0
@@ -120,9 +122,9 @@ class _Benchmark(ChildRuns):
             _write("", _describe_run(base, self.processes), "", *describe_result(base), "")
         if self.options.against:
             self._compare(base)
-        for flag, setting in () if self.options.no_tries else _CANDIDATES:
+        for words, setting in () if self.options.no_tries else self._list_candidates(base):
             if not getattr(self.args, setting):
-                self._tell(f"With {flag}: {self._try(flag, base)}")
+                self._tell(f"With {' '.join(words)}: {self._try(words, base)}")
         if self.options.json:
             _write(json.dumps({name: asdict(one) for name, one in self.results.items()}))
 
@@ -135,10 +137,22 @@ class _Benchmark(ChildRuns):
             second = self._measure(f"{peer}-2", f"{name}, again", peer=peer)
             self._tell(f"{name}: {describe_ratio([base, again], [first[peer], second])}")
 
-    def _try(self, flag: str, base: Result) -> str:
+    def _list_candidates(self, base: Result) -> list[tuple[list[str], str]]:
+        """Flags to try, each with its setting."""
+        candidates = [([flag], setting) for flag, setting in _CANDIDATES]
+        micro_batches = base.rows // self.args.micro_batch_size
+        is_accumulated = base.rows > len(base.step_times) * self.args.micro_batch_size * base.ranks
+        if is_accumulated and base.tokens < _FEW_TOKENS * base.slots:
+            budget = -(-base.slots // micro_batches // 64) * 64  # the mean of a micro-batch
+            name = "tokens_per_micro_batch"
+            candidates.append(([f"--{name.replace('_', '-')}", str(budget)], name))
+        return candidates
+
+    def _try(self, words: list[str], base: Result) -> str:
         """What the run gains by one more switch."""
         try:
-            changed = self._measure(flag.removeprefix("--"), f"the run with {flag}", flag)
+            name = words[0].removeprefix("--")
+            changed = self._measure(name, f"the run with {' '.join(words)}", *words)
         except RapidformerError as error:
             return f"not possible. {str(error).splitlines()[0]}"
         return describe_gain(base, changed)

@@ -12,6 +12,7 @@ import torch
 
 from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import get_file_schedule
+from rapidformer.config.switches import get_switch
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.processes import describe_device
 from rapidformer.engine import RapidformerEngine
@@ -23,6 +24,8 @@ from rapidformer.training.timetable import OPEN_END
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
+_MANY_STEPS = 1000
+"""From here on, compiling takes less time than it saves."""
 
 
 def describe_run(
@@ -54,11 +57,30 @@ def describe_run(
     lines[3:3] = loader.describe_sets(samples)
     if adapter is not None:
         lines.insert(2, f"adapter   {adapter.describe()}; {describe_trained(trained, total)}")
+    if (advice := describe_missed_speed(args, engine.device, train_iters)) is not None:
+        lines.append(f"faster    {advice}")
     if args.save:
         lines.append(f"folder    {args.save}")
     if resumed_from := engine.checkpoints.resumed_from:
         lines.append(f"resumed   from {resumed_from} at step {engine.updates.clock.updates}")
     return lines
+
+
+def describe_missed_speed(args: Settings, device: torch.device, train_iters: int) -> str | None:
+    """The switch without which a run is probably less than two thirds as fast as it could be."""
+    if device.type != "cuda":
+        return None
+    if args.mixed_precision is None:
+        return (
+            "with --mixed-precision: this GPU multiplies 16-bit matrices several times as fast as "
+            "fp32 ones"
+        )
+    if not get_switch("compilation").is_on(args) and train_iters >= _MANY_STEPS:
+        return (
+            "with --compile, which pays in long runs: on an H200, 2.0 times as fast for GPT-2 and "
+            "1.5 times for ModernBERT. `rapidformer bench` tries it on your run"
+        )
+    return None
 
 
 def describe_model(engine: RapidformerEngine) -> dict[str, Any]:
