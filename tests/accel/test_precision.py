@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from rapidformer import RapidformerEngine
 from rapidformer.accel.precision.autocast import apply_fp32_weights, apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.errors import TrainingError
@@ -210,3 +211,22 @@ def test_fixed_scale_of_now_wins_over_a_resumed_one() -> None:
     scaler = LossScaler(fixed=8)
     scaler.load_state_dict(LossScaler(initial=1024).state_dict())
     assert scaler.scale == 8
+
+
+@torch.no_grad()
+def test_files_in_16_bits_stay_so_in_prediction() -> None:
+    """The same bits, and the plain model afterwards; trained weights that rounding changes stay."""
+    model = make("bert").eval()
+    model.bert.encoder.to(torch.bfloat16).float()
+    results = []
+    for without in (["lean-prediction"], None):
+        engine = RapidformerEngine(args={"mixed_precision": "bf16", "without": without})
+        engine.model.compose_for_evaluation(model)
+        results.append(model(**make_batch("bert")).logits)
+        dense = model.bert.encoder.layer[0].intermediate.dense
+        kept = {dense.weight.dtype, dense.bias.dtype}
+        assert kept == ({torch.float32} if without else {torch.bfloat16})
+        assert model.classifier.weight.dtype == torch.float32
+        engine.close()
+    assert torch.equal(*results)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -1,8 +1,9 @@
-"""Adapters under mixed precision: no casts that autocast would undo or repeat.
+"""Frozen weights under mixed precision: no casts that autocast would undo or repeat.
 
 Autocast rounds a matrix to 16 bits for every product, and keeps the rounded copy only of trained
 ones. A frozen matrix of a linear layer can be rounded once instead: half the memory, no work in the
-forward pass, and the same products. Embeddings and norms work in fp32 and stay.
+forward pass, and the same products. Embeddings and norms work in fp32 and stay. In prediction, all
+matrices are frozen: those that were in 16 bits in their files are so again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
@@ -39,6 +41,19 @@ def apply(assembly: Assembly) -> str | None:
     return f"{count} frozen weights in 16 bits"
 
 
+def apply_in_prediction(assembly: Assembly) -> str | None:
+    """Row ``lean prediction``: round what loses nothing by that."""
+    dtype, count = assembly.precision.dtype, 0
+    if dtype is None or assembly.is_training:
+        return None
+    for parameter in _find_linear_weights(assembly.model):
+        rounded = parameter.detach().to(dtype)
+        if not parameter.is_meta and torch.equal(rounded.to(parameter.dtype), parameter):
+            parameter.data = rounded
+            count += 1
+    return f"{count} weights in 16 bits" if count else None
+
+
 def apply_adapted_layers(assembly: Assembly) -> str | None:
     """Row ``adapted layers``: torch's shortcut around layers that may have adapters is off."""
     if find_adapter(assembly.model) is None or not call_adapted_layers(assembly.model):
@@ -48,13 +63,17 @@ def apply_adapted_layers(assembly: Assembly) -> str | None:
 
 def find_frozen_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     """The frozen parameters that only linear layers use."""
+    return (parameter for parameter in _find_linear_weights(model) if not parameter.requires_grad)
+
+
+def _find_linear_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     linear = [module for module in model.modules() if _is_linear(module)]
     others = (module for module in model.modules() if not _is_linear(module))
     # A head may be tied to the embedding, which stays in full precision.
     used_elsewhere = {id(p) for other in others for p in get_parameter_table(other).values()}
     for module in linear:
         for p in get_parameter_table(module).values():
-            if p is not None and not p.requires_grad and id(p) not in used_elsewhere:
+            if p is not None and id(p) not in used_elsewhere:
                 yield p
 
 

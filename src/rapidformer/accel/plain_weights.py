@@ -48,6 +48,11 @@ class _Weight:
     exact: Tensor | None = None
     """In host memory, the values of a frozen weight that was rounded, if casting back loses any."""
 
+    def returns(self, dtype: torch.dtype, *, is_trained: bool) -> bool:
+        """Whether it gets its precision back: a trained one keeps a higher precision."""
+        is_rounded = dtype.itemsize < self.dtype.itemsize
+        return dtype != self.dtype and (is_rounded or not is_trained)
+
     def find_current(self) -> nn.Parameter | None:
         """What its owners have now; None if it is on another pipeline stage."""
         tables = [(get_parameter_table(module), name) for module, name in self.places]
@@ -154,7 +159,7 @@ class PlainWeights:
     ) -> nn.Parameter:
         original = weight.reference()
         if current is not None and current is original:
-            if not current.requires_grad and current.dtype != weight.dtype:
+            if weight.returns(current.dtype, is_trained=current.requires_grad):
                 current.data = _return_to_dtype(weight, current.data)
             if source is not None:
                 _broadcast(current.data, source, self._topology)
@@ -165,7 +170,7 @@ class PlainWeights:
             values = _broadcast(values, source, self._topology)
             is_trained = source.is_trained
         assert values is not None
-        if not is_trained and values.dtype != weight.dtype:
+        if weight.returns(values.dtype, is_trained=is_trained):
             values = _return_to_dtype(weight, values)
         if original is None or original.is_meta:
             return nn.Parameter(values, requires_grad=is_trained)

@@ -65,4 +65,10 @@ WHOLE = register(
         kind="automatic", module="lean_adapters", moment="weights", precisions=("fp16", "bf16"),
         under_deepspeed="not applied", exact="yes",
     ),
+    Switch(
+        "lean prediction",
+        "in prediction, linear layers whose files are in 16 bits are kept so",
+        kind="automatic", module="lean_adapters:apply_in_prediction", moment="weights",
+        precisions=("fp16", "bf16"), under_deepspeed="not applied", exact="yes",
+    ),
 )  # fmt: skip
