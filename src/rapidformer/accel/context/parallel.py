@@ -129,7 +129,7 @@ def apply(assembly: Assembly) -> str:
     whole = _WholeModel(region=region, head=head, inner=inner, takes_cache=takes_use_cache(model))
     extend_module(model, SplitModel, whole)
     prove_context(model, region)
-    refuse_double_gradients(model, _FLAG)
+    refuse_double_gradients(assembly, _FLAG)
     return f"{mesh.size()} ranks"
 
 

@@ -103,7 +103,7 @@ def apply(assembly: Assembly) -> str | None:
             layer = get_fact(model.get_submodule(name), Split)
             layer.shared_outputs = int(attention.qk_rope_head_dim)
     _divide_attributes(model, plan, mesh.size())
-    refuse_double_gradients(model, _FLAG)
+    refuse_double_gradients(assembly, _FLAG)
     extend_class(model, find_fact(model, Split) or Split(mesh=mesh), WholeOutputs)
     if assembly.uses_deepspeed:
         make_local(model, mesh)
