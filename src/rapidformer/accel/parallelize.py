@@ -26,7 +26,7 @@ from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
-from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.weights import broadcast_weights, check_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
@@ -91,10 +91,6 @@ class Parallelized:
     def keep_gathered(self) -> AbstractContextManager[None]:
         """Gather sharded weights once for all forward passes inside (an evaluation)."""
         return self._gathered.keep() if self._gathered is not None else nullcontext()
-
-    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A whole parameter for use in a loss, with the gradient of one process."""
-        return gather_weight(self.synchronizer, parameter)
 
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""

@@ -25,6 +25,7 @@ from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.whole import get_shard, join_each
 from rapidformer.errors import RapidformerError
+from rapidformer.models.plan import find_tied
 from rapidformer.optim.observer import RunObserver, observe_runs
 from rapidformer.overlay import list_layers
 from rapidformer.verification.settings import SMALLEST_EPSILON, Job, change_settings
@@ -62,7 +63,7 @@ class Recorder(RunObserver):
         model, topology, trace = self._model, engine.runtime.topology, self.trace
         trace.place = {axis: topology.get_rank(axis) for axis in AXES}
         trace.start = collect_weights(model)
-        trace.ties = find_ties(model)
+        trace.ties = find_tied(model)
         trace.decays = _collect_group_setting(optimizer, model, "weight_decay")
         trace.draws = [_peek_at_draws(engine.device)]
         trace.split = [
@@ -171,14 +172,6 @@ def collect_gradients(model: nn.Module) -> Tensors:
             # Another rank has a gradient: joining it needs this rank's slice too, as zeros.
             gradients[name] = torch.zeros_like(parameter.detach())
     return _collect(gradients)
-
-
-def find_ties(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in _list_parameters(model).items():
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def count_bytes(model: nn.Module) -> int:

@@ -34,7 +34,6 @@ from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
 from rapidformer.accel.split.on_demand import hand_out
 from rapidformer.accel.tensor.parallel import list_choices
-from rapidformer.accel.tensor.slices import distribute_part
 from rapidformer.accel.tensor.styles import (
     Split,
     extend_module,
@@ -47,6 +46,7 @@ from rapidformer.compat.transformers_models import get_attention, has_fixed_atte
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.vocabulary import is_split_over_tokens, sum_losses_by_tokens
+from rapidformer.dist.whole import join_parts
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -343,4 +343,4 @@ class SplitHead:
             return whole
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
         shape = (part.shape[0], length, part.shape[2])
-        return distribute_part(part, place.mesh, Shard(TOKENS), shape)
+        return join_parts(part, place.mesh, [Shard(TOKENS)], shape)

@@ -18,6 +18,7 @@ from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.vocabulary import VocabularySlice
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ConfigurationError
 
 
@@ -73,7 +74,7 @@ class Head:
 def _measure_rows(weight: Tensor) -> Tensor:
     """The norm of each row: a copy of the weight would be too large."""
     with torch.no_grad():
-        local = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+        local = get_shard(weight).detach()
         return local.clone() if local.dim() < 2 else local.norm(dim=-1, dtype=torch.float32)
 
 

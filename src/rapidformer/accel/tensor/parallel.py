@@ -35,6 +35,7 @@ from rapidformer.accel.tensor.vocabulary_loss import WholeOutputs
 from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
+from rapidformer.config.layout_rules import list_divisors
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.tensor_plans import (
@@ -238,8 +239,8 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
 
 def list_choices(number: int) -> str:
     """The divisors of a number as text: the possible choices."""
-    choices = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    *choices, last = list_divisors(number)
+    return f"{', '.join(choices)} or {last}" if choices else last
 
 
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
