@@ -12,14 +12,13 @@ something was recorded nor on where a run was resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.agreement import agree
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.finishing import Finishing
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
@@ -41,8 +40,9 @@ from rapidformer.accel.cuda_graph.recorder import (
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.data_parallel import GradientReducer
-from rapidformer.accel.unpad.rows import Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.collectives import gather_objects, max_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -144,7 +144,7 @@ class GraphedPasses:
             is_worth_it = not isinstance(problem, LongStepsError)
             self._give_up(str(problem), in_pieces=is_worth_it)
         sizes = (each.sizes for each in inputs if each is not None)
-        self.problem, least = agree(self._topology, self.problem, sizes)
+        self.problem, least = _agree(self._topology, self.problem, sizes)
         if self.problem is not None:
             self._has_ended = True
             self._drop()
@@ -345,3 +345,19 @@ class GraphedPasses:
                 self._model, self._blocks, self._device, self._capture,
                 is_16_bit=self._is_16_bit, compiles=self._compiles,
             )  # fmt: skip
+
+
+def _agree(
+    topology: Topology, problem: str | None, sizes: Iterable[Sizes]
+) -> tuple[str | None, Sizes]:
+    """The first problem of any rank, and the largest sizes of the update, by the hosts alone.
+
+    Ranks replay graphs of their own, so they may differ; but one that records while the others
+    replay delays them all. With the same sizes, all of them record at the same time.
+    """
+    own = map(max, zip(*sizes, NO_SIZES, strict=True))
+    has_problem, *largest = max_over_replicas([int(problem is not None), *own], topology)
+    if has_problem and topology.num_replicas > 1:
+        problems = enumerate(gather_objects(problem, topology))
+        problem = next(f"rank {rank}: {text}" for rank, text in problems if text is not None)
+    return problem, Sizes(*largest)
