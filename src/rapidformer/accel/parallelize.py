@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.attention.kernel_scope import use_kernels
-from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
@@ -132,7 +132,6 @@ def parallelize(
     assembly = Assembly(
         model=model, whole_plan=plan, plan=plan, args=args, device=device, topology=topology,
         precision=precision, deferred=get_deferred(model), uses_deepspeed=uses_deepspeed,
-        uses_autotp=uses_deepspeed and topology.tensor > 1 and is_split_by_autotp(model),
         is_training=for_training, is_filler=is_filler, is_by_row=is_by_row,
         applied=Applied(model, plain),
     )  # fmt: skip

@@ -73,10 +73,8 @@ class _Cut:
     reading: Reading | None = None
 
 
-def apply(assembly: Assembly) -> str | None:
+def apply(assembly: Assembly) -> str:
     """Split the layers by the model's plan, which sequence parallelism needs too."""
-    if assembly.uses_autotp:
-        return None
     model, mesh = assembly.model, assembly.topology.get_submesh("tensor")
     assert mesh is not None
     assembly.applied.enter(QUIET_JOINING)
