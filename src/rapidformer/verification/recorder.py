@@ -7,7 +7,6 @@ optimizer is watched, too: learning rates and clipping are recorded as they reac
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -26,14 +25,10 @@ from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.whole import get_shard, join_each
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import find_tied
-from rapidformer.optim.observer import RunObserver, observe_runs
+from rapidformer.optim.observer import RunFinished, RunObserver, observe_runs
 from rapidformer.overlay import list_layers
 from rapidformer.verification.settings import SMALLEST_EPSILON, Job, change_settings
 from rapidformer.verification.trace import AXES, MicroBatchWeight, Step, Tensors, Trace
-
-
-class RecordingFinished(BaseException):
-    """Enough updates have been seen. Not an ``Exception``, so a loop's ``except`` lets it pass."""
 
 
 class Recorder(RunObserver):
@@ -144,7 +139,7 @@ class Recorder(RunObserver):
     def see_update(self) -> None:
         if self._updates is not None and len(self.trace.gradients) >= self._updates:
             self.finish()
-            raise RecordingFinished
+            raise RunFinished
 
     def finish(self) -> Trace:
         """Record the weights as they are now; every rank must call this."""
@@ -287,7 +282,7 @@ class VerifiedRun(Recorder):
 def record_run(job: Job, train: Callable[[], None]) -> Trace:
     """Let ``train`` run until enough updates have been seen."""
     run = VerifiedRun(job)
-    with observe_runs(run), contextlib.suppress(RecordingFinished):
+    with observe_runs(run):
         train()
     if not run.trace.gradients:
         raise RapidformerError(
