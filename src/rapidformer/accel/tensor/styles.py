@@ -117,7 +117,7 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     parameter = get_parameter_table(module)[name]
     split = get_fact(module, Split)
     placement = _find_placement(parameter, split.mesh)
-    if placement is None:
+    if placement is None or parameter is None:
         # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
         return parameter
     # Blocks are recomputed in a backward pass; a compiled block does not know its caller.
