@@ -1,4 +1,4 @@
-"""DeepSpeed's stages, offload and split layers give the bare loop's losses, gradients and weights."""
+"""DeepSpeed stages, offload and split layers give the bare loop's losses, gradients and weights."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from rapidformer.accel.double_backward import refuse_double_gradients
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
 from rapidformer.accel.split.on_demand import hand_out
-from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.styles import (
     Split,
     extend_module,
@@ -43,6 +42,7 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.accel.unpad.on_demand import lacks_padding
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
+from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.vocabulary import is_split_over_tokens, sum_losses_by_tokens

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import Split, Style, extend_class, inside_a_call
 from rapidformer.compat.torch_distributed import QUIET_JOINING
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
+from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.regions import Group, exchange
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, expand_patterns

@@ -35,7 +35,7 @@ from rapidformer.accel.tensor.vocabulary_loss import WholeOutputs
 from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
-from rapidformer.config.layout_rules import list_divisors
+from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.tensor_plans import (
@@ -233,12 +233,6 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         what = "inputs" if "row" in style else "outputs"
         return f"has {length // parts} {what}, not a multiple of {size}."
     return None
-
-
-def list_choices(number: int) -> str:
-    """The divisors of a number as text: the possible choices."""
-    *choices, last = list_divisors(number)
-    return f"{', '.join(choices)} or {last}" if choices else last
 
 
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
