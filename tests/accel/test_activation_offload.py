@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from rapidformer.accel.activation_offload import Lane, apply_activation_offload
+from rapidformer.accel.activation_offload import Lane, apply
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.precision.autocast import apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision
@@ -50,7 +51,7 @@ def switch_on(model: nn.Module, *others: str) -> None:
         torch._dynamo.reset()
         apply_compile(model, plan, backend="aot_eager")
     if "offload" in others:
-        apply_activation_offload(model, plan, CPU)
+        apply(SimpleNamespace(model=model, plan=plan, device=CPU))
     if "bf16" in others:
         apply_mixed_precision(model, Precision(dtype=torch.bfloat16, reason="bf16"), CPU)
 

@@ -31,7 +31,7 @@ def look(model: nn.Module) -> dict[str, Any]:
         seen[f"{name} class"] = type(module)
         for key, value in vars(module).items():
             if key == "_parameters":
-                kinds = {k: p if p is None else (type(p), p.shape) for k, p in value.items()}
+                kinds = {k: p if p is None else describe(p) for k, p in value.items()}
                 seen[f"{name} parameters"] = list(kinds.items())
             elif key == "_buffers":
                 seen[f"{name} buffers"] = [(k, type(b)) for k, b in value.items()]
@@ -47,6 +47,11 @@ def look(model: nn.Module) -> dict[str, Any]:
     owners = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     seen["ties"] = [[n for n, other in owners if other == p] for _, p in owners]
     return seen
+
+
+def describe(parameter: Any) -> tuple[Any, ...]:
+    hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return type(parameter), parameter.shape, [list((table or {}).values()) for table in hooks]
 
 
 def check_plain(model: nn.Module, before: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel.precision.autocast import apply_fp32_weights, apply_mixed_precision
+from rapidformer.accel.precision.autocast import apply_mixed_precision, keep_fp32_weights
 from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.errors import TrainingError
 from rapidformer.optim.guard import LossScaler
@@ -77,7 +78,7 @@ def test_weights_gradients_and_optimizer_state_stay_fp32() -> None:
 
 def test_16_bit_weights_become_fp32() -> None:
     model = make("bert").to(torch.bfloat16)
-    apply_fp32_weights(model, BF16)
+    keep_fp32_weights(SimpleNamespace(model=model, precision=BF16))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert get_loss(model, "bert").isfinite()
 

@@ -248,7 +248,7 @@ def test_our_flags_fill_what_the_file_leaves_open(tmp_path: Path) -> None:
     }
 
 
-def test_16_bit_weights_and_autotp_have_zero(tmp_path: Path) -> None:
+def test_16_bit_weights_and_split_layers_have_zero(tmp_path: Path) -> None:
     """Stage 1 replaces none: the same numbers, and one kind of optimizer."""
     half = build_deepspeed_config(read(tmp_path, {"bf16": {"enabled": True}}), "bf16")
     assert half["zero_optimization"]["stage"] == 1

@@ -149,7 +149,7 @@ def test_deepspeed(python: Path, folder: Path, alone: list[float]) -> None:
 
 
 def test_deepspeed_with_model_parallelism(python: Path, folder: Path, alone: list[float]) -> None:
-    """AutoTP refuses T5: our tensor parallelism splits it, under DeepSpeed's own ZeRO-1."""
+    """Our tensor parallelism, under DeepSpeed's own ZeRO-1."""
     more = "    deepspeed_config='deepspeed.json',\n    model_paralle_size = 2\n"
     done = run_script(python, folder, env_type="deepspeed+mpu", batch=2, processes=4, more=more)
     assert done.returncode == 0, done.stderr
@@ -204,7 +204,6 @@ def test_metrics_and_what_a_run_leaves(tmp_path: Path) -> None:
 
 
 def make_roberta() -> Any:
-    """AutoTP does not know it: our own tensor parallelism splits it."""
     torch.manual_seed(0)
     return RobertaForSequenceClassification(RobertaConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -243,7 +242,7 @@ def train_split(folder: Path, make_model: Any, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make_model", "stage", "line"),
     [
-        (make_classifier, 1, "AutoTP over 2 ranks"),
+        (make_classifier, 1, "tensor parallelism: 2 ranks (plan"),
         (make_roberta, 2, "tensor parallelism: 2 ranks (plan"),
         (make_roberta, 3, "rapidformer's own ZeRO-3 x tensor parallelism of 2 is used"),
     ],

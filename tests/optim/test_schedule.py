@@ -116,6 +116,23 @@ def test_curve_is_megatrons_everywhere(
     assert 0.5 * curve(update * batch) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ({"lr_decay_style": "cosine"}, "does not decay (cosine)"),
+        ({"lr_decay_style": "constant", "lr_warmup_fraction": 0.1}, "has no warm-up"),
+        ({"lr_decay_style": "constant", "lr_warmup_iters": 3}, None),
+    ],
+)
+def test_what_needs_the_length_of_a_run_is_reported_without_it(
+    said: dict[str, Any], lost: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    curve = build_curve(OptimizerArguments(lr=1.0, **said), train_iters=None, count_samples=int)
+    assert curve.style == "constant"
+    assert [lost in line for line in caplog.messages] == [True] if lost else not caplog.messages
+
+
 def test_first_update_has_rate_zero_with_warmup_and_the_peak_without() -> None:
     assert learning_rates(3, 10, 4, lr=1.0, lr_warmup_iters=4) == [0.0, 0.25, 0.5]
     assert learning_rates(2, 10, 4, lr=1.0) == pytest.approx([1.0, 0.9])

@@ -7,12 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rapidformer.verification.recorder import (
-    collect_gradients,
-    collect_weights,
-    count_bytes,
-    find_ties,
-)
+from rapidformer.models.plan import find_tied
+from rapidformer.verification.recorder import collect_gradients, collect_weights, count_bytes
 from rapidformer.verification.trace import Trace
 from tests.parity.models import Rows, collate
 
@@ -63,7 +59,7 @@ def count_labels(labels: torch.Tensor, *, is_shifted: bool) -> int:
 
 def start_bare_trace(model: nn.Module) -> Trace:
     """What comes before the first update of a loop without the library."""
-    return Trace(start=collect_weights(model), ties=find_ties(model))
+    return Trace(start=collect_weights(model), ties=find_tied(model))
 
 
 def note_bare_gradients(trace: Trace, model: nn.Module, loss: torch.Tensor) -> None:

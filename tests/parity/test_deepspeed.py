@@ -1,4 +1,4 @@
-"""DeepSpeed's stages, offload and AutoTP give the bare loop's losses, gradients and weights."""
+"""DeepSpeed stages, offload and split layers give the bare loop's losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bert",
         {"zero_optimization": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}},
     ),
-    "autotp": (
+    "stage 1 x tensor 2": (
         "llama",
         {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
     ),
-    # AutoTP refuses this one: our tensor parallelism splits it.
-    "our tensor parallelism": (
+    "stage 2 x tensor 2": (
         "t5",
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),
 }
-FUSED = ("stage 1", "stage 2 offloaded", "our tensor parallelism")
+FUSED = ("stage 1", "stage 2 offloaded", "stage 2 x tensor 2")
 
 
 Run = tuple[Training, list[Trace]]

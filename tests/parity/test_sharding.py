@@ -20,9 +20,9 @@ from rapidformer.dist.topology import build_lone_mesh
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.build import build_pretrained
 from rapidformer.models.deferred import get_deferred
-from rapidformer.models.plan import find_plan
+from rapidformer.models.plan import find_plan, find_tied
 from rapidformer.optim.optimizers import group_parameters
-from rapidformer.verification.recorder import collect_weights, count_bytes, find_ties
+from rapidformer.verification.recorder import collect_weights, count_bytes
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     SETTINGS,
@@ -217,7 +217,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
             buffers = {key: buffer.numpy().copy() for key, buffer in model.named_buffers()}
             count = len(optimizer.param_groups[0]["params"])
             found.append(
-                (collect_weights(model), buffers, find_ties(model), count_bytes(model), count)
+                (collect_weights(model), buffers, find_tied(model), count_bytes(model), count)
             )
     engine.close()
     return found
@@ -231,7 +231,7 @@ def _build_plainly(name: str, folder: str) -> tuple[Any, ...]:
         model = MODELS[name](0.0, 2)
     buffers = {key: buffer.numpy().copy() for key, buffer in model.named_buffers()}
     count = len(list(model.parameters()))
-    return collect_weights(model), buffers, find_ties(model), count_bytes(model), count
+    return collect_weights(model), buffers, find_tied(model), count_bytes(model), count
 
 
 @pytest.mark.parametrize(

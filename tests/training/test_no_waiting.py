@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,9 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
-from rapidformer.accel import host_masks
+from rapidformer.accel import host_masks, sliced_heads
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import ANSWERS, make_masks_from_host
-from rapidformer.accel.sliced_heads import apply_sliced_heads
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.accel.test_unpad import PAIR, SMALL
 from tests.gpu.test_unpad import MODELS as DECODERS_AND_ENCODERS
@@ -196,7 +196,7 @@ def test_falcon_takes_its_heads_without_lists(form: dict[str, Any]) -> None:
             outputs = model(input_ids=ids, labels=ids, use_cache=False)
         gradients = torch.autograd.grad(outputs.loss, list(model.parameters()))
         results.append((counting.count, outputs.logits, *gradients))
-        apply_sliced_heads(model)
+        sliced_heads.apply(SimpleNamespace(model=model))
     assert [count for count, *_ in results] == [4, 0]
     for before, after in zip(results[0][1:], results[1][1:], strict=True):
         torch.testing.assert_close(after, before)

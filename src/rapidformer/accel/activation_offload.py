@@ -24,21 +24,16 @@ from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import TrainingError
-from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
 
 def apply(assembly: Assembly) -> str:
     """Offload the blocks of this rank."""
-    apply_activation_offload(assembly.model, assembly.plan, assembly.device)
-    return f"{len(assembly.plan.blocks)} blocks, in pinned host memory"
-
-
-def apply_activation_offload(model: nn.Module, plan: ModelPlan, device: torch.device) -> None:
-    """Keep what each block saves for its backward pass in host memory."""
-    build = functools.partial(_build_offload, lane=Lane(device))
-    for block in plan.require_blocks(model, "--activation-offload"):
+    build = functools.partial(_build_offload, lane=Lane(assembly.device))
+    blocks = assembly.plan.require_blocks(assembly.model, "--activation-offload")
+    for block in blocks:
         extend(block, "offload", build, is_shared=True)
+    return f"{len(blocks)} blocks, in pinned host memory"
 
 
 def _build_offload(cls: type[nn.Module], lane: Lane) -> dict[str, Any]:

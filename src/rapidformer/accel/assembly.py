@@ -53,8 +53,6 @@ class Assembly:
     deferred: DeferredWeights | None
     """How to create the weights of a model that was built without them."""
     uses_deepspeed: bool = False
-    uses_autotp: bool = False
-    """Whether DeepSpeed's AutoTP splits the layers instead of our tensor parallelism."""
 
     is_training: bool = True
     """False for a model that is only evaluated."""

@@ -75,7 +75,7 @@ def _check(args: Settings, topology: Topology, *, is_by_row: bool) -> None:
         )
 
 
-def refuse_double_gradients(model: nn.Module, flag: str) -> None:
+def refuse_double_gradients(assembly: Assembly, flag: str) -> None:
     """Raise if the gradient of a parameter of a split model is differentiated."""
 
     def check(name: str, gradient: Tensor) -> None:
@@ -86,6 +86,6 @@ def refuse_double_gradients(model: nn.Module, flag: str) -> None:
                 f"embeddings, or remove {flag}."
             )
 
-    for name, parameter in model.named_parameters():
+    for name, parameter in assembly.model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_hook(partial(check, name))
+            assembly.applied.keep_hook(parameter.register_hook(partial(check, name)))

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.attention.kernel_scope import use_kernels
-from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy, is_split_by_autotp
+from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
-from rapidformer.accel.sharding.zero import ShardedGradients, gather_weight
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.weights import broadcast_weights, check_weights, make_weights, place_weights
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
@@ -92,10 +92,6 @@ class Parallelized:
         """Gather sharded weights once for all forward passes inside (an evaluation)."""
         return self._gathered.keep() if self._gathered is not None else nullcontext()
 
-    def gather_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A whole parameter for use in a loss, with the gradient of one process."""
-        return gather_weight(self.synchronizer, parameter)
-
     def watch_updates(self, optimizer: Optimizer) -> None:
         """Reshard gathered weights before every update of this optimizer."""
         if self._gathered is not None:
@@ -136,7 +132,6 @@ def parallelize(
     assembly = Assembly(
         model=model, whole_plan=plan, plan=plan, args=args, device=device, topology=topology,
         precision=precision, deferred=get_deferred(model), uses_deepspeed=uses_deepspeed,
-        uses_autotp=uses_deepspeed and topology.tensor > 1 and is_split_by_autotp(model),
         is_training=for_training, is_filler=is_filler, is_by_row=is_by_row,
         applied=Applied(model, plain),
     )  # fmt: skip

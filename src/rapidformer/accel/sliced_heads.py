@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.transformers_models import SPLIT_HEADS, is_falcon_attention
@@ -13,16 +13,10 @@ from rapidformer.overlay import extend
 
 def apply(assembly: Assembly) -> str | None:
     """Slice the heads of Falcon's attention."""
-    count = apply_sliced_heads(assembly.model)
-    return f"of {count} attention layers" if count else None
-
-
-def apply_sliced_heads(model: nn.Module) -> int:
-    """Slice the heads of every attention layer of Falcon; returns how many there are."""
-    layers = [module for module in model.modules() if is_falcon_attention(type(module))]
+    layers = [module for module in assembly.model.modules() if is_falcon_attention(type(module))]
     for layer in layers:
         extend(layer, "heads", _build_attention, is_shared=True)
-    return len(layers)
+    return f"of {len(layers)} attention layers" if layers else None
 
 
 def _build_attention(cls: Any) -> dict[str, Any]:

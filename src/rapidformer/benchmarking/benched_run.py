@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import resource
 import sys
@@ -26,12 +25,8 @@ from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.matrix_rate import measure_rank_rate
 from rapidformer.dist.processes import describe_device
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.observer import RunObserver, observe_runs
+from rapidformer.optim.observer import RunFinished, RunObserver, observe_runs
 from rapidformer.overlay import find_fact
-
-
-class MeasuringFinished(BaseException):
-    """Enough steps were timed. Not an Exception, so that the script does not catch it."""
 
 
 class Clock:
@@ -131,7 +126,7 @@ class BenchedRun(RunObserver):
             self._start_profile()
         elif timed == self._last + PROFILED_STEPS and self._profiler is not None:
             self._read_profile()
-            raise MeasuringFinished
+            raise RunFinished
 
     @property
     def has_enough_steps(self) -> bool:
@@ -157,7 +152,7 @@ class BenchedRun(RunObserver):
 
     def _start_profile(self) -> None:
         if self._engine.device.type != "cuda":
-            raise MeasuringFinished
+            raise RunFinished
         # Profile separate steps: the profiler slows down the host.
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profiler.start()
@@ -191,7 +186,7 @@ def split_steps(marks: list[tuple[str, float]]) -> tuple[list[float], dict[str, 
 def measure_run(job: Job, train: Callable[[], None]) -> Result:
     """Run ``train`` until enough steps have been timed."""
     run = BenchedRun(job)
-    with observe_runs(run), contextlib.suppress(MeasuringFinished):
+    with observe_runs(run):
         train()
     if run.has_enough_steps:
         run.read_times()  # the script trains for fewer steps than would be timed
@@ -218,10 +213,6 @@ def wait_for(device: torch.device) -> None:
 _COUNTS = "rapidformer_counts"
 
 
-class _HandedOver(BaseException):
-    """The run has built what is needed. Not an Exception, so that the script does not catch it."""
-
-
 @dataclass
 class _Handover(RunObserver):
     """Takes the model, the data and the settings from a run."""
@@ -240,13 +231,13 @@ class _Handover(RunObserver):
 
     def before_compose(self, model: nn.Module) -> None:
         self.model, self.args = model, get_args()
-        raise _HandedOver
+        raise RunFinished
 
 
 def measure_trainer(job: Job, train: Callable[[], None]) -> Result:
     """Time Hugging Face's Trainer, with fused AdamW, on what ``train`` has built when it stops."""
     taken = _Handover(job)
-    with observe_runs(taken), contextlib.suppress(_HandedOver):
+    with observe_runs(taken):
         train()
     if taken.model is None or taken.data is None or taken.args is None:
         raise RapidformerError(

@@ -129,8 +129,8 @@ class Save:
         index: Index = {}
         digests: dict[str, Digest] = {}
         (staging / _STATE).mkdir(exist_ok=True)  # also here: NFS may not show rank 0's folder yet
-        weights = [each for each in self.pieces if self.has_model and belongs_to_model(each)]
-        others = [each for each in self.pieces if not (self.has_model and belongs_to_model(each))]
+        weights = [piece for piece in self.pieces if self.has_model and belongs_to_model(piece)]
+        others = [part for part in self.pieces if not (self.has_model and belongs_to_model(part))]
         if weights:
             name = name_model_file(get_rank(), get_world_size())
             index, digests[name] = write_model_file(weights, staging / name, self._check_cancelled)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: the shards of state they keep, and the weights AutoTP has split."""
+"""DeepSpeed's optimizers, and the shards of state that they keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ PRIVATE_NAMES = {
     f"{_ZERO_3}._get_fp32_opt_state_partition": "loading the state of ZeRO-3",
     f"{_ZERO_3}._get_param_partition_rank": "loading the state of ZeRO-3",
     f"{_ZERO_3}._get_norm_groups": "the gradient norm under ZeRO-3",
-    "deepspeed.module_inject.layers.LinearLayer._tp_partition": "loading weights under AutoTP",
 }
 
 
@@ -55,10 +54,3 @@ def compute_norm(optimizer: Any) -> Any:
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     return combine_grad_norm_groups(optimizer._get_norm_groups())
-
-
-def cut_for_tensor_parallelism(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a weight that AutoTP has split."""
-    box = whole.detach().clone()
-    parameter._tp_partition([box])
-    return box

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ PRIVATE_NAMES = {
     "torch._foreach_clamp_min_": "clip_grad_value_ too early, which split tensors do not count",
 }
 
+T = TypeVar("T")
 TotalNorm = Callable[[list[Tensor], float], Tensor]
 Measure = Callable[[list[Tensor], float, TotalNorm], Tensor | None]
 """The norm of these gradients over more than this rank; None if they are not its concern."""
@@ -27,26 +29,24 @@ _measures: list[Measure] = []
 _checks: list[Callable[[list[Tensor]], None]] = []
 
 
-@contextmanager
-def extend_total_norm(measure: Measure) -> Iterator[None]:
+def extend_total_norm(measure: Measure) -> AbstractContextManager[None]:
     """Inside, ``clip_grad_norm_`` asks ``measure`` first, wherever it was imported from."""
-    with _PATCH:
-        _measures.append(measure)
-        try:
-            yield
-        finally:
-            _measures.remove(measure)
+    return _listed(measure, _measures)
+
+
+def check_clipping(check: Callable[[list[Tensor]], None]) -> AbstractContextManager[None]:
+    """Inside, gradients that are to be clipped, by norm or by value, are checked first."""
+    return _listed(check, _checks)
 
 
 @contextmanager
-def check_clipping(check: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Inside, gradients that are to be clipped, by norm or by value, are checked first."""
+def _listed(function: T, functions: list[T]) -> Iterator[None]:
     with _PATCH:
-        _checks.append(check)
+        functions.append(function)
         try:
             yield
         finally:
-            _checks.remove(check)
+            functions.remove(function)
 
 
 def find_unknown_norm() -> str | None:

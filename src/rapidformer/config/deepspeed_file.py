@@ -90,9 +90,7 @@ def has_own_precision(content: Section, mixed_precision: str | None) -> bool:
     return isinstance(section, dict) and section.get("enabled") in (True, AUTO)
 
 
-def build_deepspeed_config(
-    args: Settings, mixed_precision: str | None, *, uses_autotp: bool = False
-) -> Section:
+def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Section:
     """The configuration for DeepSpeed: the file, completed with the run's settings."""
     assert args.deepspeed is not None
     content = modernize(load_deepspeed_file(args.deepspeed))
@@ -126,11 +124,7 @@ def build_deepspeed_config(
     # DeepSpeed computes it, and would count tensor-parallel ranks as replicas.
     content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
-    if uses_autotp:
-        size = {"autotp_size": args.tensor_model_parallel_size}
-        content["tensor_parallel"] = content.get("tensor_parallel", {}) | size
-    else:
-        content.pop("tensor_parallel", None)
+    content.pop("tensor_parallel", None)  # our own splits the layers
     filled: Section = _without_autos(content)
     return filled
 

@@ -97,3 +97,9 @@ def _check_hybrid_sharding(args: Settings, replicas: int) -> Iterator[str]:
 def list_divisors(number: int) -> list[str]:
     """The numbers that divide this one, as text."""
     return [str(n) for n in range(1, number + 1) if number % n == 0]
+
+
+def list_choices(number: int) -> str:
+    """The divisors of a number as text: the possible choices."""
+    *choices, last = list_divisors(number)
+    return f"{', '.join(choices)} or {last}" if choices else last

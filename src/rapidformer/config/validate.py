@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_divisors
+from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_choices
 from rapidformer.config.objective_rules import find_objective_problems
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
@@ -233,11 +233,10 @@ def _check_sizes(args: Settings) -> Iterator[str]:
         yield f"--num-attention-heads {heads} does not divide --hidden-size {args.hidden_size}."
     tensor = args.tensor_model_parallel_size
     if heads and heads % max(tensor, 1):
-        *others, last = list_divisors(heads)
-        choices = f"{', '.join(others)} or {last}" if others else last
         yield (
             f"--tensor-model-parallel-size {tensor} does not divide the "
-            f"{count(heads, 'attention head')} of --num-attention-heads: use {choices}."
+            f"{count(heads, 'attention head')} of --num-attention-heads: use "
+            f"{list_choices(heads)}."
         )
     if heads and groups and heads % groups:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}."

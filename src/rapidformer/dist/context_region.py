@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rapidformer.compat.torch_distributed import operations
 from rapidformer.dist import regions
 
 Group = dist.ProcessGroup
@@ -133,6 +132,4 @@ class _JoinHeads(torch.autograd.Function):
 def _exchange(sent: Tensor, group: Group) -> Tensor:
     """Send row n to rank n."""
     rows = [1] * len(sent)
-    return regions.wait(
-        operations.all_to_all_single(sent.contiguous(), rows, rows, group.group_name)
-    )
+    return regions.exchange(sent, rows, rows, group)

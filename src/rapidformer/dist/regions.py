@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from rapidformer.compat.torch_distributed import operations
+from rapidformer.dist.whole import join_parts
 
 Group = dist.ProcessGroup
 
@@ -137,11 +138,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        stride = torch.empty(ctx.shape, device="meta").stride()
-        return DTensor.from_local(
-            gradient.contiguous(), ctx.mesh, ctx.placements, run_check=False,
-            shape=ctx.shape, stride=stride,
-        )  # fmt: skip
+        return join_parts(gradient.contiguous(), ctx.mesh, ctx.placements, ctx.shape)
 
 
 def sum_over(tensor: Tensor, group: Group) -> Tensor:
@@ -150,6 +147,11 @@ def sum_over(tensor: Tensor, group: Group) -> Tensor:
 
 def wait(tensor: Tensor) -> Tensor:
     return operations.wait_tensor(tensor)  # type: ignore[no-any-return]
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Send this many of the rows to each rank, and receive as many from it as it sends."""
+    return wait(operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name))
 
 
 def take_slice(tensor: Tensor, dim: int, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""One seed for every source of random numbers."""
+"""One seed for every source of random numbers, and numbers that follow from others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -18,6 +19,17 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def hash_bits(numbers: Tensor) -> Tensor:
+    """A hash of 32-bit integers: each bit of the input changes about half of the output's bits.
+
+    https://github.com/skeeto/hash-prospector calls it lowbias32. Products overflow, as they should.
+    Shifts of signed numbers copy the sign, hence the masks.
+    """
+    numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * 0x7FEB352D
+    numbers = (numbers ^ ((numbers >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return numbers ^ ((numbers >> 16) & 0xFFFF)
 
 
 class RandomState:

@@ -157,12 +157,17 @@ def build_topology(
     return _current
 
 
-def build_lone_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of this process alone, for code that needs one although there are no peers."""
+def start_lone_group(device_type: str) -> None:
+    """A group of this process alone, for code that needs one although there are no peers."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def build_lone_mesh(device_type: str) -> DeviceMesh:
+    """The same as a mesh."""
+    start_lone_group(device_type)
     return init_device_mesh(device_type, (1,), mesh_dim_names=("data",))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,14 @@ memory twice, and gain nothing."""
 def get_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a split tensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def join_parts(
+    part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A tensor of this shape of which each rank has its part already."""
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def gather_with_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,11 +110,8 @@ def _join(tensor: DTensor, gradient: list[Any] | None = None) -> torch.Tensor:
     ]
     placements[axis] = Shard(dim + 1)
     before, length, after = split.shape[:dim], split.shape[dim], split.shape[dim + 1 :]
-    shape = torch.Size((*before, parts, length // parts, *after))
-    by_parts = DTensor.from_local(
-        split.to_local().unflatten(dim, (parts, -1)).contiguous(), mesh, placements,
-        run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
-    )  # fmt: skip
+    own = split.to_local().unflatten(dim, (parts, -1)).contiguous()
+    by_parts = join_parts(own, mesh, placements, (*before, parts, length // parts, *after))
     return by_parts.full_tensor(grad_placements=gradient).flatten(dim, dim + 1)
 
 

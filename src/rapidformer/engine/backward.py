@@ -7,6 +7,7 @@ an update, gradients are summed over the ranks and divided once, by the weight o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.parallelize import Parallelized
-from rapidformer.accel.tensor.slices import check_whole_gradients, get_own_gradient
+from rapidformer.accel.tensor.slices import check_whole_gradients
 from rapidformer.accel.tensor.vocabulary_loss import join_loss
 from rapidformer.accel.unpad.on_demand import settle, settle_all
 from rapidformer.data.batch import may_be_averaged_over_tokens
@@ -341,7 +342,7 @@ class BackwardPasses:
         is_first = self.clock.updates == self.clock.first_update
         if group is not None and (has_changed or is_first):
             deepspeed = self.parallelized.deepspeed
-            read = get_own_gradient if deepspeed is None else deepspeed.gather_gradient
+            read = deepspeed.gather_gradient if deepspeed else operator.attrgetter("grad")
             check_whole_gradients(self.parallelized.model, group, read)
 
     def notice_unfrozen(self) -> bool:

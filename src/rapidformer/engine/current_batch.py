@@ -126,7 +126,8 @@ class CurrentBatch:
         known = self._known.get(id(get_base(values))) if is_tensor else None
         if known is not None:
             return known[1]
-        is_there = any(facts is self._in_model for _, facts, _ in self._known.values())
+        # A copy: a tensor may be freed meanwhile.
+        is_there = any(facts is self._in_model for _, facts, _ in list(self._known.values()))
         return self._in_model if is_there else self._in_hand
 
     def ends_with_filler(self, values: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from rapidformer.accel.double_backward import RowGradients
 from rapidformer.accel.parallelize import Parallelized, parallelize
 from rapidformer.accel.precision.precision import Precision
+from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.config import Settings
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine.current_batch import CurrentBatch
@@ -180,7 +181,7 @@ class RunModel:
         Every rank must call it, for the same parameters in the same order. The gradient is that of
         one process. A parameter that is whole is returned as it is.
         """
-        return self.parallelized.gather_weight(parameter)
+        return gather_weight(self.parallelized.synchronizer, parameter)
 
     @contextmanager
     def gradients_by_row(self) -> Iterator[None]:

@@ -180,13 +180,13 @@ class Updates:
         with ExitStack() as stack:
             joined = [
                 stack.enter_context(
-                    each._started_passes.joining(result, micro_batch, unit, counts=counts)
+                    updates._started_passes.joining(result, micro_batch, unit, counts=counts)
                 )
-                for each in together
+                for updates in together
             ]
             scaled = scale_loss(join(loss), result.weight / unit, 1.0)
             scaled.backward(retain_graph=retain_graph)
-        return [each for each, reached in zip(together, joined, strict=True) if reached]
+        return [updates for updates, reached in zip(together, joined, strict=True) if reached]
 
     def backward_within(self, loss: torch.Tensor) -> None:
         """Back-propagate inside the forward step of ``run_update``; several losses add up.

@@ -1,4 +1,4 @@
-"""Build Hugging Face models, tokenizers and image processors.
+"""Build Hugging Face models, tokenizers and processors.
 
 From a Hub name, a local folder, or from scratch by `--model-type` and sizes. Weights are always
 fp32, whatever the file holds: mixed precision is applied in training. A head of a different size is
@@ -8,11 +8,13 @@ fp32, whatever the file holds: mixed precision is applied in training. A head of
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.compat.transformers_processors import load_auto_processor
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ConfigurationError, MissingPackageError, ModelError
 from rapidformer.host_memory import measure_free_memory
 from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger, warn, warn_once
@@ -195,10 +197,38 @@ def load_tokenizer(args: Settings, **options: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             location, **get_hub_options(location, args), **options
         )
+    _give_padding(tokenizer)
+    return tokenizer
+
+
+def _give_padding(tokenizer: Any) -> None:
     if tokenizer.pad_token is None:
         # GPT-2 and similar have none; the attention mask excludes padding whatever it is.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return tokenizer
+
+
+def load_processor(args: Settings) -> Any:
+    """The processor of a model that reads images and text, with a padding token."""
+    if find_spec("PIL") is None:
+        raise MissingPackageError("pillow", "images", "image")
+    location = find_files(get_model_location(args), "*processor_config.json")
+    if location is None:
+        raise ModelError(
+            "There is no processor for images: give a folder or a Hub name that has one with "
+            "--pretrained-model-name-or-path."
+        )
+    check_folder(location)
+    check_has_tokenizer(location)
+    with quiet_transformers(location), explain_failure(location, "processor"):
+        processor = load_auto_processor(location, **get_hub_options(location, args))
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None or not hasattr(processor, "image_processor"):
+        raise ModelError(
+            f"{location} has no processor for images and text (processor_config.json), only a "
+            f"{type(processor).__name__}: choose a model that reads images."
+        )
+    _give_padding(tokenizer)
+    return processor
 
 
 def load_image_processor(args: Settings) -> Any:

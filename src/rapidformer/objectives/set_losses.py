@@ -33,8 +33,8 @@ def _find_rows(terms: Terms, notes: Sequence[Note], size: int) -> tuple[Tensor, 
         return None  # several terms are means over different things
     if learnt[0].rows is not None:
         return learnt[0].rows if len(learnt[0].rows[0]) == size else None
-    if not notes or any(len(each.losses) % size for each in notes):
+    if not notes or any(len(note.losses) % size for note in notes):
         return None
-    losses = sum(each.losses.view(size, -1).sum(1) for each in notes)
-    counts = sum(each.counts.view(size, -1).sum(1) for each in notes)
+    losses = sum(note.losses.view(size, -1).sum(1) for note in notes)
+    counts = sum(note.counts.view(size, -1).sum(1) for note in notes)
     return torch.as_tensor(losses), torch.as_tensor(counts)

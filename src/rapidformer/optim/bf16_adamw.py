@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapidformer.dist.seeding import hash_bits
 from rapidformer.dist.whole import get_shard
 from rapidformer.optim.multi_tensor.adamw import MOMENTS, MultiTensorAdamW
 
@@ -82,12 +83,5 @@ def _update(
 def round_randomly(value: Tensor, salt: Tensor) -> Tensor:
     """fp32 values that bf16 holds exactly: the one below or the one above, right on average."""
     bits = value.view(torch.int32)
-    rounded = (bits + (_hash(bits + salt) & _CUT)) & ~_CUT
+    rounded = (bits + (hash_bits(bits + salt) & _CUT)) & ~_CUT
     return torch.where(value.isfinite(), rounded.view(torch.float32), value)
-
-
-def _hash(bits: Tensor) -> Tensor:
-    """Chris Wellons' lowbias32, on signed integers that wrap around."""
-    bits = (bits ^ ((bits >> 16) & _CUT)) * 0x7FEB352D
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return bits ^ ((bits >> 16) & _CUT)

@@ -8,13 +8,17 @@ the observer or none does, because looking at split tensors is collective.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from rapidformer.config import Settings
+
+
+class RunFinished(BaseException):
+    """An observer has seen enough. Not an ``Exception``, so a loop's ``except`` lets it pass."""
 
 
 class RunObserver:
@@ -66,10 +70,11 @@ def get_observer() -> RunObserver:
 
 @contextmanager
 def observe_runs(observer: RunObserver) -> Iterator[None]:
-    """Let the observer see every run inside."""
+    """Let the observer see every run inside, and end what is inside by ``RunFinished``."""
     global _current
     before, _current = _current, observer
     try:
-        yield
+        with suppress(RunFinished):
+            yield
     finally:
         _current = before

@@ -47,12 +47,15 @@ def build_curve(
 ) -> LearningRateCurve:
     """The curve described by the flags; ``count_samples`` converts updates to samples."""
     style, length = settings.lr_decay_style, settings.lr_decay_iters or train_iters
-    if length is None and settings.lr_decay_samples is None and style in ("linear", "cosine"):
-        warn_once(
-            f"the length of the run is not known, so the learning rate does not decay "
-            f"({style}): give --train-iters, or --epochs and let the engine build the loader."
-        )
-        style = "constant"
+    if length is None and settings.lr_decay_samples is None:
+        lost = [f"does not decay ({style})"] if style in ("linear", "cosine") else []
+        style = "constant" if lost else style
+        lost += ["has no warm-up (--lr-warmup-fraction)"] if settings.lr_warmup_fraction else []
+        if lost:
+            warn_once(
+                f"the length of the run is not known, so the learning rate {' and '.join(lost)}: "
+                "give --train-iters, or --epochs and let the engine build the loader."
+            )
     decay: float = count_samples(length or 0)
     if settings.lr_decay_samples is not None:
         decay = settings.lr_decay_samples

@@ -7,7 +7,6 @@ optimizer is watched, too: learning rates and clipping are recorded as they reac
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -25,14 +24,11 @@ from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.dist.whole import get_shard, join_each
 from rapidformer.errors import RapidformerError
-from rapidformer.optim.observer import RunObserver, observe_runs
+from rapidformer.models.plan import find_tied
+from rapidformer.optim.observer import RunFinished, RunObserver, observe_runs
 from rapidformer.overlay import list_layers
 from rapidformer.verification.settings import SMALLEST_EPSILON, Job, change_settings
 from rapidformer.verification.trace import AXES, MicroBatchWeight, Step, Tensors, Trace
-
-
-class RecordingFinished(BaseException):
-    """Enough updates have been seen. Not an ``Exception``, so a loop's ``except`` lets it pass."""
 
 
 class Recorder(RunObserver):
@@ -62,7 +58,7 @@ class Recorder(RunObserver):
         model, topology, trace = self._model, engine.runtime.topology, self.trace
         trace.place = {axis: topology.get_rank(axis) for axis in AXES}
         trace.start = collect_weights(model)
-        trace.ties = find_ties(model)
+        trace.ties = find_tied(model)
         trace.decays = _collect_group_setting(optimizer, model, "weight_decay")
         trace.draws = [_peek_at_draws(engine.device)]
         trace.split = [
@@ -143,7 +139,7 @@ class Recorder(RunObserver):
     def see_update(self) -> None:
         if self._updates is not None and len(self.trace.gradients) >= self._updates:
             self.finish()
-            raise RecordingFinished
+            raise RunFinished
 
     def finish(self) -> Trace:
         """Record the weights as they are now; every rank must call this."""
@@ -171,14 +167,6 @@ def collect_gradients(model: nn.Module) -> Tensors:
             # Another rank has a gradient: joining it needs this rank's slice too, as zeros.
             gradients[name] = torch.zeros_like(parameter.detach())
     return _collect(gradients)
-
-
-def find_ties(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in _list_parameters(model).items():
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def count_bytes(model: nn.Module) -> int:
@@ -294,7 +282,7 @@ class VerifiedRun(Recorder):
 def record_run(job: Job, train: Callable[[], None]) -> Trace:
     """Let ``train`` run until enough updates have been seen."""
     run = VerifiedRun(job)
-    with observe_runs(run), contextlib.suppress(RecordingFinished):
+    with observe_runs(run):
         train()
     if not run.trace.gradients:
         raise RapidformerError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ class Trace:
     """Per update: after synchronization and division, before clipping."""
     weights: Tensors = field(default_factory=dict)
     """After the last update."""
-    ties: list[list[str]] = field(default_factory=list)
+    ties: Sequence[Sequence[str]] = ()
     """Groups of names that are one parameter."""
     split: list[str] = field(default_factory=list)
     """Names of parameters that this rank holds only a slice of."""

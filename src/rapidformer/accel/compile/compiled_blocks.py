@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
+from rapidformer.accel.context.arguments import is_cache
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat import torch_compile
 from rapidformer.compat.peft import are_adapters_off
@@ -199,7 +200,6 @@ def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -
                 return False
         else:
             form.append(type(value))
-            # By name: models without transformers must not import it.
-            if any(cls.__name__ == "Cache" for cls in type(value).__mro__):
+            if is_cache(value):
                 return False
     return True

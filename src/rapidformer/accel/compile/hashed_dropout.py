@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from rapidformer.accel.compile.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_wrapper
+from rapidformer.dist.seeding import hash_bits
 
 _END = 2**31
 """Signed 32-bit integers end before this, and start at its negative."""
@@ -63,20 +64,9 @@ def _drop(rows: Tensor, rate: float) -> Tensor:
     # Indices are hashed before the seed is mixed in: otherwise, masks would be permutations of
     # each other.
     lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
-    is_kept = _mix(_mix(indices) ^ seed) >= lowest_kept
+    is_kept = hash_bits(hash_bits(indices) ^ seed) >= lowest_kept
     # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
     return is_kept * rows * (1 / (1 - rate))
-
-
-def _mix(numbers: Tensor) -> Tensor:
-    """A hash of 32-bit integers: each bit of the input changes about half of the output's bits.
-
-    https://github.com/skeeto/hash-prospector calls it lowbias32. Products overflow, as they should.
-    Shifts of signed numbers copy the sign, hence the masks.
-    """
-    numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * 0x7FEB352D
-    numbers = (numbers ^ ((numbers >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return numbers ^ ((numbers >> 16) & 0xFFFF)
 
 
 drop = define_composite("drop", _drop)

@@ -33,8 +33,6 @@ from rapidformer.accel.double_backward import refuse_double_gradients
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.split.known_loss import find_head, has_labels, use_split_loss
 from rapidformer.accel.split.on_demand import hand_out
-from rapidformer.accel.tensor.parallel import list_choices
-from rapidformer.accel.tensor.slices import distribute_part
 from rapidformer.accel.tensor.styles import (
     Split,
     extend_module,
@@ -44,9 +42,11 @@ from rapidformer.accel.tensor.styles import (
 )
 from rapidformer.accel.unpad.on_demand import lacks_padding
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
+from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.context_region import TOKENS, ContextRegion
 from rapidformer.dist.seeding import RandomState
 from rapidformer.dist.vocabulary import is_split_over_tokens, sum_losses_by_tokens
+from rapidformer.dist.whole import join_parts
 from rapidformer.errors import ConfigurationError, TrainingError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
@@ -129,7 +129,7 @@ def apply(assembly: Assembly) -> str:
     whole = _WholeModel(region=region, head=head, inner=inner, takes_cache=takes_use_cache(model))
     extend_module(model, SplitModel, whole)
     prove_context(model, region)
-    refuse_double_gradients(model, _FLAG)
+    refuse_double_gradients(assembly, _FLAG)
     return f"{mesh.size()} ranks"
 
 
@@ -343,4 +343,4 @@ class SplitHead:
             return whole
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
         shape = (part.shape[0], length, part.shape[2])
-        return distribute_part(part, place.mesh, Shard(TOKENS), shape)
+        return join_parts(part, place.mesh, [Shard(TOKENS)], shape)

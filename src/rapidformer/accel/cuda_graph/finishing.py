@@ -58,7 +58,7 @@ class Finishing:
         if not self._reducer.has_placed(outcome.gradients):  # the passes were not replayed
             outcome = place_sums(outcome, self._parameters, self._reducer)
         pairs = zip(self._parameters, outcome.gradients or (), strict=True)
-        sums = self._reducer.sum_placed({p: each for p, each in pairs if each is not None})
+        sums = self._reducer.sum_placed({p: g for p, g in pairs if g is not None})
         return replace(outcome, gradients=[sums.get(p) for p in self._parameters])
 
     def run(
@@ -121,7 +121,7 @@ class Finishing:
             outcome, replay = self._capture.record(functools.partial(self._compute, graphed))
             replay()
         (mine,) = outcome.read()
-        expected = float(get_norm([each for each in self._gradients if each is not None]))
+        expected = float(get_norm([g for g in self._gradients if g is not None]))
         is_same = math.isclose(mine, expected, rel_tol=_ROUNDING)
         if not is_same and not (math.isnan(mine) and math.isnan(expected)):
             text = f"replaying an update gave the norm {mine:.6g} instead of {expected:.6g}"

@@ -12,14 +12,13 @@ something was recorded nor on where a run was resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.agreement import agree
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.finishing import Finishing
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
@@ -41,8 +40,9 @@ from rapidformer.accel.cuda_graph.recorder import (
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.data_parallel import GradientReducer
-from rapidformer.accel.unpad.rows import Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.data.update import MicroBatch, Update
+from rapidformer.dist.collectives import gather_objects, max_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -139,12 +139,12 @@ class GraphedPasses:
             if self.problem is None:
                 request = self._read_request(run_forward, update, steps, graphed_update)
             if request is not None:
-                inputs = [read_inputs(self._model, each.batch) for each in update]
+                inputs = [read_inputs(self._model, micro_batch.batch) for micro_batch in update]
         except NotRepeatableError as problem:
             is_worth_it = not isinstance(problem, LongStepsError)
             self._give_up(str(problem), in_pieces=is_worth_it)
-        sizes = (each.sizes for each in inputs if each is not None)
-        self.problem, least = agree(self._topology, self.problem, sizes)
+        sizes = (item.sizes for item in inputs if item is not None)
+        self.problem, least = _agree(self._topology, self.problem, sizes)
         if self.problem is not None:
             self._has_ended = True
             self._drop()
@@ -154,7 +154,7 @@ class GraphedPasses:
         if request is None:
             return None
         inputs = self._round(request, inputs, least)
-        known = [each for each in inputs if each is not None]
+        known = [item for item in inputs if item is not None]
         if len(known) < len(inputs):
             return None  # it must run as it is
         places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
@@ -223,18 +223,21 @@ class GraphedPasses:
             return Snapshot(self._code.examination.list_tensors(), self._device)
 
         inputs = [
-            each
-            if each is not None and each.sizes == least
+            item
+            if item is not None and item.sizes == least
             else read_inputs(self._model, micro_batch.batch, least=least)
-            for each, micro_batch in zip(inputs, request.update, strict=True)
+            for item, micro_batch in zip(inputs, request.update, strict=True)
         ]
         compiled = None if self._recorder.is_warm else find_fact(self._model, CompiledBlocks)
-        if compiled is not None and any(each is None or each.is_rounded for each in inputs):
+        if compiled is not None and any(item is None or item.is_rounded for item in inputs):
             compiled.expect_other_sizes()
         reads_tensors = self._code.examination.reads_tensors
         if not reads_tensors and self._widths.may_change(request, inputs, take_snapshot):
             return inputs
-        return [read_inputs(self._model, each.batch, widens=False) for each in request.update]
+        return [
+            read_inputs(self._model, micro_batch.batch, widens=False)
+            for micro_batch in request.update
+        ]
 
     def _run(self, request: Request, inputs: list[Inputs], least: Sizes) -> Outcome | None:
         key, weights = request.describe(inputs), request.weights
@@ -253,9 +256,9 @@ class GraphedPasses:
         is_new, is_first = hash(key) not in self._seen, not self._recorder.is_warm
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
-        is_common = len(self._graphs) < _MOST_AT_ONCE and all(each.is_rounded for each in inputs)
+        is_common = len(self._graphs) < _MOST_AT_ONCE and all(item.is_rounded for item in inputs)
         waits = is_full or (is_new and not is_first and not is_common)
-        if waits and not any(each.is_changed for each in inputs):
+        if waits and not any(item.is_changed for item in inputs):
             return None  # the usual passes run with the same sizes
 
         def work(before: Snapshot) -> Outcome:
@@ -269,17 +272,17 @@ class GraphedPasses:
         return self._try(work)
 
     def _record_larger(
-        self, request: Request, own: Hashable, least: Sizes, before: Snapshot
+        self, request: Request, current: Hashable, least: Sizes, before: Snapshot
     ) -> None:
         """Record the next larger sizes as well: they will come, so better now than in mid-run."""
         for sizes_up in range(1, _LARGER_SIZES + 1):
             read = (
-                read_inputs(self._model, each.batch, least=least, sizes_up=sizes_up)
-                for each in request.update
+                read_inputs(self._model, micro_batch.batch, least=least, sizes_up=sizes_up)
+                for micro_batch in request.update
             )
-            inputs = [each for each in read if each is not None]
-            key = request.describe(inputs) if len(inputs) == len(request.update) else own
-            if key == own or key in self._graphs:
+            inputs = [item for item in read if item is not None]
+            key = request.describe(inputs) if len(inputs) == len(request.update) else current
+            if key == current or key in self._graphs:
                 continue
             if not self._capture.has_room:
                 return
@@ -318,7 +321,7 @@ class GraphedPasses:
             return self._recorder.warm_up(passes, before, count_unused_numbers(self._model))
         # All graphs leave their gradients in the same memory.
         left = (graph.outcome.gradients for graph in self._graphs.values())
-        gradients = next((each for each in left if each is not None), None)
+        gradients = next((kept for kept in left if kept is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
         graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
         self._graphs[request.describe(inputs)] = graph
@@ -345,3 +348,19 @@ class GraphedPasses:
                 self._model, self._blocks, self._device, self._capture,
                 is_16_bit=self._is_16_bit, compiles=self._compiles,
             )  # fmt: skip
+
+
+def _agree(
+    topology: Topology, problem: str | None, sizes: Iterable[Sizes]
+) -> tuple[str | None, Sizes]:
+    """The first problem of any rank, and the largest sizes of the update, by the hosts alone.
+
+    Ranks replay graphs of their own, so they may differ; but one that records while the others
+    replay delays them all. With the same sizes, all of them record at the same time.
+    """
+    mine = map(max, zip(*sizes, NO_SIZES, strict=True))
+    has_problem, *largest = max_over_replicas([int(problem is not None), *mine], topology)
+    if has_problem and topology.num_replicas > 1:
+        problems = enumerate(gather_objects(problem, topology))
+        problem = next(f"rank {rank}: {text}" for rank, text in problems if text is not None)
+    return problem, Sizes(*largest)

@@ -78,7 +78,7 @@ class GraphedUpdate:
         finally:
             take_gradients(parameters)
         known = {id(parameter) for parameter in parameters}
-        if launch is None or not all(id(each) in known for each in launch.parameters):
+        if launch is None or not all(id(parameter) in known for parameter in launch.parameters):
             return None
         return launch if launch.prepare() else None
 
@@ -86,7 +86,7 @@ class GraphedUpdate:
         """Clip and update; ``gradients`` by the ids of their parameters."""
         # As the optimizer does it outside, so that the bits are the same.
         divisor = get_divisor(norm, self._max_norm) if self._max_norm > 0 else None
-        launch.run(divisor, self._flag, [gradients[id(each)] for each in launch.parameters])
+        launch.run(divisor, self._flag, [gradients[id(p)] for p in launch.parameters])
 
     @contextmanager
     def without_effect(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class Request:
 
     def describe(self, inputs: list[Inputs]) -> Hashable:
         """The key of its graph, if these are its inputs."""
-        return tuple(each.key for each in inputs), self.code, self.graphed_update is not None
+        return tuple(item.key for item in inputs), self.code, self.graphed_update is not None
 
 
 class Passes:
@@ -128,7 +128,7 @@ class Passes:
     ) -> None:
         self._request, self._parameters = request, parameters
         self._launch: Launch | None = None
-        self._inputs = [StaticInputs(each, device) for each in inputs]
+        self._inputs = [StaticInputs(item, device) for item in inputs]
         self._weights = torch.empty(len(inputs) + 1, device=device)
         self._is_whole = len(inputs) == 1 and request.reducer is None
         """Whether a single micro-batch is all of the update."""
@@ -157,8 +157,8 @@ class Passes:
 
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
         """Copy in another update with the same keys."""
-        for static, each in zip(self._inputs, inputs, strict=True):
-            static.fill(each)
+        for static, item in zip(self._inputs, inputs, strict=True):
+            static.fill(item)
         self._fill_weights(weights)
 
     def _fill_weights(self, weights: Sequence[float]) -> None:
@@ -251,7 +251,7 @@ class Passes:
     def _get_factor(self, results: list[MicroBatchResult]) -> float | Tensor:
         if not results[0].is_weight_given:
             return 1.0 if self._is_whole else self._weights[-1]
-        fractions = [self._get_fraction(n, each, results[0]) for n, each in enumerate(results)]
+        fractions = [self._get_fraction(n, result, results[0]) for n, result in enumerate(results)]
         return 1.0 / sum(fractions[1:], start=0.0 + fractions[0])
 
     def _leave(self, gradients: list[Tensor | None]) -> list[Tensor | None]:

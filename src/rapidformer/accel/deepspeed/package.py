@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rapidformer.compat.patches import Entry, Patch, ignore_warnings, quieten
+from rapidformer.dist.topology import start_lone_group
 from rapidformer.errors import MissingPackageError
 from rapidformer.log import get_logger
 
@@ -78,13 +78,7 @@ def announce_build() -> None:
 @contextmanager
 def in_process_group(device: torch.device) -> Iterator[None]:
     """DeepSpeed needs a process group and LOCAL_RANK even for a single process."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-        )
+    start_lone_group(device.type)
     # Not for good: some platforms set RANK without LOCAL_RANK to number nodes.
     with _variable("LOCAL_RANK", "0"):
         yield

@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rapidformer.accel.tensor.slices import cut_slice, find_slice, join_slice
-from rapidformer.compat.deepspeed import (
-    cut_for_tensor_parallelism,
-    get_piece,
-    link_optimizer_state,
-    step_group,
-)
+from rapidformer.compat.deepspeed import get_piece, link_optimizer_state, step_group
 
 _PART_BYTES = 2**28
 """Tensors are read back in parts of about this size."""
@@ -93,7 +88,7 @@ class GatheredState:
         keys = self._get_keys() if with_optimizer else []
         wanted: dict[str, torch.Tensor] = {}
         for names, parameter in self._iterate_parameters():
-            shape = self._get_whole_shape(parameter)
+            shape = _get_whole_shape(parameter)
             wanted |= {f"model.{n}": torch.empty(shape, device="meta") for n in names}
             for key in keys if parameter.requires_grad else []:
                 size = () if self._is_number(key) else shape
@@ -240,36 +235,19 @@ class GatheredState:
         for group, rate in rates:
             group["lr"] = rate
 
-    def get_whole_shapes(self) -> dict[str, torch.Size]:
-        """The unsplit shape of each weight, by its first name."""
-        return {names[0]: self._get_whole_shape(p) for names, p in self._iterate_parameters()}
 
-    def _get_whole_shape(self, parameter: Any) -> torch.Size:
-        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-        if find_slice(parameter) is None and not _is_split_by_autotp(parameter):
-            return shape
-        return join_tensor_split(parameter, torch.empty(shape, device=self._strategy.device)).shape
-
-
-def _is_split_by_autotp(parameter: Any) -> bool:
-    return bool(getattr(parameter, "ds_is_replaced_module", False))
+def _get_whole_shape(parameter: Any) -> torch.Size:
+    known = find_slice(parameter)
+    return known.shape if known else torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def join_tensor_split(parameter: Any, own: torch.Tensor) -> torch.Tensor:
     """The whole of a weight (or of its gradient or state), from this rank's slice."""
-    if (slice_ := find_slice(parameter)) is not None:
-        return join_slice(slice_, own)
-    if not _is_split_by_autotp(parameter):
-        return own
-    box = own.detach().clone()
-    parameter.gather_params([box])
-    return box
+    known = find_slice(parameter)
+    return own if known is None else join_slice(known, own)
 
 
 def _cut_tensor_split(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """This rank's slice of it."""
-    if (slice_ := find_slice(parameter)) is not None:
-        return cut_slice(slice_, whole)
-    if not _is_split_by_autotp(parameter):
-        return whole
-    return cut_for_tensor_parallelism(parameter, whole)
+    known = find_slice(parameter)
+    return whole if known is None else cut_slice(known, whole)

@@ -43,13 +43,6 @@ _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "ASGD", "Rprop",
 )  # fmt: skip
 _LARGEST_BUCKET = 1024 * 488_281
-# Models that AutoTP splits exactly; all others are split by our own tensor parallelism.
-_AUTOTP_MODELS = ("bert", "llama")
-
-
-def is_split_by_autotp(model: nn.Module) -> bool:
-    """Whether DeepSpeed's AutoTP splits this kind of model into layers that it can join again."""
-    return getattr(getattr(model, "config", None), "model_type", None) in _AUTOTP_MODELS
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -76,7 +69,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
         self._content = content = load_deepspeed_file(self.file)
         self.keeps_precision = has_own_precision(content, kind)
         self.has_own_optimizer = not uses_our_optimizer(content)
-        self.settings = build_deepspeed_config(args, kind, uses_autotp=assembly.uses_autotp)
+        self.settings = build_deepspeed_config(args, kind)
         self.stage = int(self.settings["zero_optimization"]["stage"])
         # By default, DeepSpeed allocates buckets of half a billion numbers for any model.
         numbers = sum(p.numel() for p in self.model.parameters())
@@ -86,8 +79,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
         self.engine: Any = None
         self.state: GatheredState | None = None
         """Joins weights and optimizer state; None if nothing has been sharded."""
-        self._args, self._plan, self._topology = args, assembly.whole_plan, assembly.topology
-        self._uses_autotp = assembly.uses_autotp
+        self._args, self._topology = args, assembly.topology
         if "activation_checkpointing" in content and not args.checkpoint_activations:
             warn_once(
                 f"activation_checkpointing in {self.file} has an effect only in models that call "
@@ -114,7 +106,6 @@ class DeepSpeedStrategy(GradientSynchronizer):
         if self.has_own_optimizer:
             announce_build()
         forget_groups()
-        shapes = {name: p.shape for name, p in self.model.named_parameters()}
         parameters = self.model.parameters()
         sizes = [((find_slice(p) or p).shape.numel(), p.requires_grad) for p in parameters]
         self.num_parameters = sum(size for size, _ in sizes)
@@ -126,14 +117,12 @@ class DeepSpeedStrategy(GradientSynchronizer):
                     optimizer=optimizer,
                     model_parameters=None if optimizer is not None else groups,
                     config=self.settings,
-                    # With our own tensor parallelism, it must know which ranks are replicas.
-                    mpu=mpu if self._topology.tensor > 1 and not self._uses_autotp else None,
+                    # If layers are split, it must know which ranks are replicas.
+                    mpu=mpu if self._topology.tensor > 1 else None,
                 )
             except Exception as reason:  # DeepSpeed's checks raise all kinds of errors
                 raise self._explain(reason) from reason
         self.state = GatheredState(self) if self.stage else None
-        if self._uses_autotp:
-            self._check_split(shapes)
         extend(self.model, "deepspeed", self._build_members)
         started: Optimizer = self.engine.basic_optimizer
         if self.stage and self.engine.optimizer.optimizer is not started:
@@ -172,8 +161,6 @@ class DeepSpeedStrategy(GradientSynchronizer):
         on_cpu = [name for name, offload in offloads.items() if offload.get("device") == "cpu"]
         if on_cpu:
             parts.append(f"{' and '.join(on_cpu)} on the CPU")
-        if self._uses_autotp:
-            parts.append(f"AutoTP over {self._topology.tensor} ranks")
         if self.keeps_precision:
             parts.append("16-bit weights next to fp32 ones")
         return f"{', '.join(parts)} ({self.file})"
@@ -296,31 +283,9 @@ class DeepSpeedStrategy(GradientSynchronizer):
         if problems:
             raise ConfigurationError(problems)
 
-    def _check_split(self, before: dict[str, torch.Size]) -> None:
-        """AutoTP must have kept every tie, and split only what it can join again."""
-        assert self.state is not None
-        now = self.state.get_whole_shapes()
-        problems = [
-            f"{name} has become {list(now[name])} of {list(shape)}"
-            for name, shape in before.items()
-            if name in now and now[name] != shape
-        ]
-        problems += [
-            f"{' and '.join(names)} are no longer one weight"
-            for names in self._plan.tied
-            if len({id(self.model.get_parameter(name)) for name in names}) > 1
-        ]
-        if problems:
-            raise ConfigurationError(
-                f"DeepSpeed's AutoTP splits this model incorrectly ({'; '.join(problems[:3])}):"
-                " use --tensor-model-parallel-size without --deepspeed."
-            )
-
     def _explain(self, reason: Exception) -> Exception:
-        """DeepSpeed's refusal in one line, with a way out if there is one."""
+        """DeepSpeed's refusal in one line."""
         if isinstance(reason, (ConfigurationError, MissingPackageError)):
             return reason
         text = " ".join(str(reason).split()) or type(reason).__name__
-        if self._topology.tensor > 1:
-            text += " --tensor-model-parallel-size without --deepspeed splits more models."
         return ConfigurationError(f"DeepSpeed rejects {self.file}: {text}")

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.tensor.parallel import list_choices
 from rapidformer.accel.tensor.slices import distribute
 from rapidformer.accel.tensor.styles import Split, Style, extend_class, inside_a_call
-from rapidformer.compat.torch_distributed import QUIET_JOINING, operations
+from rapidformer.compat.torch_distributed import QUIET_JOINING
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import get_expert_plan
-from rapidformer.dist.regions import Group, wait
+from rapidformer.config.layout_rules import list_choices
+from rapidformer.dist.regions import Group, exchange
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import ModelPlan, expand_patterns
 from rapidformer.models.tensor_plans import describe_model, has_adapter
@@ -185,12 +185,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Group
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
+        return exchange(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    return wait(operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name))
+        return exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

@@ -108,8 +108,6 @@ def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
         return "the model's own loss is computed from each rank's slice of the logits"
     if assembly.args.compile and not assembly.plan.blocks:
         return "--compile compiles the whole model, including head and loss"
-    if assembly.uses_autotp:
-        return "DeepSpeed's AutoTP replaces the head"
     if isinstance(assembly.synchronizer, DeepSpeedStrategy) and assembly.synchronizer.stage == 3:
         return "DeepSpeed's ZeRO-3 gathers the head's weight for one call only"
     return None

@@ -18,6 +18,7 @@ from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.vocabulary import VocabularySlice
+from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ConfigurationError
 
 
@@ -38,7 +39,7 @@ class Head:
         """Weight, bias and slice of the vocabulary, without gradients: of a head that teaches, if
         it is but a product."""
         self._module = module
-        self._versions = [note_version(each) for each in (hidden, *self._list_weights())]
+        self._versions = [note_version(tensor) for tensor in (hidden, *self._list_weights())]
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         """Weights whose memory was handed out (``.data``), each with a number per row."""
         self._is_outdated = False
@@ -47,17 +48,17 @@ class Head:
     def note_step(self, stepped: set[int]) -> None:
         """Note that an optimizer has changed the parameters with these ids."""
         # Looked up now: a sharded weight is another object between calls.
-        self._is_outdated |= any(id(each) in stepped for each in self._list_weights())
+        self._is_outdated |= any(id(p) in stepped for p in self._list_weights())
 
     def note_handing_out(self, weight: Tensor) -> None:
         """Note that a weight can be changed from now on without torch counting it."""
-        is_ours = any(each is weight for each in self._list_weights())
+        is_ours = any(p is weight for p in self._list_weights())
         if is_ours and id(weight) not in self._rows:
             self._rows[id(weight)] = weight, _measure_rows(weight)
 
     def check_inputs(self) -> None:
         """Refuse to compute from weights or hidden states that are no longer the same."""
-        is_changed = any(note_version(each)[1] != version for each, version in self._versions)
+        is_changed = any(note_version(tensor)[1] != version for tensor, version in self._versions)
         is_changed |= any(not torch.equal(_measure_rows(w), m) for w, m in self._rows.values())
         if self._is_outdated or is_changed:
             raise ConfigurationError(
@@ -67,13 +68,13 @@ class Head:
             )
 
     def _list_weights(self) -> list[Tensor]:
-        return [each for each in get_parameter_table(self._module).values() if each is not None]
+        return [p for p in get_parameter_table(self._module).values() if p is not None]
 
 
 def _measure_rows(weight: Tensor) -> Tensor:
     """The norm of each row: a copy of the weight would be too large."""
     with torch.no_grad():
-        local = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+        local = get_shard(weight).detach()
         return local.clone() if local.dim() < 2 else local.norm(dim=-1, dtype=torch.float32)
 
 
@@ -91,7 +92,7 @@ class _NoteStep:
         if not _heads:
             return
         # Not by their versions: torch's fused optimizers do not count their changes.
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for head in _heads:
             head.note_step(stepped)
 

@@ -29,6 +29,7 @@ from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.split.known_loss import find_head
 from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.models.watched import find_watched
 from rapidformer.overlay import extend, remove
@@ -38,8 +39,7 @@ Apply = Callable[[Tensor], Tensor]
 
 def find_layered_head(model: nn.Module) -> Any | None:
     """A linear head with adapters that treats each row alone, whole on this rank."""
-    find: Any = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if callable(find) else None
+    head: Any = find_head(model)
     base = getattr(head, "base_layer", None)
     if type(base) is not nn.Linear or find_watched({"head": head}):
         return None

@@ -20,18 +20,13 @@ def apply(assembly: Assembly) -> None:
 
 def keep_fp32_weights(assembly: Assembly) -> str | None:
     """Row ``fp32 weights``: before weights are split, which copies them."""
-    changed = apply_fp32_weights(assembly.model, assembly.precision)
-    return f"{changed} weights that were in 16 bits" if changed else None
-
-
-def apply_fp32_weights(model: nn.Module, precision: Precision) -> int:
-    """Keep a mixed-precision run's weights in fp32; returns how many were in 16 bits."""
-    if precision.dtype is None:
-        return 0
-    weights = [p for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    if assembly.precision.dtype is None:
+        return None
+    half = (torch.float16, torch.bfloat16)
+    weights = [p for p in assembly.model.parameters() if p.dtype in half]
     for parameter in weights:
         parameter.data = parameter.data.float()
-    return len(weights)
+    return f"{len(weights)} weights that were in 16 bits" if weights else None
 
 
 def apply_mixed_precision(

@@ -35,6 +35,7 @@ from rapidformer.accel.tensor.vocabulary_loss import WholeOutputs
 from rapidformer.compat.torch_distributed import QUIET_JOINING, StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.compat.transformers_models import is_conv1d
+from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.tensor_plans import (
@@ -72,10 +73,8 @@ class _Cut:
     reading: Reading | None = None
 
 
-def apply(assembly: Assembly) -> str | None:
+def apply(assembly: Assembly) -> str:
     """Split the layers by the model's plan, which sequence parallelism needs too."""
-    if assembly.uses_autotp:
-        return None
     model, mesh = assembly.model, assembly.topology.get_submesh("tensor")
     assert mesh is not None
     assembly.applied.enter(QUIET_JOINING)
@@ -103,7 +102,7 @@ def apply(assembly: Assembly) -> str | None:
             layer = get_fact(model.get_submodule(name), Split)
             layer.shared_outputs = int(attention.qk_rope_head_dim)
     _divide_attributes(model, plan, mesh.size())
-    refuse_double_gradients(model, _FLAG)
+    refuse_double_gradients(assembly, _FLAG)
     extend_class(model, find_fact(model, Split) or Split(mesh=mesh), WholeOutputs)
     if assembly.uses_deepspeed:
         make_local(model, mesh)
@@ -234,12 +233,6 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
         what = "inputs" if "row" in style else "outputs"
         return f"has {length // parts} {what}, not a multiple of {size}."
     return None
-
-
-def list_choices(number: int) -> str:
-    """The divisors of a number as text: the possible choices."""
-    choices = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:

@@ -6,7 +6,7 @@ parameters are plain tensors that remember what they are a slice of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from rapidformer.compat.torch_distributed import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import get_slice_bounds
-from rapidformer.dist.whole import join_whole
+from rapidformer.dist.whole import get_shard, join_parts, join_whole
 from rapidformer.errors import TrainingError
 
 
@@ -37,7 +37,7 @@ def distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) 
     """This rank's slice of a weight that all ranks hold, as a DTensor."""
     slice_ = Slice(mesh=mesh, placement=placement, shape=parameter.shape)
     part = cut_slice(slice_, parameter.data)
-    split = distribute_part(part, mesh, placement, parameter.shape)
+    split = join_parts(part, mesh, [placement], parameter.shape)
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
@@ -73,7 +73,7 @@ def join_slice(slice_: Slice, own: Tensor) -> Tensor:
     if slice_.placement.is_replicate():
         return own
     part = own.detach().contiguous()
-    return join_whole(distribute_part(part, slice_.mesh, slice_.placement, slice_.shape))
+    return join_whole(join_parts(part, slice_.mesh, [slice_.placement], slice_.shape))
 
 
 def cut_slice(slice_: Slice, whole: Tensor) -> Tensor:
@@ -88,14 +88,6 @@ def cut_slice(slice_: Slice, whole: Tensor) -> Tensor:
     return torch.cat([piece.narrow(dim, start, end - start) for piece in pieces], dim)
 
 
-def distribute_part(
-    part: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]
-) -> DTensor:
-    """A tensor of this shape of which each rank has its part already."""
-    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=size, stride=stride)
-
-
 _SHOWN = 5
 # Far above what a different order of summation causes, far below what a missing sum does.
 _TOLERANCE = 0.02
@@ -105,21 +97,13 @@ _FLOOR = 1e-5
 ReadGradient = Callable[[nn.Parameter], torch.Tensor | None]
 
 
-def get_own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's gradient on this rank."""
-    gradient = parameter.grad
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def check_whole_gradients(
-    model: nn.Module, group: dist.ProcessGroup, read: ReadGradient = get_own_gradient
-) -> None:
+def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup, read: ReadGradient) -> None:
     """Raise if ranks that share layers have different gradients for a weight they all hold."""
     names, sums = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _is_whole(parameter):
             gradient = read(parameter)
-            local = torch.zeros(1) if gradient is None else gradient
+            local = torch.zeros(1) if gradient is None else get_shard(gradient)
             names.append(name)
             # Two numbers per gradient: copies that differ do so in at least one of them.
             size = max(local.numel(), 1) ** 0.5

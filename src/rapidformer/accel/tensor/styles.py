@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn import functional
 
 from rapidformer.accel.split.on_demand import join_on_demand, stand_for
-from rapidformer.accel.tensor.slices import distribute_part, find_slice
+from rapidformer.accel.tensor.slices import find_slice
 from rapidformer.accel.unpad.on_demand import lacks_padding, map_tokens
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -37,6 +37,7 @@ from rapidformer.dist.regions import (
     sum_out,
 )
 from rapidformer.dist.vocabulary import check_ids
+from rapidformer.dist.whole import get_shard, join_parts
 from rapidformer.errors import TrainingError
 from rapidformer.overlay import Build, extend, get_fact, put_fact
 
@@ -116,13 +117,13 @@ def read_parameter(module: nn.Module, name: str) -> Tensor | None:
     parameter = get_parameter_table(module)[name]
     split = get_fact(module, Split)
     placement = _find_placement(parameter, split.mesh)
-    if placement is None:
+    if placement is None or parameter is None:
         # At rest, sharded over data-parallel ranks too: only the code that shards reads it now.
         return parameter
     # Blocks are recomputed in a backward pass; a compiled block does not know its caller.
     if not (torch.compiler.is_compiling() or _running_calls > 0 or is_in_backward()):
         return _read_outside(parameter, placement, split)
-    local = _get_own(parameter)
+    local = get_shard(parameter)
     if name in split.readings:
         return split.readings[name](local)
     is_among_tokens = module.training and is_split_by_tokens(split.surroundings)
@@ -138,10 +139,6 @@ def _find_placement(parameter: Any, mesh: DeviceMesh) -> Placement | None:
     return None if slice_ is None else slice_.placement
 
 
-def _get_own(parameter: Any) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 _running_calls = 0
 """Of split modules, whose own arithmetic uses this rank's slice of a weight."""
 
@@ -149,13 +146,13 @@ _running_calls = 0
 def _read_outside(parameter: Any, placement: Any, split: Split) -> Tensor:
     """A weight in user code: whole, as in one process; for changing it, the parameter itself."""
     if placement.is_replicate() and torch.is_grad_enabled():
-        return stand_for(parameter, _get_own(parameter))
+        return stand_for(parameter, get_shard(parameter))
     if type(placement) is not Shard or not torch.is_grad_enabled():
         # Slices in pieces: torch's own operations join them.
         return parameter  # type: ignore[no-any-return]
     dim, slice_ = placement.dim, find_slice(parameter)
     length = slice_.shape[dim] if slice_ is not None else parameter.shape[dim]
-    return join_on_demand(_get_own(parameter), dim, length, split.group, source=parameter)
+    return join_on_demand(get_shard(parameter), dim, length, split.group, source=parameter)
 
 
 def is_split_by_tokens(region: SequenceRegion | None) -> TypeGuard[SequenceRegion]:
@@ -263,7 +260,7 @@ class ColwiseGathered(Style):
         part = self._multiply(self._take_whole(hidden), self.bias)
         if split.keeps_output_split:
             shape = (*part.shape[:-1], split.length)
-            return distribute_part(part, split.mesh, Shard(part.dim() - 1), shape)
+            return join_parts(part, split.mesh, [Shard(part.dim() - 1)], shape)
         return gather_out(part, -1, split.length, split.group)
 
     def _join(self, tokens: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def apply(assembly: Assembly) -> str | None:
     """Keep the logits of the model split, if its loss can be computed from split ones."""
     model = assembly.model
     head = find_head(model)
-    if not isinstance(head, ColwiseGathered):  # AutoTP's is another one
+    if not isinstance(head, ColwiseGathered):
         return None
     if not use_split_loss(model, assembly.plan, is_split_over_vocabulary, _sum_losses):
         return None

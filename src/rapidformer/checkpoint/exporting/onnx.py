@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import inspect
 import io
-import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from rapidformer.checkpoint.exporting import plain_process
 from rapidformer.checkpoint.exporting.build import Recipes
 from rapidformer.checkpoint.exporting.files import write_shards
+from rapidformer.compat.patches import quieten
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import quiet_transformers
 
@@ -107,14 +107,7 @@ class _Graph(nn.Module):
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """The exporter prints its progress and warns about what no user can change."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    loggers = quieten("torch.onnx", "onnxscript", "onnx_ir")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), loggers:
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield

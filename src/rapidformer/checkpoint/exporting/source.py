@@ -11,7 +11,7 @@ from rapidformer.checkpoint.loading import choose_complete
 from rapidformer.checkpoint.saving import ADAPTER, read_origin
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, read_base
-from rapidformer.models.location import DESCRIPTION, is_checkpoint_model, is_model_folder
+from rapidformer.models.location import DESCRIPTION, find_model_folder, is_checkpoint_model
 
 _ARGUMENTS_FILE = "arguments.yaml"
 
@@ -55,14 +55,13 @@ def find_source(given: str | Path, base: str | None = None) -> Source:
                 "on this machine, or an adapter on the Hub."
             )
         folder = Path(fetched)
-    for candidate in (folder, folder / "best", folder / "last"):
-        if is_model_folder(candidate):
-            is_adapter = is_adapter_folder(candidate)
-            under = (base or read_base(candidate)) if is_adapter else None
-            return Source(
-                folder=candidate, description=candidate, adapter=candidate if is_adapter else None,
-                base=under, start=under or base or _find_start(candidate), run=None,
-            )  # fmt: skip
+    if (model := find_model_folder(folder)) is not None:
+        is_adapter = is_adapter_folder(model)
+        under = (base or read_base(model)) if is_adapter else None
+        return Source(
+            folder=model, description=model, adapter=model if is_adapter else None,
+            base=under, start=under or base or _find_start(model), run=None,
+        )  # fmt: skip
     if find_checkpoint(folder) is None:
         raise ModelError(
             f"{given} has no model (no config.json, best, last or iter_… folder): give the folder "

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
+from rapidformer.models.build import load_processor
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location
-from rapidformer.models.processors import load_processor
 from rapidformer.tasks.base import PreparedData, Row
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import ChatEncoder
