@@ -48,7 +48,6 @@ def is_missing_folder(text: str) -> bool:
 
 
 def list_names(folder: Path) -> list[str]:
-    """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())
 
 

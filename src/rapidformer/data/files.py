@@ -66,7 +66,6 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -138,7 +138,6 @@ class Sets:
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
         return sum(self.counts)
 
     def list_numbers(self, seed: int, epoch: int, *, shuffles: bool) -> np.ndarray:

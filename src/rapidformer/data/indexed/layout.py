@@ -40,12 +40,10 @@ class IndexedDataError(DataError):
 
 
 def get_data_path(prefix: str | Path) -> Path:
-    """The file that holds the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def get_index_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence is."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -77,7 +75,6 @@ def is_file(path: Path) -> bool:
 
 
 def has_indexed(prefix: str | Path) -> bool:
-    """Whether both files exist."""
     stem = strip_ending(prefix)
     return is_file(get_data_path(stem)) and is_file(get_index_path(stem))
 

@@ -174,7 +174,6 @@ class WorkFolder:
         shutil.rmtree(retired, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -239,7 +238,6 @@ def find_start(reports: dict[int, PartReport]) -> tuple[Position, int]:
 
 
 def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Describe how two manifests differ."""
     differences: list[str] = []
     for key in sorted(before.keys() | wanted.keys()):
         old, new = before.get(key), wanted.get(key)

@@ -54,8 +54,6 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """A shard that is a file."""
-
     path: Path
 
     @property

@@ -60,15 +60,12 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class PairColumns:
-    """The columns of the data."""
-
     query: str
     positive: str
     negatives: tuple[str, ...]
     score: str | None
 
     def get_names(self) -> list[str]:
-        """All of them."""
         return [self.query, self.positive, *self.negatives, *filter(None, [self.score])]
 
     def read(

@@ -58,7 +58,6 @@ def iterate_labels(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, 
 
 
 def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
-    """Check that regression labels are numbers."""
     for split, number, value in iterate_labels(values):
         try:
             float(value)
@@ -92,7 +91,6 @@ def report_regression(values: list[Any], split: str, column: str) -> None:
 
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
-    """Check that multi-label rows hold lists."""
     for split, number, value in iterate_labels(values):
         if not isinstance(value, (list, tuple)):
             raise DataError(

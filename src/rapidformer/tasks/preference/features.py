@@ -84,7 +84,6 @@ class Samples(NamedTuple):
 def encode_tables(
     parts: TextParts, tables: Mapping[str, Any], *, is_paired: bool, **options: Any
 ) -> Samples:
-    """The samples of all splits."""
     args = parts.args
     first = get_first_table(tables)
     columns = find_preference_columns(first, args, may_be_single=not is_paired)

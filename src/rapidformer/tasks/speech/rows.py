@@ -15,7 +15,7 @@ from rapidformer.config import Settings
 from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     Columns,
@@ -30,6 +30,8 @@ from rapidformer.tasks.speech.audio import Clip, open_clip, without_decoding
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from rapidformer.objectives import Objective
 
 Encode = Callable[[Columns, int], Columns]
 """Further columns of features, from rows and the number of the first of them."""
@@ -72,6 +74,18 @@ class AudioParts(NamedTuple):
         options = {"return_attention_mask": True} if has_mask else {}
         inputs = self.extractor(samples, sampling_rate=self.extractor.sampling_rate, **options)
         return {name: np.asarray(values[0]) for name, values in inputs.items()}
+
+    def prepare(
+        self, rows: Mapping[str, Any], loss: Objective, settings: Mapping[str, Any], **more: Any
+    ) -> PreparedData:
+        """The splits of a task, with these ``settings`` of its model."""
+        from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+
+        collate = AudioCollator(self.extractor, has_seeds=masks_anything(self.config))
+        settings = {**settings, **self.settings}
+        return PreparedData(
+            **rows, collate=collate, objective=loss, model_settings=settings, **more
+        )
 
 
 def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
