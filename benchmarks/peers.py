@@ -268,8 +268,8 @@ def load_results(path: Path | None, device: Result, size: str) -> dict[str, dict
     }
 
 
-def call(method: str, limit: float, function: Callable[..., Result], *args: Any) -> Result:
-    """In a new process; an error, a crash or a run that takes too long is a result as well."""
+def call(method: str, limit: float | None, function: Callable[..., Result], *args: Any) -> Result:
+    """In a new process; an error, a crash or more than ``limit`` seconds is a result as well."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args))
