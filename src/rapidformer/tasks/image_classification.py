@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.tasks.base import PreparedData, Row
 from rapidformer.tasks.labels.labels import LabelSpace, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.images import open_image, without_decoding
+from rapidformer.tasks.rows.images import open_image
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column_names,
@@ -73,7 +74,8 @@ def _encode(
     rows: Any, column: str, processor: Any, split: str, space: LabelSpace | Literal[False]
 ) -> Any:
     """Rows of pixel values, computed on request."""
-    images = _ImageRows(without_decoding(rows, column), column, processor, split, space or None)
+    kept = without_decoding(rows, "Image", column)
+    images = _ImageRows(kept, column, processor, split, space or None)
     if not is_row_stream(rows):
         return images
     return rows.then(

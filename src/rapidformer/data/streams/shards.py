@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rapidformer.data.files import get_format, get_table_dialect, import_datasets
+from rapidformer.data.files import get_format, get_table_dialect, import_datasets, without_decoding
 from rapidformer.data.preprocess.inputs import open_decompressed
 from rapidformer.errors import DataError
 from rapidformer.strict_json import describe_fault, parse_json
@@ -254,11 +254,7 @@ class IterableShard:
 
     def without_decoding(self, kind: str) -> IterableShard:
         """The same with the columns of a kind (Audio) as they are stored."""
-        dataset = self.dataset
-        for name, feature in self.features.items():
-            if type(feature).__name__ == kind:
-                dataset = dataset.cast_column(name, type(feature)(decode=False))
-        return replace(self, dataset=dataset)
+        return replace(self, dataset=without_decoding(self.dataset, kind, *self.features))
 
     def read(self, done: int, offset: int) -> Iterator[Item]:
         for number, row in enumerate(islice(iter(self.dataset), done, None), done + 1):

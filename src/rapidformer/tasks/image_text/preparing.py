@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
 from rapidformer.models.configuration import load_config
@@ -32,7 +33,7 @@ from rapidformer.tasks.image_text.encoding import (
 from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
 from rapidformer.tasks.image_text.stream import ImageTextStream
 from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
-from rapidformer.tasks.rows.images import measure_image, without_decoding
+from rapidformer.tasks.rows.images import measure_image
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     as_rows,
@@ -52,7 +53,7 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
     """Conversations to learn from."""
     parts = _load_parts(args)
     tables = {
-        split: without_decoding(rows, *get_column_names(rows))
+        split: without_decoding(rows, "Image", *get_column_names(rows))
         for split, rows in get_splits(args, splits).items()
     }
     columns, image_column = find_image_columns(get_first_table(tables), args, has_answers=True)

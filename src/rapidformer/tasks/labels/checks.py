@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
 
@@ -113,10 +113,9 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     if max(present) != len(present) - 1:
         ordered = sorted(present)
         gap = next(index for index in range(len(ordered) + 1) if index not in present)
-        shown = ", ".join(map(str, ordered[:8])) + (", ..." if ordered[8:] else "")
         raise DataError(
-            f"The labels of {split} are {shown}: integer labels must be 0 to n-1, and {gap} never "
-            "occurs. Renumber them, write them as strings, or give "
+            f"The labels of {split} are {list_first(ordered, 8)}: integer labels must be 0 to n-1, "
+            f"and {gap} never occurs. Renumber them, write them as strings, or give "
             f"--num-labels {ordered[-1] + 1} if {gap} is a class nevertheless."
         )
     return len(present)

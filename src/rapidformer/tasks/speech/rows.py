@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
@@ -26,7 +27,7 @@ from rapidformer.tasks.rows.rows import (
     map_rows,
     to_rows,
 )
-from rapidformer.tasks.speech.audio import Clip, open_clip, without_decoding
+from rapidformer.tasks.speech.audio import Clip, open_clip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,7 +210,7 @@ def measure_rows(
 
     Reads the headers of all files: what is missing or broken is found before training starts.
     """
-    table, folders = without_decoding(table, column), list_folders(parts.args, split)
+    table, folders = without_decoding(table, "Audio", column), list_folders(parts.args, split)
 
     def measure(columns: Columns, indices: list[int]) -> Columns:
         clips = [
