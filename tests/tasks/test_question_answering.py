@@ -158,6 +158,10 @@ def test_questions_without_answer(bert_folder: Path, tmp_path: Path) -> None:
     assert [row["answer"] for row in rows] == ["", ""]
     metrics = compute_metrics(TASK, records, prepared, "validation")
     assert metrics["exact_match"] == 50.0 and metrics["no_answer_f1"] == 100.0
+    tally = TASK.build_tally(prepared, "validation")
+    tally.update(records)
+    (table,) = tally.tables()  # of all questions, also if nobody has asked for the scores yet
+    assert table.to_json()["all"]["support"] == 2
     # The saved model still knows that it may abstain.
     model.save_pretrained(tmp_path)
     prepared.processor.save_pretrained(tmp_path)

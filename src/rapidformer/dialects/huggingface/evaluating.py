@@ -84,7 +84,7 @@ def run_evaluation(
         metrics = trainer.compute_metrics(_predict(arrays))
     named = denumpify_detensorize(dict(metrics or {}))
     if len(means):
-        losses, weights = means.unbind(1)
+        losses, weights = means[means[:, 1] > 0].unbind(1)  # a mean over no labels is NaN
         named["loss"] = float((losses * weights).sum() / weights.sum())
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in named.items()}
     return EvalLoopOutput(
