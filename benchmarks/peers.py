@@ -242,6 +242,17 @@ def describe_device() -> Result:
     return {"name": name, "matrix rate": measure_matrix_rate(DEVICE, DTYPE)}
 
 
+def choose_method() -> tuple[str, Result]:
+    """How processes are started that can use the device, and what it is."""
+    method, device = "fork", call("fork", LIMIT, describe_device)
+    if "problem" in device:
+        print(f"forks cannot use the device: {device['problem']}")
+        method, device = "spawn", call("spawn", LIMIT, describe_device)
+    if "problem" in device:
+        sys.exit(f"the device cannot be used: {device['problem']}")
+    return method, device
+
+
 def find_problem(name: str) -> str | None:
     """Why a run cannot work here; found without starting it."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
@@ -364,12 +375,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     options = parser.parse_args()
     workloads = list_workloads(options.size)
-    method, device = "fork", call("fork", LIMIT, describe_device)
-    if "problem" in device:
-        print(f"forks cannot use the device: {device['problem']}")
-        method, device = "spawn", call("spawn", LIMIT, describe_device)
-    if "problem" in device:
-        sys.exit(f"the device cannot be used: {device['problem']}")
+    method, device = choose_method()
     rate = device["matrix rate"]
     print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
     results = load_results(options.json, device, options.size)

@@ -196,7 +196,7 @@ def _find_entry_problems(entry: Any, where: str) -> list[str]:
 def _read_entry(
     entry: Mapping[str, Any], folder: Path, where: str, problems: list[str]
 ) -> NamedSet:
-    columns = {_find_setting(str(k)): v for k, v in (entry.get("columns") or {}).items()}
+    columns = {str(_find_setting(str(k))): v for k, v in (entry.get("columns") or {}).items()}
     weight = entry.get("weight")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float))):
         problems.append(f"{where}: weight must be a number, got {weight!r}.")
