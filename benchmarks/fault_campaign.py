@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def campaign_layouts(options: argparse.Namespace) -> int:
     layouts = options.layouts or list(LAYOUTS)
     if "DeepSpeed 2" in layouts:
         # Before ranks are forked from this process: importing these takes each of them seconds.
-        import_deepspeed(torch.device("cpu"), "error")
+        with ExitStack() as changes:
+            import_deepspeed(torch.device("cpu"), "error", changes)
         importlib.import_module("torch._inductor.compile_fx")
     campaigns = [Campaign(options.folder / kind, 0.1 * i) for i, kind in enumerate(worst)]
     starts = options.starts or layouts

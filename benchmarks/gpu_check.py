@@ -121,7 +121,8 @@ def main() -> int:
             < 0.05,
         }  # fmt: skip
         results["auto precision is bf16"] = (
-            RapidformerEngine(args={"mixed_precision": "auto"}).precision.dtype is torch.bfloat16
+            RapidformerEngine(args={"mixed_precision": "auto"}).runtime.precision.dtype
+            is torch.bfloat16
         )
         first = train(folder / "d1", deterministic=True, mixed_precision="bf16", save_interval=10)
         again = train(folder / "d2", deterministic=True, mixed_precision="bf16")

@@ -21,25 +21,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Asking whether there is a GPU must not start CUDA, which does not survive a fork.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # bf16 on any CPU.
 os.environ["RAPIDFORMER_EMULATE_16_BIT"] = "1"
 
 import numpy as np
 import torch
+from peers import DEVICE, HAS_GPU, Result, call
 from torch import nn
 from workloads import Rows, Workload, add_lora, list_workloads
 
@@ -47,8 +43,6 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
 from rapidformer.training.callbacks import Callback
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 LEARNING_RATE = 2e-5
 MOST_TOKENS, LONGEST_ROW = 4096, 256
 """Of a step and of a row: a curve needs no large batches."""
@@ -153,8 +147,12 @@ def run_rapidformer(model: nn.Module, batches: list[Rows], **more: Any) -> list[
     return losses
 
 
-def run_one(name: str, work: Workload, steps: int) -> list[float]:
+def run_one(name: str, workload: str, size: str, steps: int) -> Result:
     """Called in the run's own process."""
+    return {"losses": record_losses(name, list_workloads(size)[workload], steps)}
+
+
+def record_losses(name: str, work: Workload, steps: int) -> list[float]:
     seed = SEEDS.index(name) + 1 if name in SEEDS else int(name == IN_FP32[2])
     batches = make_batches(work, steps, seed)
     model = build_model(work, has_dropout=name not in IN_FP32)
@@ -169,32 +167,10 @@ def run_one(name: str, work: Workload, steps: int) -> list[float]:
 
 def start(name: str, workload: str, size: str, steps: int) -> list[float]:
     """The losses of one run, which gets a new process; none if it fails."""
-    context: Any = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, name, workload, size, steps))
-    process.start()
-    sender.close()
-    try:
-        losses = receiver.recv()
-    except EOFError:
-        process.join()
-        losses = f"crashed with status {process.exitcode}"
-    process.join()
-    if isinstance(losses, str):
-        print(f"{workload}: {name} failed: {losses[-500:]}", flush=True)
-        return []
-    return list(losses)
-
-
-def _answer(sender: Connection, name: str, workload: str, size: str, steps: int) -> None:
-    # What libraries print would break the table.
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(silence, stream.fileno())
-    try:
-        sender.send(run_one(name, list_workloads(size)[workload], steps))
-    except BaseException:
-        sender.send(traceback.format_exc())
+    result = call("forkserver", None, run_one, name, workload, size, steps)
+    if "problem" in result:
+        print(f"{workload}: {name} failed: {result['problem']}", flush=True)
+    return result.get("losses", [])
 
 
 def smooth(losses: list[float]) -> np.ndarray:

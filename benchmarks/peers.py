@@ -242,6 +242,17 @@ def describe_device() -> Result:
     return {"name": name, "matrix rate": measure_matrix_rate(DEVICE, DTYPE)}
 
 
+def choose_method() -> tuple[str, Result]:
+    """How processes are started that can use the device, and what it is."""
+    method, device = "fork", call("fork", LIMIT, describe_device)
+    if "problem" in device:
+        print(f"forks cannot use the device: {device['problem']}")
+        method, device = "spawn", call("spawn", LIMIT, describe_device)
+    if "problem" in device:
+        sys.exit(f"the device cannot be used: {device['problem']}")
+    return method, device
+
+
 def find_problem(name: str) -> str | None:
     """Why a run cannot work here; found without starting it."""
     is_installed = importlib.util.find_spec("liger_kernel") is not None
@@ -268,8 +279,8 @@ def load_results(path: Path | None, device: Result, size: str) -> dict[str, dict
     }
 
 
-def call(method: str, limit: float, function: Callable[..., Result], *args: Any) -> Result:
-    """In a new process; an error, a crash or a run that takes too long is a result as well."""
+def call(method: str, limit: float | None, function: Callable[..., Result], *args: Any) -> Result:
+    """In a new process; an error, a crash or more than ``limit`` seconds is a result as well."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args))
@@ -364,12 +375,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     options = parser.parse_args()
     workloads = list_workloads(options.size)
-    method, device = "fork", call("fork", LIMIT, describe_device)
-    if "problem" in device:
-        print(f"forks cannot use the device: {device['problem']}")
-        method, device = "spawn", call("spawn", LIMIT, describe_device)
-    if "problem" in device:
-        sys.exit(f"the device cannot be used: {device['problem']}")
+    method, device = choose_method()
     rate = device["matrix rate"]
     print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
     results = load_results(options.json, device, options.size)

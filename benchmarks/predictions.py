@@ -18,12 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from peers import DEVICE, HAS_GPU, wait
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
-from workloads import list_workloads, make_bert_config
+from transformers import BertConfig, BertForSequenceClassification
+from workloads import build_word_tokenizer, list_workloads, make_bert_config
 
 from rapidformer import predict
 
@@ -33,34 +29,15 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 OURS: dict[str, Any] = {"eval_micro_batch_size": BATCH, "progress": False}
 
 
-def build_tokenizer(*, classifies: bool) -> PreTrainedTokenizerFast:
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words = {word: number for number, word in enumerate([*special, *map(_name, range(WORDS))])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    if classifies:
-        tokenizer.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", eos_token="[SEP]", model_max_length=512,
-    )  # fmt: skip
-
-
-def _name(number: int) -> str:
-    return f"w{number}"
-
-
 def make_texts(count: int, shortest: int, longest: int) -> list[str]:
     random = np.random.default_rng(0)
     lengths = random.integers(shortest, longest + 1, count)
-    return [" ".join(map(_name, random.integers(0, WORDS, length))) for length in lengths]
+    return [" ".join(f"w{n}" for n in random.integers(0, WORDS, length)) for length in lengths]
 
 
 def save(model: Any, folder: Path, *, classifies: bool) -> str:
     model.to(DTYPE).save_pretrained(folder)
-    build_tokenizer(classifies=classifies).save_pretrained(folder)
+    build_word_tokenizer(WORDS, has_frame=classifies, length=512).save_pretrained(folder)
     return str(folder)
 
 
@@ -98,7 +75,7 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     where = save(model, folder, classifies=False)
     prompts = make_texts(options.prompts, 16, 256 if HAS_GPU else 32)
     part = prompts[: max(int(len(prompts) * options.peer_part), BATCH)]
-    tokenizer = build_tokenizer(classifies=False)
+    tokenizer = build_word_tokenizer(WORDS, has_frame=False, length=512)
     tokenizer.padding_side = "left"
     model.eval()
     wait()

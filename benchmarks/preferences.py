@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import DEVICE, HAS_GPU, LIMIT, WARM_UP, Result, Stopwatch, call, describe_device
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from peers import DEVICE, HAS_GPU, LIMIT, WARM_UP, Result, Stopwatch, call, choose_method
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,9 +35,8 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
-from workloads import LORA_TARGETS
+from workloads import LORA_TARGETS, build_word_tokenizer
 
 from rapidformer import RapidformerEngine
 from rapidformer.tasks.registry import get_task
@@ -99,7 +97,7 @@ def list_works(*, is_tiny: bool) -> dict[str, Work]:
 
     def build_llama() -> Any:
         limits = {"max_position_embeddings": 4096, "vocab_size": words, "tie_word_embeddings": True}
-        config = LlamaConfig(**llama, **limits, pad_token_id=1, eos_token_id=0, bos_token_id=None)
+        config = LlamaConfig(**llama, **limits, pad_token_id=0, eos_token_id=3, bos_token_id=None)
         return LlamaForCausalLM(config)
 
     lora = {"loss": "sigmoid", "lora_rank": LORA_RANK, "lora_target_modules": [LORA_TARGETS]}
@@ -122,20 +120,10 @@ def write_model(folder: str, workload: str, is_tiny: bool) -> Result:
     with DEVICE:
         model = work.build()
     model.to(torch.bfloat16 if HAS_GPU else torch.float32).save_pretrained(folder)
-    special = ["<end>", "<pad>", "<unknown>", "<start>"]
-    names = [*special, *(f"w{number}" for number in range(work.words - 8))]
-    backend = Tokenizer(
-        models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unknown>")
+    tokenizer = build_word_tokenizer(
+        work.words - 8, has_frame=work.task == "embedding", length=4096
     )
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    given = {"eos_token": "<end>", "pad_token": "<pad>", "unk_token": "<unknown>"}
-    if work.task == "embedding":
-        backend.post_processor = processors.TemplateProcessing(
-            single="<start> $A <end>", special_tokens=[("<start>", 3), ("<end>", 0)]
-        )
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=4096, **given
-    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return {}
 
 
@@ -291,11 +279,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds for one run")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    method, device = "fork", call("fork", LIMIT, describe_device)
-    if "problem" in device:
-        method, device = "spawn", call("spawn", LIMIT, describe_device)
-    if "problem" in device:
-        sys.exit(f"the device cannot be used: {device['problem']}")
+    method, device = choose_method()
     print(f"{device['name']}, torch {torch.__version__}")
     results: dict[str, dict[str, Result]] = {}
     for workload in options.workloads:

@@ -77,7 +77,7 @@ def run(gigabytes: float, folder: Path, num_workers: int = 0) -> list[tuple[floa
     files = write_shards(folder)
     size = sum(path.stat().st_size for path in files) / 1e9
     copies = max(1, round(gigabytes / size))
-    stream = StreamRows([build_shards(files * copies)], buffer=10_000)
+    stream = StreamRows(build_shards(files * copies), buffer=10_000)
     loader = DistributedLoader(
         stream.then(encode, expands=False), collate=collate, micro_batch_size=4,
         num_replicas=RANKS, num_workers=num_workers,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import (
     BertConfig,
@@ -15,6 +16,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -120,6 +122,24 @@ def _build_t5(size: str) -> nn.Module:
         sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16}
         sizes |= {"vocab_size": 512}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+def build_word_tokenizer(words: int, *, has_frame: bool, length: int) -> PreTrainedTokenizerFast:
+    """Of the words w0, w1, ...; padding is 0 and the end 3. A frame is a token before and after."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    names = [*special, *(f"w{number}" for number in range(words))]
+    backend = Tokenizer(
+        models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if has_frame:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", eos_token="[SEP]", model_max_length=length,
+    )  # fmt: skip
 
 
 def add_lora(model: nn.Module, rank: int | None) -> nn.Module:

@@ -67,6 +67,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def list_first(names: Iterable[object], most: int = 10) -> str:
+    """``a, b, c, ...``: the first names of a list that may be long."""
+    shown = list(map(str, names))
+    return ", ".join(shown[:most] + ["..."] * (len(shown) > most))
+
+
 def join_problems(problems: list[str]) -> str:
     """One sentence, or a list of them."""
     if len(problems) == 1:

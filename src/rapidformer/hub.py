@@ -11,6 +11,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+from rapidformer.errors import list_first
 from rapidformer.nearest import find_nearest
 
 _SECONDS = 4.0
@@ -48,7 +49,6 @@ def is_missing_folder(text: str) -> bool:
 
 
 def list_names(folder: Path) -> list[str]:
-    """The entries of a folder, sorted."""
     return sorted(child.name for child in folder.iterdir())
 
 
@@ -59,8 +59,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def describe_content(folder: Path) -> str:
     """The first few entries of a folder."""
-    names = list_names(folder)
-    return (", ".join(names[:8]) + (", ..." if len(names) > 8 else "")) or "nothing"
+    return list_first(list_names(folder), 8) or "nothing"
 
 
 def suggest_path(missing: Path) -> str:

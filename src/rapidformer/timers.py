@@ -12,8 +12,6 @@ from rapidformer.log import get_logger
 
 
 class Timer:
-    """One timer."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self._elapsed = 0.0

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rapidformer import RapidformerEngine
-from rapidformer.data.lengths import group_by_length, measure_lengths
+from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.errors import DataError
 
 
 def test_every_sample_once_and_similar_lengths_together() -> None:
     torch.manual_seed(0)
     lengths = torch.randint(1, 100, (400,)).tolist()
-    order = group_by_length(lengths, batch_size=4)
+    order = GroupedOrder(lengths, batch_size=4)()
     assert sorted(order) == list(range(400))
     assert lengths[order[0]] == max(lengths)
     spread = [max(b) - min(b) for b in _cut([lengths[i] for i in order], 4)]

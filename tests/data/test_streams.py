@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import rapidformer.data.streams.reader as reader
 from rapidformer.data.adopting import adopt_loader
+from rapidformer.data.files import load_file
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.mixture import choose_sets
 from rapidformer.data.streams.listing import open_stream
@@ -96,6 +97,21 @@ def test_every_format_is_read_from_any_row_on(name: str, tmp_path: Path) -> None
     for place in (0, 6, 7, 19, 24):
         number, _, offset = items[place]
         assert list(shard.read(number, offset)) == items[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("indented.txt", b"\xef\xbb\xbf  two blanks\n\n\ttab, blanks at the end  \r\nlast"),
+        ("twice.csv", b"text,text\na,b\nc,d\n"),
+        ("blanks.csv", b"label,score\n 1, 0.5\n 0,-inf\n"),
+        ("words.csv", b"text,score\na,nan\nb,1.5\n"),
+    ],
+)
+def test_a_stream_has_the_rows_of_the_table(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    table = load_file(tmp_path / name, str(tmp_path / "cache"))
+    assert list(open_stream(tmp_path / name)) == list(table)
 
 
 @pytest.fixture

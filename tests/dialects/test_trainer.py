@@ -17,7 +17,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import BertForSequenceClassification, get_constant_schedule, get_scheduler
+from transformers import (
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    get_constant_schedule,
+    get_scheduler,
+)
 
 from rapidformer import Finetuner, RapidformerEngine, Trainer, TrainingArguments
 from rapidformer.dialects.huggingface.loss import call_with_count
@@ -184,6 +189,23 @@ def test_predict_gives_rows_in_order(tmp_path: Path) -> None:
     # The exact mean over all examples, though the last batch is smaller.
     exact = torch.nn.functional.cross_entropy(alone, torch.tensor(data["label"]))
     assert metrics["test_loss"] == pytest.approx(float(exact), abs=1e-6)
+
+
+def test_an_evaluation_batch_without_labels_does_not_count(tmp_path: Path) -> None:
+    def mark_tokens(rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = collate(rows)
+        return {**batch, "labels": batch["input_ids"] * 0 + batch["labels"][:, None]}
+
+    config = make_classifier().config
+    trainer = Trainer(
+        BertForTokenClassification(config),
+        TrainingArguments(str(tmp_path), per_device_eval_batch_size=1, report_to="none"),
+        mark_tokens,
+        eval_dataset=[row := make_dataset(1)[0]],
+    )
+    wanted = trainer.evaluate()["eval_loss"]
+    found = trainer.evaluate([row, {**row, "label": -100}])["eval_loss"]
+    assert found == pytest.approx(wanted)
 
 
 def test_evaluate_train_evaluate(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import rapidformer
 from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.run_events import read_events
 from rapidformer.tasks.registry import get_task
 
 from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
@@ -108,6 +110,19 @@ def test_trains_evaluates_and_predicts(bert_folder: Path, tmp_path: Path) -> Non
     assert 0 <= metrics["exact_match"] <= metrics["f1"] <= 100
 
 
+def test_a_run_shows_the_answers_to_its_first_rows(bert_folder: Path, tmp_path: Path) -> None:
+    rows = [row | {"id": f"{row['id']}{number}"} for number in range(5) for row in ROWS]
+    splits = {"train": ROWS, "validation": rows}
+    metrics = rapidformer.train(
+        splits, task=TASK.name, pretrained_model_name_or_path=str(bert_folder), seq_length=32,
+        doc_stride=8, train_iters=1, micro_batch_size=4, device="cpu", save=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert 0 <= metrics["f1"] <= 100
+    events = read_events(tmp_path / "run")
+    (evaluation,) = (event for event in events if event["event"] == "evaluation")
+    assert [row["id"] for row in evaluation["samples"]] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
 def test_best_span_equals_brute_force(bert_folder: Path) -> None:
     args = _args(bert_folder, n_best=1000, max_answer_length=5)
     prepared = TASK.prepare(args, {"validation": ROWS})
@@ -143,6 +158,10 @@ def test_questions_without_answer(bert_folder: Path, tmp_path: Path) -> None:
     assert [row["answer"] for row in rows] == ["", ""]
     metrics = compute_metrics(TASK, records, prepared, "validation")
     assert metrics["exact_match"] == 50.0 and metrics["no_answer_f1"] == 100.0
+    tally = TASK.build_tally(prepared, "validation")
+    tally.update(records)
+    (table,) = tally.tables()  # of all questions, also if nobody has asked for the scores yet
+    assert table.to_json()["all"]["support"] == 2
     # The saved model still knows that it may abstain.
     model.save_pretrained(tmp_path)
     prepared.processor.save_pretrained(tmp_path)

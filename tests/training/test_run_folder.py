@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def read_steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-def open_file(folder: Path, resume_step: int = 0) -> MetricsFile:
+def open_file(folder: Path, resume_step: float = 0) -> MetricsFile:
     file = MetricsFile()
     file.start(TrackedRun(folder=folder, resume_step=resume_step))
     return file
@@ -228,6 +229,15 @@ def test_damage_to_the_file_does_not_stop_a_resume(tmp_path: Path) -> None:
         file.write(b"[" * 100_000 + b"\n" + bytes(range(256)) * 2 + b'\n{"step": 2}\n')
     open_file(tmp_path, resume_step=2).log({}, 3)
     assert read_steps(tmp_path) == [1, 2, 2, 3]
+
+
+def test_a_run_that_repeats_nothing_keeps_every_line_but_damaged_ones(tmp_path: Path) -> None:
+    open_file(tmp_path).log({"loss": 1.0}, None)  # a script's own line may have no step
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b'\xff\n{"step": 3, "lo')
+    open_file(tmp_path, resume_step=math.inf).log({}, 4)
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"loss": 1.0}, {"step": 4}]
 
 
 def test_a_named_pipe_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from rapidformer.benchmarking.job import (
     describe_result,
     merge,
 )
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
     find_flag_problems,
@@ -51,11 +50,7 @@ def run(argv: list[str]) -> None:
     if (job := find_job(JOB_VARIABLE, Job)) is not None:
         _work(job, argv)
         return
-    parser = _build_parser()
-    options, words = parser.parse_known_args(with_dashes(argv))
-    if not argv:
-        parser.print_help()
-        return
+    options, words = _build_parser().read_run(argv)
     command = read_flags(words)
     plan = plan_launch(command.args)
     _check(command, options, plan)
@@ -170,7 +165,7 @@ class _Benchmark(ChildRuns):
             folder=str(self.folder), name=name, steps=steps or least, peer=peer,
             seconds=0.0 if steps else _SECONDS, warm_up=self.options.bench_warmup or warm_up,
         )  # fmt: skip
-        sys.stderr.write(f"running  {description}\n")
+        say(f"running  {description}")
         start_run(
             ["bench", *self.words, *more], self.args,
             processes=self.processes, variable=JOB_VARIABLE, job=job,

@@ -8,6 +8,7 @@ import threading
 from functools import cached_property
 from typing import Any
 
+from rapidformer.cli.own_flags import say
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine import RapidformerEngine, predict_rows
@@ -54,7 +55,7 @@ def run_chat(engine: RapidformerEngine) -> None:
 
 def _say(engine: RapidformerEngine, text: str) -> None:
     if engine.is_main:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
 
 def _read_for_all(*, is_reading: bool) -> str | None:
@@ -86,6 +87,8 @@ def _read_line() -> str | None:
 
 class Conversation:
     """Remembers the turns; the first rank prints answers while they are generated."""
+
+    has_images = False
 
     def __init__(self, engine: RapidformerEngine) -> None:
         task = get_task(engine.args.task or "")
@@ -122,8 +125,10 @@ class Conversation:
         return answer
 
     def _generate(self, batch: dict[str, Any]) -> list[Any]:
-        generation = self._prepared.extras["generation"]
-        return generate(self._model, batch, self._prepared.processor, generation, self._streamer)
+        generation, inputs = self._prepared.extras["generation"], batch if self.has_images else None
+        return generate(
+            self._model, batch, self._prepared.processor, generation, self._streamer, inputs=inputs
+        )
 
     @cached_property
     def _encoder(self) -> ChatEncoder:
@@ -152,6 +157,8 @@ class Conversation:
 class ImageConversation(Conversation):
     """One with pictures: those of --image come with the first message."""
 
+    has_images = True
+
     def __init__(self, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self._images: list[Any] = []
@@ -172,13 +179,6 @@ class ImageConversation(Conversation):
         shown, self._next = self._next, []
         self._images += shown
         return super().answer(MARK * len(shown) + text)
-
-    def _generate(self, batch: dict[str, Any]) -> list[Any]:
-        extras = self._prepared.extras
-        return generate(
-            self._model, batch, self._prepared.processor, extras["generation"], self._streamer,
-            inputs=batch,
-        )  # fmt: skip
 
     def _encode(self) -> dict[str, Any]:
         collate = self._prepared.collate

@@ -26,7 +26,6 @@ class DamageError(CheckpointError):
 
 
 def run(argv: list[str]) -> None:
-    """Check each folder that was given."""
     options = build_parser().parse_args(argv)
     folders = [folder for path in options.paths for folder in _choose(Path(path).expanduser())]
     is_damaged = False
@@ -38,7 +37,6 @@ def run(argv: list[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    """The command's flags."""
     parser = CommandParser(
         prog="rapidformer check",
         description="Verify checkpoints: every file against its hash, and that the index covers "

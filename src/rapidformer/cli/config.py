@@ -55,7 +55,6 @@ class _Questions:
 
 
 def run(argv: list[str]) -> None:
-    """Ask, and write the file."""
     options = vars(_build_parser().parse_args(with_dashes(argv)))
     path = Path(options.pop("output")).expanduser()
     is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")

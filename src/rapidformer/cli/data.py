@@ -30,7 +30,6 @@ A PREFIX is the name of a pair of files without .bin and .idx.
 
 
 def run(argv: list[str]) -> None:
-    """Run ``show``, ``info``, ``head`` or ``merge``."""
     if argv[:1] == ["show"]:
         # Apart, since it takes the flags of a run.
         from rapidformer.cli.data_show import run as show

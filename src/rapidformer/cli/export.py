@@ -24,7 +24,6 @@ writes a language model for llama.cpp and Ollama, --format onnx an encoder for o
 
 
 def run(argv: list[str]) -> None:
-    """Export, and say what was proven."""
     args = _build_parser().parse_args(with_dashes(argv))
     checkpoint, out = args.checkpoint or args.load, args.out or args.save
     if args.load and args.checkpoint and not args.out:  # export --load RUN OUT

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli import COMMANDS, DISTRIBUTED, OWN_FLAGS
-from rapidformer.cli.own_flags import HelpShownError
+from rapidformer.cli.own_flags import HelpShownError, say
 from rapidformer.config.derive import is_launched
 from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan, is_started_node, needs_agent, plan_launch
@@ -142,15 +142,11 @@ def _say_loading(args: Settings) -> None:
     data = args.data_path or args.data_dir or args.data_name or args.train_data
     named = [args.user_script, model, *(data if isinstance(data, list) else [data])]
     what = ", ".join(["torch", *dict.fromkeys(str(name) for name in named if name)])
-    print(f"loading   {what}", file=sys.stderr, flush=True)
+    say(f"loading   {what}")
 
 
 def _start(args: Settings, words: list[str], plan: LaunchPlan | None = None) -> bool:
     """Hand over to the launcher; False if this process is enough. A plan asks the GPU driver."""
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     if args.hostfile is not None and not is_started_node():
         from rapidformer.launch.hosts import launch_hosts
 

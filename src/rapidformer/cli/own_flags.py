@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any, NoReturn
 
 from rapidformer.errors import ConfigurationError
@@ -22,11 +23,23 @@ class CommandParser(argparse.ArgumentParser):
             kinds["type"] = int
         self.add_argument(*names.split(), help=text, **kinds | options)
 
+    def read_run(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The command's own flags and those of the run that it is about; help if there are none."""
+        if not argv:
+            self.print_help()
+            raise HelpShownError
+        return self.parse_known_args(with_dashes(argv))
+
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise HelpShownError
+
+
+def say(text: str) -> None:
+    """Print a line for the user, beside the command's output."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def with_dashes(words: list[str]) -> list[str]:

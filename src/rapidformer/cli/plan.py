@@ -7,7 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import Any
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config import Settings, resolve
@@ -30,11 +30,7 @@ _DEFAULT = "H200"
 
 def run(argv: list[str]) -> None:
     """Measure the model without values, and print what its run will need."""
-    parser = _build_parser()
-    options, words = parser.parse_known_args(with_dashes(argv))
-    if not argv:
-        parser.print_help()
-        return
+    options, words = _build_parser().read_run(argv)
     command = read_flags(words)
     with redirect_stdout(sys.stderr):  # scripts and packages print; the answer alone is the output
         args, cluster = _check(command, options)

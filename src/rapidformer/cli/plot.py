@@ -21,7 +21,6 @@ def run(argv: list[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    """The command's flags."""
     parser = CommandParser(
         prog="rapidformer plot", description="Draw the loss curves of one run or of several."
     )

@@ -32,7 +32,6 @@ def run(argv: list[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    """The command's flags."""
     parser = CommandParser(
         prog="rapidformer report",
         description="Write the page of a run: curves, evaluations, the first batch, settings, "

@@ -33,7 +33,6 @@ _COLOURS = {
 
 
 def run(argv: list[str]) -> None:
-    """Print a table, or JSON."""
     options = build_parser().parse_args(argv)
     folder = Path(options.folder).expanduser()
     if not folder.is_dir():
@@ -55,7 +54,6 @@ def run(argv: list[str]) -> None:
 
 
 def build_parser() -> CommandParser:
-    """The command's flags."""
     parser = CommandParser(
         prog="rapidformer runs",
         description="List the runs and checkpoints in a folder, the newest first.",

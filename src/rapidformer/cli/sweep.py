@@ -17,7 +17,7 @@ from typing import Any
 from rapidformer.checkpoint.finding import METRICS_FILE
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.cli.checks import check_command
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
@@ -47,11 +47,7 @@ _PATIENCE = 60.0
 
 def run(argv: list[str]) -> None:
     """Run what is left of the sweep, then print its table."""
-    parser = _build_parser()
-    options, words = parser.parse_known_args(with_dashes(argv))
-    if not argv:
-        parser.print_help()
-        return
+    options, words = _build_parser().read_run(argv)
     command = read_flags(words)
     space = _check(command, options)
     load_optuna("rapidformer sweep")
@@ -204,13 +200,13 @@ class _Sweep:
 
     def run(self) -> None:
         left = self.count - self.study.ended
-        _say(f"sweep     {self.count} trials, {max(left, 0)} to run; {self.folder}")
+        say(f"sweep     {self.count} trials, {max(left, 0)} to run; {self.folder}")
         for slot in range(self.parallel):
             self._slots.put(slot)
         try:
             run_trials(self.study, self.count, self.parallel, self._run_trial, self._tell)
         except KeyboardInterrupt:
-            _say(f"stopped after {self.study.ended} trials: the same command goes on.")
+            say(f"stopped after {self.study.ended} trials: the same command goes on.")
             raise
         finally:
             self._write_results()
@@ -297,7 +293,7 @@ class _Sweep:
         self._write_results()
         what = trial.error if trial.state == "failed" else f"{self.metric} {trial.value:.6g}"
         state = "" if trial.state == "complete" else f" ({trial.state})"
-        _say(f"trial {trial.number}  {_describe(trial.parameters)}: {what}{state}")
+        say(f"trial {trial.number}  {_describe(trial.parameters)}: {what}{state}")
 
     def _write_results(self) -> None:
         best = self.study.best
@@ -367,7 +363,3 @@ def _find_error(log: Path, status: int) -> str:
 
 def _describe(parameters: Parameters) -> str:
     return ", ".join(f"{name} {value}" for name, value in parameters.items())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -17,7 +17,6 @@ from rapidformer.tasks.registry import (
 
 
 def run(argv: list[str]) -> None:
-    """Print every task, or those named."""
     named = [word for word in argv if not is_pretraining(word)]
     for task in [get_task(word) for word in named] if argv else list_tasks():
         _write_task(task)

@@ -20,7 +20,6 @@ from rapidformer.errors import ConfigurationError
 
 
 def run(command: CommandLine) -> None:
-    """Train in this process."""
     if command.args.user_script is not None:
         run_script(command.args.user_script, command.words)
         return

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
     find_flag_problems,
@@ -20,7 +20,7 @@ from rapidformer.cli.run_output import (
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
 from rapidformer.config.validate import find_problems
-from rapidformer.errors import RapidformerError, raise_problems
+from rapidformer.errors import RapidformerError, count, raise_problems
 from rapidformer.run_events import append_event, find_run
 from rapidformer.verification.causes import find_equal_weights
 from rapidformer.verification.compare import Comparison, compare, describe_cause, format_table
@@ -75,11 +75,7 @@ def run(argv: list[str]) -> None:
     if (job := find_job(JOB_VARIABLE, Job)) is not None:
         _work(job, argv)
         return
-    parser = _build_parser()
-    options, words = parser.parse_known_args(with_dashes(argv))
-    if not argv:
-        parser.print_help()
-        return
+    options, words = _build_parser().read_run(argv)
     command = read_flags(words)
     processes = count_processes(command.args)
     _check(command, processes, options.verify_steps)
@@ -148,15 +144,16 @@ class _Verification(ChildRuns):
     def run(self) -> None:
         """Run what is needed: two runs, and more single-process runs to explain a difference."""
         args, processes = self.args, self.processes
-        _say(f"verify   {', '.join(list_switches(args, processes))}")
+        say(f"verify   {', '.join(list_switches(args, processes))}")
         for line in list_left_out(args):
-            _say(f"left out {line}")
-        switched = self._start("switched", _count(processes, "process", "processes"))
+            say(f"left out {line}")
+        ranks = "1 process" if processes == 1 else f"{processes} processes"
+        switched = self._start("switched", ranks)
         rows = max(rows for rows, _ in count_samples(switched))
         samples = switched[0].facts["samples"]  # which may have several rows: a pair has two
         self._batch = samples if samples and rows % samples == 0 else rows
         self._micro_batch = switched[0].facts["micro_batch_size"]
-        _say(_describe(switched, self._batch))
+        say(_describe(switched, self._batch))
         is_cut = self.options.same_micro_batches
         reference = self._start("pieces" if is_cut else "whole", "one process, no switches")[0]
         self._comparison = compare(reference, switched)
@@ -221,7 +218,7 @@ class _Verification(ChildRuns):
             global_batch_size=self._batch,
             micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
         )  # fmt: skip
-        _say(f"running  {description}")
+        say(f"running  {description}")
         hint = "" if self.options.full_size else " --full-size keeps the sizes of the run."
         start_run(
             ["verify", *self.words], self.args,
@@ -245,16 +242,7 @@ def _work(job: Job, words: list[str]) -> None:
 
 def _describe(traces: list[Trace], batch: int) -> str:
     facts = traces[0].facts
-    steps = _count(len(traces[0].norms), "step", "steps")
     return (
         f"model    {facts['model']}, {count_parameters(traces):,} parameters, fp32 on "
-        f"{facts['device']}; {steps} of {_count(batch, 'row', 'rows')}"
+        f"{facts['device']}; {count(len(traces[0].norms), 'step')} of {count(batch, 'row')}"
     )
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -75,7 +75,6 @@ class Parcel:
         self._values = {**batch, **{name: batch[name].numpy() for name in self._names}}
 
     def unpack(self) -> dict[Any, Any]:
-        """The batch as it was."""
         tensors = {name: torch.from_numpy(self._values[name]) for name in self._names}
         return {**self._values, **tensors}
 

@@ -66,7 +66,6 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -85,6 +84,32 @@ def import_datasets() -> Any:
     except ImportError:
         raise MissingPackageError("datasets", "Loading data from files or the Hub") from None
     return datasets
+
+
+def without_decoding(rows: Any, kind: str, *columns: str) -> Any:
+    """The rows with the images (``Image``) or recordings (``Audio``) of columns as stored.
+
+    `datasets` would decode them where rows are read, and cannot name the row of a broken file.
+    """
+    features = getattr(rows, "features", None) or {}
+    for column in columns if hasattr(rows, "cast_column") else ():
+        kept = _keep_encoded(features.get(column), kind)
+        if kept is not features.get(column):
+            rows = rows.cast_column(column, kept)
+    return rows
+
+
+def _keep_encoded(feature: Any, kind: str) -> Any:
+    """The feature without decoding; the same object if it has nothing of the kind."""
+    if type(feature).__name__ == kind:
+        return type(feature)(decode=False)
+    if isinstance(feature, dict):
+        changed = {name: _keep_encoded(part, kind) for name, part in feature.items()}
+        is_same = all(changed[name] is part for name, part in feature.items())
+        return feature if is_same else changed
+    inner = getattr(feature, "feature", None)
+    kept = None if inner is None else _keep_encoded(inner, kind)
+    return feature if kept is inner else type(feature)(kept)
 
 
 def get_first_line(error: BaseException) -> str:

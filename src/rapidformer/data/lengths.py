@@ -1,8 +1,8 @@
 """Batches of similar length, which pad least: --group-by-length and --tokens-per-micro-batch.
 
-Grouping shuffles the samples, cuts them into groups of many batches and sorts each by length, so
-that the order stays random between groups. The longest sample of all comes first: what does not fit
-into memory fails at once.
+Grouping is transformers': the samples are shuffled, cut into groups of many batches, and each group
+is sorted by length, so that the order stays random between groups. The longest sample of all comes
+first: what does not fit into memory fails at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rapidformer.data.mixture import FromSet
 from rapidformer.errors import DataError
-
-_BATCHES_PER_GROUP = 50
 
 
 def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") -> list[int]:
@@ -77,20 +73,10 @@ class GroupedOrder:
     batch_size: int
 
     def __call__(self) -> list[int]:
-        return group_by_length(self.lengths, self.batch_size)
+        from transformers.trainer_pt_utils import get_length_grouped_indices
 
-
-def group_by_length(lengths: Sequence[int], batch_size: int) -> list[int]:
-    """A random order in which neighbours are of similar length; draws from torch's generator."""
-    per_group = min(max(len(lengths) // (batch_size * 4), 1), _BATCHES_PER_GROUP) * batch_size
-    shuffled = torch.randperm(len(lengths)).tolist()
-    groups = [
-        sorted(shuffled[start : start + per_group], key=lambda i: -lengths[i])
-        for start in range(0, len(shuffled), per_group)
-    ]
-    longest = max(groups, key=lambda group: lengths[group[0]])
-    groups[0][0], longest[0] = longest[0], groups[0][0]
-    return [index for group in groups for index in group]
+        order: list[int] = get_length_grouped_indices(self.lengths, self.batch_size)
+        return order
 
 
 def sort_in_groups(

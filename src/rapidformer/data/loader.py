@@ -249,7 +249,6 @@ class DistributedLoader:
             self._cursor = None
 
     def rewind(self) -> None:
-        """Start from the first sample again."""
         self.epoch, self.consumed_samples, self._is_resuming = 0, 0, False
         self._cursor = None
 

@@ -32,7 +32,9 @@ def choose_sets(weights: Sequence[float], seed: int | None, start: int, count: i
     from the seed; without a seed, as evenly spread as they can be.
     """
     first, last = start // _BLOCK, -(-(start + count) // _BLOCK)
-    pattern = _spread(_normalize(weights), last * _BLOCK)
+    # A few sizes only: each is computed once.
+    size = min(1 << (last * _BLOCK - 1).bit_length(), _PERIOD)
+    pattern = _spread(_normalize(weights), size)
     chosen = pattern[np.arange(first * _BLOCK, last * _BLOCK) % len(pattern)].reshape(-1, _BLOCK)
     if seed is not None:
         for number, block in enumerate(chosen, start=first):
@@ -45,13 +47,8 @@ def _normalize(weights: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / total for weight in weights)
 
 
-def _spread(weights: tuple[float, ...], size: int) -> np.ndarray:
-    # A few sizes only: each is computed once.
-    return _compute_spread(weights, min(1 << (size - 1).bit_length(), _PERIOD))
-
-
 @lru_cache(maxsize=8)
-def _compute_spread(weights: tuple[float, ...], size: int) -> np.ndarray:
+def _spread(weights: tuple[float, ...], size: int) -> np.ndarray:
     return choose_datasets(np.asarray(weights), size)
 
 
@@ -138,7 +135,6 @@ class Sets:
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
         return sum(self.counts)
 
     def list_numbers(self, seed: int, epoch: int, *, shuffles: bool) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ def read_sets(args: Settings) -> list[NamedSet]:
     if args.streaming and not has_weights:  # one stream with the shards of all
         return []
     if weights is not None:
-        sets = [_change(item, weight=w) for item, w in zip(sets, weights, strict=True)]
+        sets = [replace(item, weight=w) for item, w in zip(sets, weights, strict=True)]
     return _label(sets)
 
 
@@ -196,16 +196,16 @@ def _find_entry_problems(entry: Any, where: str) -> list[str]:
 def _read_entry(
     entry: Mapping[str, Any], folder: Path, where: str, problems: list[str]
 ) -> NamedSet:
-    columns = {_find_setting(str(k)): v for k, v in (entry.get("columns") or {}).items()}
+    columns = {str(_find_setting(str(k))): v for k, v in (entry.get("columns") or {}).items()}
     weight = entry.get("weight")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float))):
         problems.append(f"{where}: weight must be a number, got {weight!r}.")
         weight = None
     item = _read_item(entry["path"], problems)
     if entry.get("cap") is not None:
-        item = _change(item, cap=_read_cap(entry["cap"], where, problems))
+        item = replace(item, cap=_read_cap(entry["cap"], where, problems))
     beside = folder / item.path
-    return _change(
+    return replace(
         item, path=str(beside) if beside.exists() and not Path(item.path).exists() else item.path,
         name=entry.get("name"), split=entry.get("split") or item.split, columns=columns,
         template=entry.get("template"), weight=weight,
@@ -263,10 +263,6 @@ def _is_plain_file(item: NamedSet) -> bool:
     return not path.is_dir() and not is_hub_name(item.path)
 
 
-def _change(item: NamedSet, **values: Any) -> NamedSet:
-    return NamedSet(**{**vars(item), **values})
-
-
 def _label(sets: Sequence[NamedSet]) -> list[NamedSet]:
     """Short names, each once, that fit into the name of a metric."""
     labels: list[str] = []
@@ -278,4 +274,4 @@ def _label(sets: Sequence[NamedSet]) -> list[NamedSet]:
             re.fullmatch(re.escape(text) + r"(_\d+)?", label) is not None for label in labels
         )
         labels.append(f"{text}_{same + 1}" if same else text)
-    return [_change(item, label=label) for item, label in zip(sets, labels, strict=True)]
+    return [replace(item, label=label) for item, label in zip(sets, labels, strict=True)]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def iterate_tensors(nested: Any) -> Iterator[Tensor]:
-    """Every tensor in it."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, Mapping):

@@ -53,8 +53,6 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that has ended."""
-
     number: int
     state: str
     value: float | None

@@ -108,7 +108,6 @@ class Task(ABC):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Its other names."""
         return ALIASES.get(self.name, ())
 
     @abstractmethod

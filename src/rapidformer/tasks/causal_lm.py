@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ModelError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.location import get_model_location
 from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row
@@ -28,7 +28,8 @@ from rapidformer.tasks.chat.columns import (
 from rapidformer.tasks.evaluation.generating import (
     Generation,
     check_stop_strings,
-    decode_answers,
+    describe_answers,
+    divide_length,
     generate_records,
 )
 from rapidformer.tasks.rows.columns import ColumnRole, find_column
@@ -114,15 +115,9 @@ class CausalLM(LanguageModel):
         parts.check_is_text({"input": table})
         columns = find_chat_columns(table, args, TEXT, has_answers=False)
         usual = _DEFAULT_NEW_TOKENS_IN_CHAT if args.chat else _DEFAULT_NEW_TOKENS
-        new_tokens = args.max_new_tokens or min(usual, max(1, limit // 2))
-        if new_tokens >= limit:
-            raise ConfigurationError(
-                f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
-                f"use at most {limit - 1}."
-            )
+        length, new_tokens = divide_length(limit, args, usual)
         generation = Generation.read(args, max_new_tokens=new_tokens)
         check_stop_strings(generation, tokenizer)
-        length = limit - new_tokens
         if columns is None:
             features, extras = encode_beginnings(table, tokenizer, length, args)
         else:
@@ -164,15 +159,7 @@ class CausalLM(LanguageModel):
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
         if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        extras = prepared.extras
-        result = []
-        for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
-            texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
-            if extras["is_answer"]:
-                texts = [text.strip() for text in texts]
-            more = {} if wanted is None else {"expected": wanted}
-            result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
-        return result
+        return describe_answers(records, prepared)
 
 
 def check_is_causal(config: Any, args: Settings) -> None:

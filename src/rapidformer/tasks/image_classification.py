@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rapidformer.config import Settings
-from rapidformer.tasks.base import Answers, PreparedData, Record, Row
-from rapidformer.tasks.labels.labels import (
-    LabelSpace,
-    get_model_classes,
-    get_output_names,
-    read_labels,
-)
+from rapidformer.data.files import without_decoding
+from rapidformer.tasks.base import PreparedData, Row
+from rapidformer.tasks.labels.labels import LabelSpace, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.images import open_image, without_decoding
+from rapidformer.tasks.rows.images import open_image
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column_names,
@@ -23,7 +19,7 @@ from rapidformer.tasks.rows.rows import (
     get_splits,
     is_row_stream,
 )
-from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
+from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 
 IMAGE = ColumnRole(
     "image", "image_column", "the image, or the path of its file",
@@ -35,12 +31,11 @@ LABEL = ColumnRole(
 )  # fmt: skip
 
 
-class ImageClassification(Classifier):
+class ImageClassification(FileClassifier):
     name = "image_classification"
     description = "classify images (ViT and other vision models)"
     columns = (IMAGE, LABEL)
     auto_class = "AutoModelForImageClassification"
-    metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
@@ -61,23 +56,9 @@ class ImageClassification(Classifier):
         config, parts = _load_parts(args)
         table = as_rows(rows, args.image_column or "image")
         image = str(find_column(IMAGE, get_column_names(table), args))
-        extras = {
-            "names": get_output_names(config),
-            "problem_type": get_problem_type(config),
-            "labelled": {"test": False},
-        }
+        extras = {**describe_outputs(config), "labelled": {"test": False}}
         images = _ImageRows(table, image, parts["processor"], "input", None)
         return PreparedData(test=images, **parts, extras=extras)
-
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        images: Any = prepared.get_split(split)
-        return [
-            {"image": images.get_name(index)} | self.describe(record, prepared)
-            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
-        ]
-
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        return replace(prepared, extras={**prepared.extras, "first": start})
 
 
 def _load_parts(args: Settings) -> tuple[Any, dict[str, Any]]:
@@ -93,7 +74,8 @@ def _encode(
     rows: Any, column: str, processor: Any, split: str, space: LabelSpace | Literal[False]
 ) -> Any:
     """Rows of pixel values, computed on request."""
-    images = _ImageRows(without_decoding(rows, column), column, processor, split, space or None)
+    kept = without_decoding(rows, "Image", column)
+    images = _ImageRows(kept, column, processor, split, space or None)
     if not is_row_stream(rows):
         return images
     return rows.then(

@@ -177,7 +177,6 @@ class SetTallies:
         return sum(tally.examples for tally in self._tallies.values())
 
     def update(self, name: str, records: Sequence[Record]) -> None:
-        """Add records of a set."""
         self._tallies[name].update(records)
         if self.total is not None:
             self.total.update(records)

@@ -50,7 +50,6 @@ def is_pretraining(name: str | None) -> bool:
 
 
 def get_task(name: str) -> Task:
-    """The task with that name or alias."""
     normal, _ = read_task(name)
     for task in list_tasks():
         if normal == task.name:

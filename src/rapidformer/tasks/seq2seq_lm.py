@@ -99,13 +99,11 @@ class Seq2SeqLM(Task):
         return parts.prepare_input(_encode(table, "input", source, None, parts), extras)
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        from rapidformer.tasks.evaluation.scoring import score_tokens
+        from rapidformer.tasks.evaluation.scoring import add_token_losses
 
         records = generate_records(model, batch, prepared)
         if "labels" in batch:
-            losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
-            for record, loss, count in zip(records, losses, counts, strict=True):
-                record |= {"loss": loss, "count": count}
+            add_token_losses(records, model(**batch).logits, batch["labels"])
         return records
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:

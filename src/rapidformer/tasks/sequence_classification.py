@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
@@ -98,6 +99,22 @@ class Classifier(Task):
         return describe_record(record, prepared.extras["problem_type"], prepared.extras["names"])
 
 
+class FileClassifier(Classifier):
+    """A classifier of files: its first column holds them, and predictions name them."""
+
+    metrics: tuple[str, ...] = ("accuracy", "f1", "f1_macro", "loss")
+
+    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+        rows: Any = prepared.get_split(split)
+        return [
+            {self.columns[0].name: rows.get_name(index)} | self.describe(record, prepared)
+            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
+        ]
+
+    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
+        return replace(prepared, extras={**prepared.extras, "first": start})
+
+
 class SequenceClassification(Classifier):
     name = "sequence_classification"
     description = "classify a text or a pair of texts, or predict a number for it"
@@ -154,10 +171,7 @@ class SequenceClassification(Classifier):
                 f"input has only one ({texts[0]}): give rows with both texts. --text-column and "
                 "--text-pair-column name their columns."
             )
-        extras = {
-            "rows": {"test": table}, "texts": texts, "names": get_output_names(parts.config),
-            "problem_type": get_problem_type(parts.config),
-        }  # fmt: skip
+        extras = {"rows": {"test": table}, "texts": texts, **describe_outputs(parts.config)}
         return parts.prepare_input(_encode(table, "input", texts, parts, None), extras)
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
@@ -216,11 +230,10 @@ def _encode(
     return parts.map_rows(rows, encode, "texts", texts, space, is_one_to_one=True)
 
 
-def get_problem_type(config: Any) -> str:
-    """What a saved classifier was trained for; older models do not record it."""
-    if config.problem_type is not None:
-        return str(config.problem_type)
-    return REGRESSION if config.num_labels == 1 else SINGLE
+def describe_outputs(config: Any) -> dict[str, Any]:
+    """What the outputs of a saved classifier mean; older models do not record the problem type."""
+    usual = REGRESSION if config.num_labels == 1 else SINGLE
+    return {"names": get_output_names(config), "problem_type": config.problem_type or usual}
 
 
 def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:

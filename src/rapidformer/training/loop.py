@@ -100,7 +100,6 @@ class TrainingLoop:
         return self.meter.live_loss.value if self.meter.live_loss else None
 
     def say(self, message: str) -> None:
-        """Print a line for the user."""
         self.reporter.say(message)
 
     @property

@@ -69,7 +69,6 @@ class WeightedSums:
             self.weights[name] = self.weights.get(name, 0.0) + (weight if counts else 0.0)
 
     def read_means(self, topology: Topology) -> dict[str, float]:
-        """The means over all ranks."""
         pairs = [(self.sums[name], self.weights[name]) for name in self.sums]
         named = zip(self.sums, _sum_pairs(pairs, topology), strict=True)
         return {name: total / count if count else math.nan for name, (total, count) in named}

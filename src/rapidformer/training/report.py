@@ -88,7 +88,6 @@ class Reporter(Callback):
         return self._bar is not None
 
     def say(self, message: str) -> None:
-        """Print a line for the user."""
         if self._speaks:
             get_logger().info(message)
 

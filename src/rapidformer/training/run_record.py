@@ -44,8 +44,6 @@ _SHOWN_EXAMPLES, _SHOWN_TOKENS = 4, 512
 
 
 class RunRecord(Callback):
-    """Keeps the record of a run."""
-
     def __init__(
         self,
         args: Settings,

@@ -20,6 +20,7 @@ from rapidformer.data.indexed.layout import (
 )
 from rapidformer.data.indexed.reader import IndexedDataset
 from rapidformer.data.indexed.writer import IndexedWriter
+from rapidformer.errors import list_first
 
 
 def describe_indexed(prefix: str | Path) -> dict[str, Any]:
@@ -109,8 +110,5 @@ def _describe_difference(what: str, values: dict[str, str]) -> str:
     lists: dict[str, list[str]] = {}
     for prefix, value in values.items():
         lists.setdefault(value, []).append(prefix)
-    groups = "; ".join(
-        f"{value}: {', '.join(group[:5])}{', ...' if len(group) > 5 else ''}"
-        for value, group in lists.items()
-    )
+    groups = "; ".join(f"{value}: {list_first(group, 5)}" for value, group in lists.items())
     return f"pairs of different {what} cannot be merged: {groups}."

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer.errors import DataError, join_problems
+from rapidformer.errors import DataError, join_problems, list_first
 
 MMAP_MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -40,12 +40,10 @@ class IndexedDataError(DataError):
 
 
 def get_data_path(prefix: str | Path) -> Path:
-    """The file that holds the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def get_index_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence is."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -77,7 +75,6 @@ def is_file(path: Path) -> bool:
 
 
 def has_indexed(prefix: str | Path) -> bool:
-    """Whether both files exist."""
     stem = strip_ending(prefix)
     return is_file(get_data_path(stem)) and is_file(get_index_path(stem))
 
@@ -122,4 +119,4 @@ def _describe_near(prefix: str) -> str:
         near = near or difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     if near:
         return f"did you mean {', '.join(str(folder / name) for name in near[:3])}?"
-    return f"{folder} holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
+    return f"{folder} holds {list_first(names, 5)}."

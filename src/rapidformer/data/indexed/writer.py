@@ -68,12 +68,10 @@ class IndexedWriter:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences so far."""
         return len(self._sizes)
 
     @property
     def num_documents(self) -> int:
-        """Number of finished documents so far."""
         return len(self._marks) - 1
 
     def add_item(self, tokens: Tokens) -> None:

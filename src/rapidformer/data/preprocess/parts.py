@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rapidformer.data.preprocess.reading import Position
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger
 
 FIRST_SHOWN = 10
@@ -174,7 +174,6 @@ class WorkFolder:
         shutil.rmtree(retired, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -239,7 +238,6 @@ def find_start(reports: dict[int, PartReport]) -> tuple[Position, int]:
 
 
 def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Describe how two manifests differ."""
     differences: list[str] = []
     for key in sorted(before.keys() | wanted.keys()):
         old, new = before.get(key), wanted.get(key)
@@ -250,8 +248,7 @@ def _describe_difference(before: dict[str, Any], wanted: dict[str, Any]) -> str:
                 differences.append("other input files")
                 continue
             changed = [Path(entry[0]).name for entry in new or () if entry not in (old or ())]
-            more = ", ..." if len(changed) > 3 else ""
-            differences.append(f"changed since: {', '.join(changed[:3])}{more}")
+            differences.append(f"changed since: {list_first(changed, 3)}")
         elif isinstance(old, dict) and isinstance(new, dict):
             differences += [
                 f"{name} was {old.get(name)}, is {value}"

@@ -98,8 +98,6 @@ def shorten(number: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of `preprocess`."""
-
     outputs: dict[str, Path]  # key -> prefix of its files
     counts: dict[str, KeyCounts]
     problems: ProblemLog
@@ -114,7 +112,6 @@ class Summary:
 
 
 def format_summary(summary: Summary) -> str:
-    """A few lines for the user."""
     lines: list[str] = []
     for key, prefix in summary.outputs.items():
         counts = summary.counts[key]

@@ -110,7 +110,6 @@ class _Run:
             )  # fmt: skip
 
     def encode(self, show_bar: bool | None) -> None:
-        """Make the missing parts."""
         get_logger().info(
             "%s, %.1f MB: %s (%s tokens, %s), %s",
             count(len(self._sources), "input file"), self._total_bytes / 1e6, self._tokenizer.name,
@@ -180,7 +179,6 @@ class _Run:
                     writer.append_file(Path(f"{prefix}.bin"), part.sizes, part.doc_idx, None)
 
     def summarize(self, seconds: float) -> Summary:
-        """What was made."""
         text_bytes = sum(report.text_bytes for report in self._reports.values())
         return Summary(
             outputs=self._settings.get_targets(),

@@ -102,7 +102,6 @@ def check_run(settings: PreprocessSettings, tokenizer: Tokenizer) -> list[Source
 
 
 def check_output_is_free(settings: PreprocessSettings) -> None:
-    """Refuse to overwrite files."""
     files = [
         Path(f"{target}{ending}")
         for target in settings.get_targets().values()

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from rapidformer.data.files import get_format, get_table_dialect, import_datasets
+from rapidformer.data.files import get_format, get_table_dialect, import_datasets, without_decoding
 from rapidformer.data.preprocess.inputs import open_decompressed
 from rapidformer.errors import DataError
 from rapidformer.strict_json import describe_fault, parse_json
@@ -54,8 +54,6 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """A shard that is a file."""
-
     path: Path
 
     @property
@@ -95,9 +93,10 @@ class LineShard(FileShard):
                     yield number, line, offset
 
     def decode(self, stored: Any) -> Row:
-        text = _to_text(stored).strip()
+        text = _to_text(stored).rstrip("\r\n")
         if get_format(drop_compression(self.path)) == "text":
             return {"text": text}
+        text = text.strip()
         try:
             row = parse_json(text)
         except ValueError as error:
@@ -130,7 +129,7 @@ class TableShard(FileShard):
                     yield _to_text(line)
 
             dialect = get_table_dialect(drop_compression(self.path))
-            header = next(csv.reader(lines(), **dialect), [])
+            header = _name_columns(next(csv.reader(lines(), **dialect), []))
             if start:
                 file.seek(start)
                 position = start
@@ -166,12 +165,21 @@ class TableShard(FileShard):
         return {name: _find_kind(cells) for name, cells in zip(header, columns, strict=True)}
 
 
+def _name_columns(header: Sequence[str]) -> list[str]:
+    """The names of the columns, each once: as in pandas, a second ``text`` is ``text.1``."""
+    counts = [header[:place].count(name) for place, name in enumerate(header)]
+    return [f"{name}.{n}" if n else name for name, n in zip(header, counts, strict=True)]
+
+
 def _find_kind(cells: Sequence[str]) -> type:
-    given = [cell for cell in cells if cell]
-    patterns = {int: r"[+-]?\d+", float: r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|inf"}
-    patterns[bool] = r"(?i:true|false)"
-    matches = (k for k, p in patterns.items() if all(re.fullmatch(p, cell) for cell in given))
-    return next(matches, str) if given else str
+    """What pandas would take the cells for: numbers may have blanks around them."""
+    filled = [cell for cell in cells if cell]
+    patterns = {
+        int: r" *[+-]?\d+ *", float: r" *[+-]?(\d+\.?\d*|\.\d+|inf)([eE][+-]?\d+)? *",
+        bool: r"(?i:true|false)",
+    }  # fmt: skip
+    matches = (k for k, p in patterns.items() if all(re.fullmatch(p, cell) for cell in filled))
+    return next(matches, str) if filled else str
 
 
 @dataclass(frozen=True)
@@ -256,11 +264,7 @@ class IterableShard:
 
     def without_decoding(self, kind: str) -> IterableShard:
         """The same with the columns of a kind (Audio) as they are stored."""
-        dataset = self.dataset
-        for name, feature in self.features.items():
-            if type(feature).__name__ == kind:
-                dataset = dataset.cast_column(name, type(feature)(decode=False))
-        return replace(self, dataset=dataset)
+        return replace(self, dataset=without_decoding(self.dataset, kind, *self.features))
 
     def read(self, done: int, offset: int) -> Iterator[Item]:
         for number, row in enumerate(islice(iter(self.dataset), done, None), done + 1):

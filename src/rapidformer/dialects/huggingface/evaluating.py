@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,7 +84,7 @@ def run_evaluation(
         metrics = trainer.compute_metrics(_predict(arrays))
     named = denumpify_detensorize(dict(metrics or {}))
     if len(means):
-        losses, weights = means.unbind(1)
+        losses, weights = means[means[:, 1] > 0].unbind(1)  # a mean over no labels is NaN
         named["loss"] = float((losses * weights).sum() / weights.sum())
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in named.items()}
     return EvalLoopOutput(
@@ -185,11 +185,15 @@ class EvaluationMethods(RunRecords, DataMethods):
         with ExitStack() as stack:
             if not self._is_training:  # a run of training has regularized the model already
                 stack.enter_context(regularize(self.model, self.engine.args))
-            if not self._is_training or self.model.training:  # not the loop's own evaluation
-                stack.enter_context(self.engine.model.evaluating())
+            stack.enter_context(self._evaluating())
             return run_evaluation(
                 self, loader, loss_only=loss_only, ignore_keys=ignore_keys, prefix=metric_key_prefix
             )
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """The model in evaluation mode, as it already is in the loop's own evaluations."""
+        is_already = self._is_training and not self.model.training
+        return nullcontext() if is_already else self.engine.model.evaluating()
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Keys = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from transformers.trainer_utils import EvalLoopOutput
@@ -101,9 +100,7 @@ class TaskTrainer(Trainer):
         engine = self.engine
         loader = engine.data.adopt_loader(dataloader, is_training=False)
         prepared = self.complete(self.prepared)
-        with ExitStack() as stack:
-            if not self._is_training or self.model.training:
-                stack.enter_context(engine.model.evaluating())
+        with self._evaluating():
             tally = measure(engine, self.task, self.model, loader, prepared, "validation")
             metrics = {**tally.compute(), **self.measure_more()}
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

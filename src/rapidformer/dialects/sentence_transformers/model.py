@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.tasks.embedding.collate import Batch, leave_out
 from rapidformer.tasks.embedding.embedding import count_prompt
 from rapidformer.tasks.embedding.files import (
@@ -124,11 +125,9 @@ class SentenceTransformer:
             )
         before = prompt if prompt is not None else self.prompts.get(prompt_name or "", "")
         texts = [sentences] if isinstance(sentences, str) else list(sentences)
-        was_training = self.transformers_model.training
-        self.transformers_model.eval()
         batches = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
-        embedded = [self._embed(batch, before) for batch in batches]
-        self.transformers_model.train(was_training)
+        with evaluation_mode(self.transformers_model):
+            embedded = [self._embed(batch, before) for batch in batches]
         vectors = torch.cat(embedded) if embedded else torch.zeros(0)
         if normalize_embeddings:
             vectors = nn.functional.normalize(vectors, dim=-1)

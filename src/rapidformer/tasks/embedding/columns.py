@@ -60,15 +60,12 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class PairColumns:
-    """The columns of the data."""
-
     query: str
     positive: str
     negatives: tuple[str, ...]
     score: str | None
 
     def get_names(self) -> list[str]:
-        """All of them."""
         return [self.query, self.positive, *self.negatives, *filter(None, [self.score])]
 
     def read(
@@ -91,7 +88,7 @@ class PairColumns:
         negatives = [
             text
             for name in self.negatives
-            if not _is_nothing(row[name])
+            if row[name] is not None and row[name] != []
             for text in _read_texts(row[name], name, where)
         ]
         scores: tuple[float, ...] = ()
@@ -134,10 +131,6 @@ def _list_text_columns(rows: Any, score: str | None) -> list[str]:
     first: dict[str, Any] = next(iter(take_first(rows, 1)), {})
     firsts = {name: v[0] if isinstance(v, list) and v else v for name, v in first.items()}
     return [name for name, v in firsts.items() if name != score and isinstance(v, str)]
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or value == []
 
 
 def _read_texts(value: Any, column: str, where: str) -> list[str]:

@@ -45,8 +45,6 @@ Losses = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """What is learnt of items."""
-
     name: str
     scale: float = 20.0
     is_symmetric: bool = False
@@ -57,7 +55,6 @@ class LossSettings:
 
 
 def compute_losses(items: Items, settings: LossSettings) -> Losses:
-    """The losses of the items."""
     compute = _LOSSES[settings.name]
     if not settings.dims:
         return compute(items, settings)

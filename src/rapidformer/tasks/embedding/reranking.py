@@ -69,7 +69,6 @@ class Reranking(PairTask):
     def prepare_tables(
         self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns
     ) -> PreparedData:
-        """Rows with these columns."""
         from rapidformer.tasks.embedding.objective import RerankingObjective
 
         args = parts.args

@@ -117,6 +117,7 @@ class AnswerTally(Tally):
         return self._scores.score()
 
     def tables(self) -> list[ReportTable]:
+        self._close()
         return self._scores.tables()
 
     # Many rows are read at once: one by one, reading them takes longer than the model.

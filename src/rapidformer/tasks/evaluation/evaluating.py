@@ -218,12 +218,10 @@ class EvaluationReport:
         return {**self.metrics, **counts, "seconds": self.seconds}
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON."""
         text = format_json(self.to_json(), indent=1)
         Path(path).expanduser().write_text(text + "\n", encoding="utf-8")
 
     def show(self, console: Console) -> None:
-        """Print the tables."""
         metrics = start_table([""], first="metric")
         for name, value in self.metrics.items():
             metrics.add_row(name, f"{value:.4f}" if math.isfinite(value) else str(value))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import GenerationArguments
-from rapidformer.errors import ModelError
-from rapidformer.tasks.base import Batch, PreparedData, Record
+from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,17 @@ class Generation(GenerationArguments):
         if config.eos_token_id is None:
             values["eos_token_id"] = tokenizer.eos_token_id
         return GenerationConfig(**{k: v for k, v in values.items() if v is not None})
+
+
+def divide_length(limit: int, args: Settings, usual: int) -> tuple[int, int]:
+    """Tokens for the prompt and, ``usual`` unless the settings say, for the answer."""
+    new_tokens = int(args.max_new_tokens or min(usual, max(1, limit // 2)))
+    if new_tokens >= limit:
+        raise ConfigurationError(
+            f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: use "
+            f"at most {limit - 1}."
+        )
+    return limit - new_tokens, new_tokens
 
 
 def check_stop_strings(generation: Generation, tokenizer: Any) -> None:
@@ -93,13 +104,32 @@ def generate(
     return [answers[first : first + count] for first in range(0, len(answers), count)]
 
 
-def generate_records(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+def generate_records(
+    model: nn.Module,
+    batch: Batch,
+    prepared: PreparedData,
+    inputs: Mapping[str, Any] | None = None,
+) -> list[Record]:
     """A record for each row of a batch of prepared data."""
     extras = prepared.extras
     answers = generate(
-        model, batch, prepared.processor, extras["generation"], extras.get("streamer")
-    )
+        model, batch, prepared.processor, extras["generation"], extras.get("streamer"),
+        inputs=inputs,
+    )  # fmt: skip
     return [{"generated": row} for row in answers]
+
+
+def describe_answers(records: Sequence[Record], prepared: PreparedData) -> Answers:
+    """What was asked of each row, the model's answers and, if the row has one, the expected one."""
+    extras = prepared.extras
+    result = []
+    for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
+        texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
+        if extras["is_answer"]:
+            texts = [text.strip() for text in texts]
+        more = {} if wanted is None else {"expected": wanted}
+        result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
+    return result
 
 
 def decode_answers(answers: Sequence[Any], tokenizer: Any, generation: Generation) -> list[str]:

@@ -12,7 +12,7 @@ from rapidformer.log import get_logger
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Task
 from rapidformer.tasks.evaluation.generating import Generation, decode_answers, generate
 from rapidformer.tasks.metrics.tally import ConfusionTable, ReportTable
-from rapidformer.tasks.rows.rows import take_first
+from rapidformer.tasks.rows.rows import get_column, take_first
 
 _ROWS = 6
 _LONGEST = 1200
@@ -28,9 +28,10 @@ class SampleAnswers:
     def __init__(self, task: Task, prepared: PreparedData, split: str) -> None:
         self._task, self._prepared, self._split = task, prepared, split
         self._records: list[Record] = []
-        # A long row may have become several records.
+        self._wanted = _ROWS
         windows = prepared.extras.get("windows", {}).get(split)
-        self._wanted = _ROWS if windows is None else sum(row < _ROWS for row in windows)
+        if windows is not None:  # a long row may have become several records
+            self._wanted = sum(row < _ROWS for row in get_column(windows, "example"))
 
     def add(self, records: Sequence[Record]) -> None:
         self._records += records[: self._wanted - len(self._records)]

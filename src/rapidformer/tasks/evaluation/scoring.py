@@ -53,6 +53,15 @@ def score_tokens(
     return losses, [int(n) for n in numbers], [int(n) for n in correct]
 
 
+def add_token_losses(
+    records: list[dict[str, Any]], logits: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Add the summed loss of each row, and the number of its labelled tokens."""
+    losses, counts, _ = score_tokens(logits, labels)
+    for record, loss, count in zip(records, losses, counts, strict=True):
+        record |= {"loss": loss, "count": count}
+
+
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     """Labels shifted so that position i holds the token it predicts."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)

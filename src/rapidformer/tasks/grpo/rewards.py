@@ -113,8 +113,6 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to score."""
-
     prompt: Any
     """As the row has it: a text or messages."""
     text: str

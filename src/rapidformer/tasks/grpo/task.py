@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import DataError
 from rapidformer.tasks.base import Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.chat.columns import (
@@ -25,6 +25,7 @@ from rapidformer.tasks.chat.columns import (
     find_chat_columns,
     holds_turns,
 )
+from rapidformer.tasks.evaluation.generating import divide_length
 from rapidformer.tasks.grpo.rewards import (
     RewardFunction,
     add_up,
@@ -89,7 +90,7 @@ class Grpo(CausalLM):
         args = parts.args
         functions = self._get_functions(args)
         check_is_causal(parts.config, args)
-        room, new_tokens = divide_length(args, parts.tokenizer, parts.config)
+        room, new_tokens = _divide_length(args, parts.tokenizer, parts.config)
         features, stop_id = {}, None
         for split, table in tables.items():
             rows = [dict(row) for row in table]
@@ -112,7 +113,7 @@ class Grpo(CausalLM):
         from rapidformer.tasks.grpo.rollouts import Rollouts
         from rapidformer.tasks.grpo.sampling import Sampling
 
-        _, new_tokens = divide_length(args, tokenizer, config)
+        _, new_tokens = _divide_length(args, tokenizer, config)
         sampling = Sampling(
             max_new_tokens=new_tokens, temperature=args.temperature or 1.0, top_k=args.top_k,
             top_p=args.top_p, min_p=args.min_p,
@@ -195,16 +196,9 @@ def find_prompts(rows: Any, args: Settings) -> ChatColumns | None:
     return columns
 
 
-def divide_length(args: Settings, tokenizer: Any, config: Any) -> tuple[int, int]:
-    """Tokens for the prompt, and for the answer."""
+def _divide_length(args: Settings, tokenizer: Any, config: Any) -> tuple[int, int]:
     limit = args.seq_length or get_context_length(tokenizer, config)
-    new_tokens: int = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
-    if new_tokens >= limit:
-        raise ConfigurationError(
-            f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: use "
-            f"at most {limit - 1}."
-        )
-    return limit - new_tokens, new_tokens
+    return divide_length(limit, args, _DEFAULT_NEW_TOKENS)
 
 
 def encode_prompts(

@@ -12,7 +12,7 @@ from rapidformer.config import Settings
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.causal_lm import add_stop
 from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM, as_optional
-from rapidformer.tasks.evaluation.generating import decode_answers, generate
+from rapidformer.tasks.evaluation.generating import describe_answers, generate_records
 from rapidformer.tasks.image_text.columns import find_image_columns
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.images import IMAGES
@@ -69,21 +69,9 @@ class ImageText(LanguageModel):
         if prepared.extras["mode"] != "predict":
             logits = model(**self.drop_labels(batch)).logits
             return score_blocks(logits, shift_labels(batch["labels"]))
-        extras = prepared.extras
-        answers = generate(
-            model, batch, prepared.processor, extras["generation"], extras.get("streamer"),
-            inputs=batch,
-        )  # fmt: skip
-        return [{"generated": row} for row in answers]
+        return generate_records(model, batch, prepared, inputs=batch)
 
     def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        extras = prepared.extras
-        if extras["mode"] != "predict":
+        if prepared.extras["mode"] != "predict":
             return describe_blocks(records)
-        result = []
-        for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
-            texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
-            texts = [text.strip() for text in texts]
-            more = {} if wanted is None else {"expected": wanted}
-            result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
-        return result
+        return describe_answers(records, prepared)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
 from rapidformer.models.build import load_processor
@@ -20,7 +21,7 @@ from rapidformer.tasks.chat.features import ChatEncoder
 from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.template import choose_template
 from rapidformer.tasks.chat.turns import BadRowError, name_rows
-from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings
+from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings, divide_length
 from rapidformer.tasks.image_text.columns import find_image_columns
 from rapidformer.tasks.image_text.conversations import read_conversation
 from rapidformer.tasks.image_text.encoding import (
@@ -32,7 +33,7 @@ from rapidformer.tasks.image_text.encoding import (
 from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
 from rapidformer.tasks.image_text.stream import ImageTextStream
 from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
-from rapidformer.tasks.rows.images import measure_image, without_decoding
+from rapidformer.tasks.rows.images import measure_image
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     as_rows,
@@ -52,7 +53,7 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
     """Conversations to learn from."""
     parts = _load_parts(args)
     tables = {
-        split: without_decoding(rows, *get_column_names(rows))
+        split: without_decoding(rows, "Image", *get_column_names(rows))
         for split, rows in get_splits(args, splits).items()
     }
     columns, image_column = find_image_columns(get_first_table(tables), args, has_answers=True)
@@ -90,12 +91,7 @@ def prepare_questions(args: Settings, rows: Sequence[Row]) -> PreparedData:
     tokenizer, limit = parts.encoder.processor.tokenizer, parts.length
     if args.seq_length is None:
         limit = get_context_length(tokenizer, parts.config)
-    new_tokens = args.max_new_tokens or min(_DEFAULT_NEW_TOKENS, max(1, limit // 2))
-    if new_tokens >= limit:
-        raise ConfigurationError(
-            f"--max-new-tokens {new_tokens} leaves no room for the prompt in {limit} tokens: "
-            f"use at most {limit - 1}."
-        )
+    length, new_tokens = divide_length(limit, args, _DEFAULT_NEW_TOKENS)
     generation = Generation.read(args, max_new_tokens=new_tokens)
     check_stop_strings(generation, tokenizer)
     table = _show_images(as_rows(rows, args.prompt_column or "prompt"), args)
@@ -104,9 +100,9 @@ def prepare_questions(args: Settings, rows: Sequence[Row]) -> PreparedData:
         table, "input", columns, image_column, list_folders(args, "test"), range(len(table)),
         is_asked=True, system=build_system(args),
     )  # fmt: skip
-    shown, expected = _check_questions(questions, parts.encoder, limit - new_tokens)
+    shown, expected = _check_questions(questions, parts.encoder, length)
     extras = {
-        "mode": "predict", "generation": generation, "prompt_length": limit - new_tokens,
+        "mode": "predict", "generation": generation, "prompt_length": length, "is_answer": True,
         "labelled": {"test": False}, "shown": shown, "expected": expected,
         "stop_id": parts.encoder.template.get_stop_id(),
     }  # fmt: skip

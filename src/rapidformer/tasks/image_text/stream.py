@@ -43,7 +43,6 @@ class ImageTextStream:
         return any(feature["conversation"].images for feature in head)
 
     def open(self) -> Any:
-        """The stream with images."""
         return self._measured.then(self._open, expands=False)
 
     def _measure(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:

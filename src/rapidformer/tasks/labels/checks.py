@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
 
@@ -58,7 +58,6 @@ def iterate_labels(values: Mapping[str, list[Any]]) -> Iterator[tuple[str, int, 
 
 
 def check_numbers(values: Mapping[str, list[Any]], column: str) -> None:
-    """Check that regression labels are numbers."""
     for split, number, value in iterate_labels(values):
         try:
             float(value)
@@ -92,7 +91,6 @@ def report_regression(values: list[Any], split: str, column: str) -> None:
 
 
 def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
-    """Check that multi-label rows hold lists."""
     for split, number, value in iterate_labels(values):
         if not isinstance(value, (list, tuple)):
             raise DataError(
@@ -115,10 +113,9 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     if max(present) != len(present) - 1:
         ordered = sorted(present)
         gap = next(index for index in range(len(ordered) + 1) if index not in present)
-        shown = ", ".join(map(str, ordered[:8])) + (", ..." if ordered[8:] else "")
         raise DataError(
-            f"The labels of {split} are {shown}: integer labels must be 0 to n-1, and {gap} never "
-            "occurs. Renumber them, write them as strings, or give "
+            f"The labels of {split} are {list_first(ordered, 8)}: integer labels must be 0 to n-1, "
+            f"and {gap} never occurs. Renumber them, write them as strings, or give "
             f"--num-labels {ordered[-1] + 1} if {gap} is a class nevertheless."
         )
     return len(present)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.labels import checks
 from rapidformer.tasks.rows.rows import get_class_names, is_row_stream
@@ -47,11 +47,10 @@ class LabelSpace:
                 return [float(item) for _, item in zip(self.names, value, strict=True)]
             present = {self.ids[item] for item in value}
         except (KeyError, TypeError, ValueError):
-            known = "numbers" if self.problem_type == REGRESSION else ", ".join(self.names[:10])
+            known = "numbers" if self.problem_type == REGRESSION else list_first(self.names)
             raise DataError(
                 f"the label {value!r} in the column {self.column} is not one of those in the first "
-                f"rows ({known}{', ...' if self.names[10:] else ''}): correct it, or name all "
-                "classes with --label-names."
+                f"rows ({known}): correct it, or name all classes with --label-names."
             ) from None
         return [float(index in present) for index in range(len(self.names))]
 
@@ -264,10 +263,7 @@ def _choose_classes(
         keys: Iterable[Any] = given if texts is not None else range(len(given))
         return tuple(given), {key: index for index, key in enumerate(keys)}
     if texts is not None:
-        names = set(texts)
-        are_numbers = all(name.lstrip("-").isdigit() for name in names)
-        ordered: list[str] = sorted(names, key=int if are_numbers else str)
-        chosen = _order(tuple(ordered), model, learned)
+        chosen = _order(sort_classes(set(texts)), model, learned)
         return chosen, {name: index for index, name in enumerate(chosen)}
     if declared is None:
         count = learned.count or count_numbers()
@@ -279,6 +275,12 @@ def _choose_classes(
         return chosen, {index: index for index in range(model.count)}
     chosen = _order(declared, model, learned)
     return chosen, {i: chosen.index(name) for i, name in enumerate(declared) if name in chosen}
+
+
+def sort_classes(names: set[str]) -> tuple[str, ...]:
+    """In alphabetical order; numbers by their size."""
+    are_numbers = all(name.lstrip("-").isdigit() for name in names)
+    return tuple(sorted(names, key=int if are_numbers else str))
 
 
 def _order(names: tuple[str, ...], model: ModelClasses, learned: ModelClasses) -> tuple[str, ...]:
@@ -311,7 +313,7 @@ def _check_known(
         if problem is None:
             continue
         place = f"{split}, row {number}: the label {problem!r} in the column {space.column}"
-        known = ", ".join(space.names[:10]) + (", ..." if space.names[10:] else "")
+        known = list_first(space.names)
         if space.is_multi_hot:
             known = f"lists of {space.num_labels} numbers"
         if learned.count:

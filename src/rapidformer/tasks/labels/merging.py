@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger
+from rapidformer.tasks.labels.labels import sort_classes
 from rapidformer.tasks.rows.rows import get_class_names, get_column, is_row_stream, quiet_datasets
 
 Splits = dict[str, Any]
@@ -29,13 +30,13 @@ def merge_classes(sets: Mapping[str, Splits], columns: Sequence[str]) -> dict[st
     if len(names) < len(found):
         named, numbered = next(iter(names)), next(name for name in found if name not in names)
         raise DataError(
-            f"{named} has labels with names ({_list(names[named])}) and {numbered} has numbers: "
-            "their classes cannot be compared. Write the names into the rows of both."
+            f"{named} has labels with names ({list_first(names[named])}) and {numbered} has "
+            "numbers: their classes cannot be compared. Write the names into the rows of both."
         )
     if len(set(names.values())) == 1:
         return {}
-    union = _order({label for classes in names.values() for label in classes})
-    get_logger().info("labels    %d classes in all sets: %s", len(union), _list(union))
+    union = sort_classes({label for classes in names.values() for label in classes})
+    get_logger().info("labels    %d classes in all sets: %s", len(union), list_first(union))
     if any(is_row_stream(rows) for splits in sets.values() for rows in splits.values()):
         return {"label_names": list(union)}
     for (name, splits), column in zip(sets.items(), columns, strict=True):
@@ -51,7 +52,7 @@ def _find_classes(rows: Any, column: str) -> tuple[str, ...] | int:
         return declared
     values = [value for value in _flatten(get_column(rows, column)) if value is not None]
     if values and isinstance(values[0], str):
-        return _order({str(value) for value in values})
+        return sort_classes({str(value) for value in values})
     is_counted = bool(values) and all(isinstance(value, int) for value in values)
     return max(values) + 1 if is_counted else 0
 
@@ -60,11 +61,6 @@ def _flatten(values: Sequence[Any]) -> list[Any]:
     if any(isinstance(value, (list, tuple)) for value in values):
         return [item for value in values for item in value or ()]
     return list(values)
-
-
-def _order(names: set[str]) -> tuple[str, ...]:
-    are_numbers = all(name.lstrip("-").isdigit() for name in names)
-    return tuple(sorted(names, key=int if are_numbers else str))
 
 
 def _name_labels(rows: Any, column: str, names: Sequence[str], where: str) -> Any:
@@ -80,7 +76,7 @@ def _name_labels(rows: Any, column: str, names: Sequence[str], where: str) -> An
         if value is not None and name not in ids:
             raise DataError(
                 f"{where}, row {row}: the label {name!r} in the column {column} does not occur in "
-                f"the training data, whose labels are {_list(names)}."
+                f"the training data, whose labels are {list_first(names)}."
             )
         return None if value is None else ids[name]
 
@@ -90,7 +86,3 @@ def _name_labels(rows: Any, column: str, names: Sequence[str], where: str) -> An
         feature = datasets.List(feature)
     with quiet_datasets():
         return rows.remove_columns(column).add_column(column, values, feature=feature)
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if names[10:] else "")

@@ -47,7 +47,6 @@ class ClassTally(Tally):
         self.examples += len(records)
 
     def add_labels(self, guesses: Sequence[int], labels: Sequence[int]) -> None:
-        """Add predicted and true classes."""
         import torch
 
         if len(labels):
@@ -165,7 +164,6 @@ class RegressionTally(Tally):
         self.examples += len(records)
 
     def add_numbers(self, predicted: Sequence[float], wanted: Sequence[float]) -> None:
-        """Add predicted and true numbers."""
         self._predicted.extend(predicted)
         self._wanted.extend(wanted)
 

@@ -73,7 +73,6 @@ class EntityTally(Tally):
         self.examples += len(records)
 
     def add_tags(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
-        """Add the tags of one sentence."""
         guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
         self._right.update(kind for kind, _, _ in guesses & truths)
         self._guessed.update(kind for kind, _, _ in guesses)

@@ -29,7 +29,6 @@ class Bleu:
         self._counts: Any = SacreBLEUScore().set_dtype(torch.float64)
 
     def add(self, texts: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-        """Add texts, each with one or more references."""
         self._counts.update(texts, references)
 
     def score(self) -> float:
@@ -56,7 +55,6 @@ class TextScores:
         self.count = 0
 
     def add(self, texts: Sequence[str], wanted: Sequence[str]) -> None:
-        """Add generated texts and their references."""
         from torchmetrics.functional.text import rouge_score
 
         if not texts:

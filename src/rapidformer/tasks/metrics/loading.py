@@ -39,7 +39,6 @@ class Metric:
         self._references: list[Any] = []
 
     def add(self, *, prediction: Any = None, reference: Any = None, **same: Any) -> None:
-        """Add one example."""
         self._predictions.append(_to_plain(same.get("predictions", prediction)))
         self._references.append(_to_plain(same.get("references", reference)))
 

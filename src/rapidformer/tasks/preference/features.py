@@ -84,7 +84,6 @@ class Samples(NamedTuple):
 def encode_tables(
     parts: TextParts, tables: Mapping[str, Any], *, is_paired: bool, **options: Any
 ) -> Samples:
-    """The samples of all splits."""
     args = parts.args
     first = get_first_table(tables)
     columns = find_preference_columns(first, args, may_be_single=not is_paired)
@@ -206,7 +205,7 @@ def _to_sample(
     reasons = {
         **{row.left_out: True for row in rows},
         _TOO_LONG: is_cut and not encoder.cuts,
-        CUT_OFF: encoder.cuts and not all(map(_is_labelled, labels)),
+        CUT_OFF: encoder.cuts and any(set(row) <= {IGNORED_LABEL} for row in labels),
         _TIE: is_tie,
     }
     left_out = next((reason for reason, holds in reasons.items() if reason and holds), "")
@@ -224,10 +223,6 @@ def _strip(ids: list[int], token: int | None) -> list[int]:
     while end > 1 and ids[end - 1] == token:
         end -= 1
     return ids[:end]
-
-
-def _is_labelled(labels: Sequence[int]) -> bool:
-    return any(label != IGNORED_LABEL for label in labels)
 
 
 def _report(features: Any, split: str, encoder: PreferenceEncoder) -> None:

@@ -52,7 +52,6 @@ class TaskPreTrainer(PreTrainer):
 
 
 def pretrain(engine: RapidformerEngine) -> Metrics:
-    """Pre-train the model that the settings describe."""
     args = engine.args
     problems = []
     if args.train_iters is None and args.train_samples is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rapidformer.data.folders import get_split_name
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_first
 from rapidformer.nearest import find_nearest
 
 
@@ -92,7 +92,7 @@ def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> s
         )
     parts, hints = [], []
     for role in roles:
-        known = ", ".join(role.candidates[:6]) + (", ..." if role.candidates[6:] else "")
+        known = list_first(role.candidates, 6)
         parts.append(f"no column with {role.holds} was found (tried {known})")
         alike = (find_nearest(known, available) for known in role.candidates)
         near = next((name for name in alike if name), None)

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.errors import DataError, MissingPackageError
 from rapidformer.tasks.rows.columns import ColumnRole, find_column
 from rapidformer.tasks.rows.named_files import find_file
@@ -32,7 +33,7 @@ def check_no_images(tables: Mapping[str, Any], args: Settings) -> None:
         column = find_column(IMAGES, get_column_names(rows), args)
         if column is None:
             continue
-        first = without_decoding(take_rows(as_table(rows), 0, _LOOKED_AT), column)
+        first = without_decoding(take_rows(as_table(rows), 0, _LOOKED_AT), "Image", column)
         number = next((n for n, value in enumerate(get_column(first, column), start=1) if value), 0)
         if number:
             raise DataError(
@@ -40,29 +41,6 @@ def check_no_images(tables: Mapping[str, Any], args: Settings) -> None:
                 f"{args.task} reads text alone: use --task image_text, or take the column out of "
                 "the data."
             )
-
-
-def without_decoding(rows: Any, *columns: str) -> Any:
-    """Turn off decoding by `datasets`, so that we can name the row of a broken file."""
-    for column in columns if hasattr(rows, "cast_column") else ():
-        feature: Any = rows.features.get(column)
-        kept = _keep_encoded(feature)
-        if kept is not feature:
-            rows = rows.cast_column(column, kept)
-    return rows
-
-
-def _keep_encoded(feature: Any) -> Any:
-    """The feature with images as they are stored; the same object if it has none."""
-    if type(feature).__name__ == "Image":
-        return type(feature)(decode=False)
-    if isinstance(feature, dict):
-        changed = {name: _keep_encoded(part) for name, part in feature.items()}
-        is_same = all(changed[name] is part for name, part in feature.items())
-        return feature if is_same else changed
-    inner = getattr(feature, "feature", None)
-    kept = None if inner is None else _keep_encoded(inner)
-    return feature if kept is inner else type(feature)(kept)
 
 
 def open_image(value: Any, place: str, folders: Sequence[Path] = ()) -> Any:

@@ -120,14 +120,6 @@ def open_clip(
     return Clip(samples, int(rate), place)
 
 
-def without_decoding(rows: Any, column: str) -> Any:
-    """Turn off decoding by `datasets`."""
-    feature: Any = rows.features.get(column) if hasattr(rows, "features") else None
-    if type(feature).__name__ != "Audio":
-        return rows
-    return rows.cast_column(column, type(feature)(decode=False))
-
-
 def _import(package: str) -> Any:
     from importlib import import_module
 

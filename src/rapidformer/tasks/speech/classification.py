@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.labels.labels import (
-    SINGLE,
-    get_model_classes,
-    get_output_names,
-    read_labels,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Row
+from rapidformer.tasks.labels.labels import SINGLE, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
     Columns,
@@ -23,7 +17,7 @@ from rapidformer.tasks.rows.rows import (
     get_column_names,
     is_row_stream,
 )
-from rapidformer.tasks.sequence_classification import Classifier, get_problem_type
+from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.recognition import freeze_feature_encoder
 from rapidformer.tasks.speech.rows import (
@@ -46,13 +40,12 @@ LABEL = ColumnRole(
 )  # fmt: skip
 
 
-class AudioClassification(Classifier):
+class AudioClassification(FileClassifier):
     name = "audio_classification"
     description = "classify audio: words, speakers, languages, sounds (wav2vec 2.0, Whisper, AST)"
     notes = "See [Speech and audio](speech.md)."
     columns = (AUDIO, LABEL)
     auto_class = "AutoModelForAudioClassification"
-    metrics = ("accuracy", "f1", "f1_macro", "loss")
     answer_role = LABEL.name
 
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
@@ -80,7 +73,7 @@ class AudioClassification(Classifier):
                 encoded = [space.encode(value) for value in get_column(table, label)]
             rows[split] = build_rows(raw, features, split, audio, parts, labels=encoded)
         extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
-        return _finish(parts, rows, extras, space.get_model_settings())
+        return self._finish(parts, rows, extras, space.get_model_settings())
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         parts = load_audio_parts(args)
@@ -88,12 +81,8 @@ class AudioClassification(Classifier):
         column = str(find_column(AUDIO, get_column_names(table), args))
         measure_rows(table, "test", column, parts)
         audio = AudioRows.cut(table, column, "test", parts, [[0.0]] * len(table))
-        extras = {
-            "names": get_output_names(parts.config),
-            "problem_type": get_problem_type(parts.config),
-            "labelled": {"test": False},
-        }
-        return _finish(parts, {"test": audio}, extras, {})
+        extras = {**describe_outputs(parts.config), "labelled": {"test": False}}
+        return self._finish(parts, {"test": audio}, extras, {})
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
@@ -108,27 +97,12 @@ class AudioClassification(Classifier):
 
         return super().evaluate_step(model, drop_seeds(batch), prepared)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        audio: Any = prepared.get_split(split)
-        return [
-            {"audio": audio.get_name(index)} | self.describe(record, prepared)
-            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
-        ]
+    @staticmethod
+    def _finish(
+        parts: AudioParts, rows: Mapping[str, Any], extras: Mapping[str, Any],
+        settings: Mapping[str, Any],
+    ) -> PreparedData:  # fmt: skip
+        from rapidformer.tasks.speech.losses import OwnLoss
 
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        return replace(prepared, extras={**prepared.extras, "first": start})
-
-
-def _finish(
-    parts: AudioParts, rows: Mapping[str, Any], extras: Mapping[str, Any],
-    settings: Mapping[str, Any],
-) -> PreparedData:  # fmt: skip
-    from rapidformer.tasks.speech.losses import OwnLoss
-    from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
-
-    return PreparedData(
-        **rows, collate=AudioCollator(parts.extractor, has_seeds=masks_anything(parts.config)),
-        processor=parts.extractor, extras=extras,
-        objective=OwnLoss(is_stream=is_row_stream(rows.get("train"))),
-        model_settings={**settings, **parts.settings},
-    )  # fmt: skip
+        loss = OwnLoss(is_stream=is_row_stream(rows.get("train")))
+        return parts.prepare(rows, loss, settings, extras=extras, processor=parts.extractor)

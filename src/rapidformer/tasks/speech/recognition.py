@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import quieten
@@ -45,6 +46,8 @@ from rapidformer.tasks.speech.transcripts import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from rapidformer.objectives import Objective
 
 TEXT = ColumnRole(
     "text", "text_column", "what is said",
@@ -118,10 +121,11 @@ class SpeechRecognition(Task):
         _, features = measure_rows(table, "test", column, parts)
         windows = _cut_windows([row["seconds"] for row in features], parts)
         audio = AudioRows.cut(table, column, "test", parts, windows)
+        counts = [len(starts) for starts in windows]
         extras = {
             "labelled": {"test": False},
-            "names": [audio.get_name(n) for n in _find_firsts(windows)],
-            "counts": [len(starts) for starts in windows],
+            "names": [audio.get_name(n) for n in accumulate(counts[:-1], initial=0)],
+            "counts": counts,
             "generation": Generation.read(args, max_new_tokens=_limit_tokens(args, transcripts)),
         }
         return _finish(transcripts, args, {"test": audio}, extras)
@@ -178,23 +182,17 @@ def _finish(
 ) -> PreparedData:  # fmt: skip
     from rapidformer.models.audio import build_processor
     from rapidformer.tasks.speech.losses import CtcLoss, OwnLoss
-    from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
 
-    parts = transcripts.parts
-    config, extractor = parts.config, parts.extractor
+    parts, tokenizer, reduction = transcripts.parts, transcripts.tokenizer, args.ctc_loss_reduction
     is_stream = is_row_stream(rows.get("train"))
-    return PreparedData(
-        **rows,
-        collate=AudioCollator(extractor, has_seeds=masks_anything(config)),
-        processor=transcripts.tokenizer,
-        saved=build_processor(config, extractor, transcripts.tokenizer),
-        model_settings={**parts.settings, **transcripts.get_model_settings()},
-        objective=OwnLoss(is_stream=is_stream)
-        if transcripts.writes
-        else CtcLoss(args.ctc_loss_reduction, is_stream=is_stream),
-        extras={
-            **extras, "transcripts": transcripts, "reduction": args.ctc_loss_reduction,
-        },
+    if transcripts.writes:
+        loss: Objective = OwnLoss(is_stream=is_stream)
+    else:
+        loss = CtcLoss(reduction, is_stream=is_stream)
+    return parts.prepare(
+        rows, loss, transcripts.get_model_settings(), processor=tokenizer,
+        saved=build_processor(parts.config, parts.extractor, tokenizer),
+        extras={**extras, "transcripts": transcripts, "reduction": reduction},
     )  # fmt: skip
 
 
@@ -264,14 +262,6 @@ def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float
     return [[size * number for number in range(count)] for count in counts]
 
 
-def _find_firsts(windows: Sequence[Sequence[float]]) -> list[int]:
-    firsts, total = [], 0
-    for starts in windows:
-        firsts.append(total)
-        total += len(starts)
-    return firsts
-
-
 def _set_generation(model: Any, args: Settings, given: Any | None) -> None:
     """Generate as the model's authors do, in the language and the task of the data."""
     if given is not None:  # a model with fresh weights has made one from its sizes
@@ -287,7 +277,7 @@ def _set_generation(model: Any, args: Settings, given: Any | None) -> None:
 
 
 def _write(model: Any, batch: Batch, prepared: PreparedData) -> list[Record]:
-    from rapidformer.tasks.evaluation.scoring import score_tokens
+    from rapidformer.tasks.evaluation.scoring import add_token_losses
 
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     config = copy.deepcopy(model.generation_config)
@@ -298,9 +288,7 @@ def _write(model: Any, batch: Batch, prepared: PreparedData) -> list[Record]:
         ids = model.generate(**inputs, generation_config=config)
     records: list[Record] = [{"transcript": row} for row in ids.cpu().numpy()]
     if "labels" in batch:
-        losses, counts, _ = score_tokens(model(**batch).logits, batch["labels"])
-        for record, loss, count in zip(records, losses, counts, strict=True):
-            record |= {"loss": loss, "count": count}
+        add_token_losses(records, model(**batch).logits, batch["labels"])
     return records
 
 

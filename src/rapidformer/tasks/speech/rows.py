@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.data.files import without_decoding
 from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
     Columns,
@@ -26,10 +27,12 @@ from rapidformer.tasks.rows.rows import (
     map_rows,
     to_rows,
 )
-from rapidformer.tasks.speech.audio import Clip, open_clip, without_decoding
+from rapidformer.tasks.speech.audio import Clip, open_clip
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from rapidformer.objectives import Objective
 
 Encode = Callable[[Columns, int], Columns]
 """Further columns of features, from rows and the number of the first of them."""
@@ -72,6 +75,18 @@ class AudioParts(NamedTuple):
         options = {"return_attention_mask": True} if has_mask else {}
         inputs = self.extractor(samples, sampling_rate=self.extractor.sampling_rate, **options)
         return {name: np.asarray(values[0]) for name, values in inputs.items()}
+
+    def prepare(
+        self, rows: Mapping[str, Any], loss: Objective, settings: Mapping[str, Any], **more: Any
+    ) -> PreparedData:
+        """The splits of a task, with these ``settings`` of its model."""
+        from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+
+        collate = AudioCollator(self.extractor, has_seeds=masks_anything(self.config))
+        settings = {**settings, **self.settings}
+        return PreparedData(
+            **rows, collate=collate, objective=loss, model_settings=settings, **more
+        )
 
 
 def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -195,7 +210,7 @@ def measure_rows(
 
     Reads the headers of all files: what is missing or broken is found before training starts.
     """
-    table, folders = without_decoding(table, column), list_folders(parts.args, split)
+    table, folders = without_decoding(table, "Audio", column), list_folders(parts.args, split)
 
     def measure(columns: Columns, indices: list[int]) -> Columns:
         clips = [

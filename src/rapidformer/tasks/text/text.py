@@ -44,7 +44,6 @@ class TextParts(NamedTuple):
     args: Settings
 
     def get_splits(self, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The given or loaded splits."""
         tables = get_splits(self.args, splits)
         self.check_is_text(tables)
         return tables

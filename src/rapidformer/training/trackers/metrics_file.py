@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,8 +103,8 @@ def _append(path: Path, text: bytes) -> None:
 
 
 def _get_step(line: str | bytes) -> float:
-    """The step of a line; infinity for one that is damaged, or cut off by a crash."""
+    """The step of a line, infinity if it names none; NaN for one that is damaged or cut off."""
     try:
-        return float(parse_json(line)["step"])
-    except (ValueError, LookupError, TypeError, OverflowError):
-        return float("inf")
+        return float(parse_json(line).get("step", math.inf))
+    except (ValueError, AttributeError, TypeError, OverflowError):
+        return math.nan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.log import warn_once
-from rapidformer.training.trackers.tracker import TrackedRun, name_by_phase
+from rapidformer.training.trackers.tracker import TrackedRun, keep_numbers, name_by_phase
 
 
 class TensorBoard:
@@ -41,9 +41,8 @@ class TensorBoard:
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         if self.writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(self._rename(name), value, step)
+            for name, value in keep_numbers(values).items():
+                self.writer.add_scalar(self._rename(name), value, step)
 
     def finish(self) -> None:
         if self.writer is not None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from rapidformer.dialects.sentence_transformers.model import ModelCard, refuse_options
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.tasks.embedding.reranking import read_activation
 from rapidformer.tasks.text.text import get_context_length
 
@@ -96,11 +97,9 @@ class CrossEncoder:
         is_single = len(inputs) > 0 and isinstance(inputs[0], str)
         pairs = [inputs] if is_single else list(inputs)
         activation = activation_fn or self.activation_fn
-        was_training = self.model.training
-        self.model.eval()
         batches = [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
-        scores = [activation(self._score(batch)) for batch in batches]
-        self.model.train(was_training)
+        with evaluation_mode(self.model):
+            scores = [activation(self._score(batch)) for batch in batches]
         found = torch.cat(scores) if scores else torch.zeros(0)
         result = found[0] if is_single else found
         return result if convert_to_tensor else result.cpu().numpy()
