@@ -135,10 +135,11 @@ class _Benchmark(ChildRuns):
     def _list_candidates(self, base: Result) -> list[tuple[list[str], str]]:
         """Flags to try, each with its setting."""
         candidates = [([flag], setting) for flag, setting in _CANDIDATES]
-        micro_batches = base.rows // self.args.micro_batch_size
-        is_accumulated = base.rows > len(base.step_times) * self.args.micro_batch_size * base.ranks
+        size = self.args.micro_batch_size or base.global_batch
+        is_accumulated = base.rows > len(base.step_times) * size * base.ranks
         if is_accumulated and base.tokens < _FEW_TOKENS * base.slots:
-            budget = -(-base.slots // micro_batches // 64) * 64  # the mean of a micro-batch
+            mean = base.slots * size // base.rows  # of a micro-batch
+            budget = -(-mean // 64) * 64
             name = "tokens_per_micro_batch"
             candidates.append(([f"--{name.replace('_', '-')}", str(budget)], name))
         return candidates
