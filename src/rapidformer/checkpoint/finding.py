@@ -172,6 +172,7 @@ def _read_owner(folder: Path) -> str | None:
 
 
 RUN = "run.json"
+STATE_INDEX = "state/index.json"
 FORMAT = 1
 _KINDS: dict[str, Any] = {
     "step": int, "scheduler": dict, "scaler": dict | None, "loader": dict | None,

@@ -11,15 +11,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rapidformer.checkpoint.finding import read_run
-from rapidformer.checkpoint.index import Index, find_index_problems
-from rapidformer.checkpoint.inventory import list_required
+from rapidformer.checkpoint.finding import RUN, STATE_INDEX, read_run
+from rapidformer.checkpoint.index import Index, find_index_problems, read_index
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
 from rapidformer.checkpoint.tensors import (
     StoredTensors,
     check_counter,
-    get_index_name,
-    read_index,
     read_saved_shapes,
 )
 from rapidformer.errors import CheckpointError
@@ -35,11 +32,11 @@ _LIKE_WEIGHTS = (
 
 def inspect_checkpoint(folder: Path, advance: Advance, *, finite: bool) -> Iterator[str]:
     """Everything that is wrong with a checkpoint."""
-    yield from find_damage(folder, list_required(folder), advance=advance)
+    yield from find_damage(folder, (RUN, STATE_INDEX), advance=advance)
     try:
         run, index = read_run(folder), read_index(folder / "state")
-        name = f"state/{get_index_name(folder / 'state')}"
-        problems = [f"{name}: {text}" for text in find_index_problems(index, folder / "state")]
+        found = find_index_problems(index, folder / "state")
+        problems = [f"{STATE_INDEX}: {text}" for text in found]
         yield from problems
         yield from _find_unlisted(folder, run, index)
         if problems:
@@ -109,7 +106,7 @@ def _find_unlisted(folder: Path, run: dict[str, Any], index: Index) -> Iterator[
         return
     needed = {f"state/{part.file}" for entry in index.values() for part in entry.parts}
     needed = {name.removeprefix("state/../") for name in needed}
-    needed.add(f"state/{get_index_name(folder / 'state')}")
+    needed.add(STATE_INDEX)
     sizes = run.get("layout")
     if isinstance(sizes, dict) and any(name.startswith("random-") for name in listed):
         ranks = prod(size for size in sizes.values() if isinstance(size, int))

@@ -24,6 +24,7 @@ from rapidformer.checkpoint.finding import (
     REPLACED,
     RUN,
     RUN_FILE,
+    STATE_INDEX,
     find_checkpoints,
     get_step,
     is_named,
@@ -32,8 +33,6 @@ from rapidformer.checkpoint.lock import is_held
 from rapidformer.checkpoint.publish import MANIFEST, STAGING_PREFIX, find_damage, read_json
 from rapidformer.strict_json import parse_json
 
-# The second is torch's own, which older checkpoints have alone.
-_INDEXES = ("state/index.json", "state/.metadata")
 _DEPTH = 3
 _STEP = re.compile(rb'"step": ?(\d{1,19})\b')
 _EVALUATION = "eval_"
@@ -103,11 +102,6 @@ def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, or what is left of one."""
     parts = [(folder / RUN).is_file(), (folder / MANIFEST).is_file(), (folder / "state").is_dir()]
     return sum(parts) >= (1 if is_named(folder) else 2)
-
-
-def list_required(folder: Path) -> tuple[str, ...]:
-    """The files without which a checkpoint cannot be loaded."""
-    return RUN, next((name for name in _INDEXES if (folder / name).exists()), _INDEXES[0])
 
 
 def is_run(folder: Path) -> bool:
@@ -193,7 +187,7 @@ def _describe_checkpoint(
     folder: Path, metrics: RunMetrics, state: str | None = None
 ) -> Iterator[CheckpointEntry]:
     """One entry, or none if the run has deleted the checkpoint meanwhile."""
-    problem = next(find_damage(folder, list_required(folder), hashes=False), None)
+    problem = next(find_damage(folder, (RUN, STATE_INDEX), hashes=False), None)
     size, modified = _measure(folder), _get_time(folder / MANIFEST) or _get_time(folder)
     if not folder.is_dir():
         return

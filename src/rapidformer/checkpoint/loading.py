@@ -13,7 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint import frozen
-from rapidformer.checkpoint.finding import RUN, blaming, find_checkpoint, find_checkpoints, read_run
+from rapidformer.checkpoint.finding import (
+    RUN,
+    STATE_INDEX,
+    blaming,
+    find_checkpoint,
+    find_checkpoints,
+    read_run,
+)
 from rapidformer.checkpoint.publish import check_manifest, read_json
 from rapidformer.checkpoint.state import (
     TrainingState,
@@ -25,7 +32,6 @@ from rapidformer.checkpoint.state import (
 )
 from rapidformer.checkpoint.tensors import (
     check_counter,
-    get_index_name,
     load_named,
     read_saved_shapes,
 )
@@ -76,7 +82,7 @@ def load_checkpoint(
 
 def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint that is incomplete, modified, or not one that a run writes."""
-    check_manifest(folder, required=(RUN, f"state/{get_index_name(folder / 'state')}"))
+    check_manifest(folder, required=(RUN, STATE_INDEX))
     read_saved_shapes(folder)
     check_counter(folder)
 

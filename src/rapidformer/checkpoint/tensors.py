@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
-from rapidformer.checkpoint import index as our_index
 from rapidformer.checkpoint.finding import RUN, blaming, read_run
-from rapidformer.checkpoint.index import INDEX, Index, check_index
+from rapidformer.checkpoint.index import INDEX, Index, check_index, is_model_file, read_index
 from rapidformer.checkpoint.pieces import split_strided
-from rapidformer.checkpoint.torch_index import TORCH_INDEX, read_torch_index, to_metadata
+from rapidformer.checkpoint.torch_index import to_metadata
 from rapidformer.compat.torch_distributed import open_part
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -79,19 +78,8 @@ def _read_ties(folder: Path) -> dict[str, str]:
     return ties
 
 
-def read_index(folder: Path) -> Index:
-    """The index of a folder's tensors; what it says is not checked yet."""
-    is_old = get_index_name(folder) == TORCH_INDEX
-    return read_torch_index(folder) if is_old else our_index.read_index(folder)
-
-
-def get_index_name(folder: Path) -> str:
-    """The file that is read as the index: older checkpoints have only torch's own."""
-    return INDEX if (folder / INDEX).exists() else TORCH_INDEX
-
-
 def _read_checked_index(folder: Path) -> Index:
-    file = folder / get_index_name(folder)
+    file = folder / INDEX
     try:
         status = file.stat()
     except OSError:
@@ -159,7 +147,7 @@ class _Reader(FileSystemReader):
         name, place = item.storage_index.fqn, self.storage_data[item.storage_index]
         view, entry = open_part(file, place.offset, place.length), self._entries[name]
         wanted = entry.properties.dtype
-        if our_index.is_model_file(place.relative_path):
+        if is_model_file(place.relative_path):
             content = bytearray(view.read(place.length))
             part = torch.frombuffer(content, dtype=wanted) if content else torch.empty(0)
             part = part.to(wanted).view(entry.size)

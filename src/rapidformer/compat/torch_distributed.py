@@ -15,7 +15,6 @@ from rapidformer.compat.patches import ignore_warnings, quieten
 
 __all__ = ["StridedShard"]
 
-PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
     "torch.distributed._broadcast_coalesced": "weights of the first rank for all, many at a time",
@@ -24,7 +23,7 @@ PRIVATE_NAMES = {
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
         "where a rank's slice of a fused weight is in a checkpoint"
     ),
-    PLACE: "reading and writing a checkpoint's index",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "writing a checkpoint's index",
     "torch.distributed.checkpoint.utils._create_file_view": "reading a checkpoint's tensors",
 } | {
     f"torch.ops._c10d_functional.{name}": "collectives inside a compiled model"
