@@ -20,6 +20,7 @@ from rapidformer.accel.pipeline.discovery import form_output, iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
 from rapidformer.accel.split.absent import build_placeholder
 from rapidformer.accel.tensor.styles import get_first, replace_first
+from rapidformer.accel.unpad.on_demand import put_zeros
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
@@ -110,7 +111,8 @@ class StageContext:
             hidden = get_first(args, kwargs)
             return form_output(hidden, self.tuple_size)
         if index == stage.end:
-            hidden = get_first(args, kwargs).to(self.dtype).contiguous()
+            # Shapes between stages do not depend on who removes padding.
+            hidden = put_zeros(get_first(args, kwargs)).to(self.dtype).contiguous()
             # torch detaches a stage's output in place if backward passes are split: not a view.
             raise StageEnd(hidden.clone() if is_view(hidden) else hidden)
         if index == stage.start and self.is_probing:
