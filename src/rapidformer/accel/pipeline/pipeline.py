@@ -253,7 +253,7 @@ class Pipeline:
             except Exception as error:
                 if stage.is_last and self._misses_padding():
                     assert received is not None
-                    return received.sum() * 0  # it does not take NaN; the update is repeated
+                    return self._skip_loss(received, error)
                 if isinstance(error, RuntimeError):
                     raise explain_gradient_error(error, self._context) from error
                 raise
@@ -261,6 +261,18 @@ class Pipeline:
                 raise _no_call()
         self._results[number] = replace(result, loss=result.loss.detach())
         return loss
+
+    def _skip_loss(self, received: Tensor, error: Exception) -> Tensor:
+        """Instead of a loss that does not take NaN: the update is repeated."""
+        if isinstance(self.model, FSDPModule):
+            # Its replicas would wait for a backward pass that gathers the same weights.
+            raise RapidformerError(
+                f"the forward step raised {type(error).__name__} ({error}) on what the model "
+                "returns for padding, which is NaN. With sharded weights (ZeRO), such a step "
+                "cannot be repeated: leave padding out (losses[mask], losses.masked_fill(~mask, "
+                "0)), or set --dynamic-shape off."
+            ) from error
+        return (received * 0).sum()  # in this order: its gradient has memory, and can be sent
 
     def _misses_padding(self) -> bool:
         removal = find_fact(self.model, Removal)
