@@ -9,11 +9,24 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from rapidformer import RapidformerEngine
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.overlay import find_fact, get_fact
+from rapidformer.overlay import find_fact
 from rapidformer.verification.recorder import collect_weights
-from tests.parity.harness import PIPELINE, TENSOR, Case, Training, check, compose, zero
+from tests.parity.harness import (
+    PIPELINE,
+    SETTINGS,
+    TENSOR,
+    Case,
+    Training,
+    check,
+    compose,
+    keep_rate,
+    make_sgd,
+    zero,
+)
 from tests.parity.hooks import only_looking
 from tests.parity.limits import STAGE_LIMITS
 from tests.parity.test_unpad import ON, Removing
@@ -40,6 +53,7 @@ def test_stages_compute_what_one_padded_process_does() -> None:
         staged("bert-mlm", 4, stage("zero-bubble")),
         staged("deberta", 2, stage("1f1b")),
         staged("gpt2-lora", 4, stage("interleaved")),
+        staged("mistral", 4, stage("1f1b", compile=True, compile_backend="aot_eager")),
     ]
     check(2, cases, STAGE_LIMITS, are_copies_equal=True)
 
@@ -86,6 +100,21 @@ def read_by_hook(model: Any, batch: Any, step: int) -> Any:
     finally:
         if handle is not None:
             handle.remove()
+
+
+def pack(model: Any, batch: Any, step: int) -> Any:
+    """All rows as one: only its positions tell where the next one begins."""
+    is_real = batch["attention_mask"].bool()
+    positions = (is_real.cumsum(1) - 1)[is_real]
+    labels = batch["labels"].clone()
+    labels[:, 0] = -100
+    packed = {"input_ids": batch["input_ids"][is_real], "labels": labels[is_real]}
+    packed["position_ids"] = positions
+    return model(**{name: value[None] for name, value in packed.items()}, use_cache=False).loss
+
+
+def give_nan_at_first(model: Any, batch: Any, step: int) -> Any:
+    return read_padding(model, batch, step) * float("nan") if step == 0 else model(**batch).loss
 
 
 Loss = Callable[[nn.Module, Any, int], Any]
@@ -144,11 +173,46 @@ def test_an_update_whose_loss_reads_padding_is_computed_with_it(loss: Loss) -> N
         assert [is_on for _, _, is_on in runs] == [False, False]
 
 
+def test_packed_examples_are_kept_apart_by_every_stage() -> None:
+    compare(pack, [stage("1f1b"), stage("interleaved")])
+
+
+def test_a_loss_that_is_nan_by_itself_does_not_bring_padding_back() -> None:
+    for runs in compare(give_nan_at_first, [stage("1f1b")]):
+        assert [is_on for _, _, is_on in runs] == [True, True]
+
+
 def test_replicas_repeat_an_update_together() -> None:
     compare(read_padding, [stage("1f1b", **zero(3)), stage("zero-bubble", **zero(1))], 4)
     compare(refuse_nan, [stage("1f1b"), stage("zero-bubble")], 4)
 
 
 def test_a_loss_that_refuses_nan_is_refused_with_sharded_weights() -> None:
-    with pytest.raises(AssertionError, match="raised ValueError .the loss is not a number. on wha"):
+    with pytest.raises(AssertionError, match=r"raised ValueError .the loss is not a number. on"):
         run_in_kept_processes(train, 4, refuse_nan, stage("1f1b", **zero(3)))
+
+
+# ---- who may do without it -----------------------------------------------------------------------
+
+
+class MeanBlock(LlamaDecoderLayer):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return super().forward(
+            hidden_states + hidden_states.mean(1, keepdim=True), *args, **options
+        )
+
+
+def compose_mean(choice: str) -> Removal | None:
+    """A model whose last block alone needs padding."""
+    model: Any = Training("llama", layers=4).build_model()
+    model.model.layers[-1].__class__ = MeanBlock
+    settings = {**SETTINGS, PIPELINE: 2, "dynamic_shape": choice}
+    RapidformerEngine(args=settings).compose(model, make_sgd(model), keep_rate)
+    return find_fact(model, Removal)
+
+
+def test_no_stage_removes_what_another_one_needs() -> None:
+    assert run_in_kept_processes(compose_mean, 2, "auto") == [None, None]
+    problem = r"without padding \((logits differ|in a stage on another rank)\)"
+    with pytest.raises(AssertionError, match=problem):
+        run_in_kept_processes(compose_mean, 2, "on")

@@ -56,6 +56,8 @@ assert tokenwise  # it fills the table of operations that need no padding
 def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     args = assembly.args
+    if assembly.pipeline is not None and not assembly.is_training:
+        return None  # nothing repeats a call that passes from stage to stage
     is_asked, help_of_others = args.dynamic_shape == "on", Help.NONE
     if args.zero_stage and args.world_size > 1:  # a rank cannot repeat a forward pass alone
         help_of_others = Help.PROMISED if is_asked else Help.NEEDED
@@ -144,7 +146,7 @@ def _find_difference(
         difference = "it reads what its blocks return for padding"
     # A model's stages agree, since each rank has seen only its own.
     is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
-    return difference or ("so does a stage on another rank" if is_elsewhere else None)
+    return difference or ("in a stage on another rank" if is_elsewhere else None)
 
 
 def _extend_parts(model: nn.Module, blocks: Sequence[Sequence[str]]) -> Callable[[], None]:
