@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.precision.precision import Precision
@@ -31,6 +32,10 @@ class Alone(GradientSynchronizer):
     """One rank: nothing to synchronize."""
 
 
+Enter = Callable[[dict[str, Any]], AbstractContextManager[list[Tensor]]]
+"""Inside, ``model.forward`` runs a part of the model on a batch, and on these hidden states."""
+
+
 class Stages(Protocol):
     """A model cut into pipeline stages, as other rows see it."""
 
@@ -38,6 +43,8 @@ class Stages(Protocol):
     def stacks(self) -> list[tuple[str, ...]]: ...
 
     def attach(self, model: nn.Module) -> None: ...
+
+    def list_alone(self, model: nn.Module) -> list[tuple[ModelPlan, Enter]]: ...
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,12 @@ def sum_over_rows(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
 def max_over_replicas(numbers: list[int], topology: Topology) -> list[int]:
     """The largest of each number over all ranks that saw different tokens; by hosts if they can."""
     group = topology.get_replica_group()
-    if group is None:
+    return numbers if group is None else max_over_all(numbers, group)
+
+
+def max_over_all(numbers: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of each number over all ranks (of a group); by hosts if they can."""
+    if is_alone():
         return numbers
     # A script may have started its processes with NCCL alone, which does not reach host memory.
     device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"

@@ -20,8 +20,8 @@ from rapidformer.accel.pipeline.discovery import form_output, iterate_floats
 from rapidformer.accel.pipeline.layout import FLAG, Stage
 from rapidformer.accel.split.absent import build_placeholder
 from rapidformer.accel.tensor.styles import get_first, replace_first
+from rapidformer.accel.unpad.on_demand import put_zeros
 from rapidformer.compat.torch_dispatch import tree_map_only
-from rapidformer.compat.torch_tensors import is_view
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.overlay import extend, get_fact, put_fact
 
@@ -110,9 +110,12 @@ class StageContext:
             hidden = get_first(args, kwargs)
             return form_output(hidden, self.tuple_size)
         if index == stage.end:
-            hidden = get_first(args, kwargs).to(self.dtype).contiguous()
-            # torch detaches a stage's output in place if backward passes are split: not a view.
-            raise StageEnd(hidden.clone() if is_view(hidden) else hidden)
+            # Shapes between stages do not depend on who removes padding.
+            hidden = put_zeros(get_first(args, kwargs)).to(self.dtype).contiguous()
+            # Not a view: torch detaches a stage's output in place if backward passes are split. Nor
+            # the block's own output: FSDP's hooks on both would gather in another order than on a
+            # replica without padding.
+            raise StageEnd(hidden.clone())
         if index == stage.start and self.is_probing:
             raise StageEnd(get_first(args, kwargs))
         if index == stage.start and not stage.is_first:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, Enter
 from rapidformer.accel.pipeline.cut import Holdings, apply_cut, find_holdings
 from rapidformer.accel.pipeline.discovery import Usage, find_usage
-from rapidformer.accel.pipeline.gates import StageContext, StageEnd, apply_gates
+from rapidformer.accel.pipeline.gates import Gate, StageContext, StageEnd, apply_gates
 from rapidformer.accel.pipeline.gradients import SharedGradients
 from rapidformer.accel.pipeline.layout import FLAG, Layout, Stage, build_layout
 from rapidformer.accel.pipeline.refusals import (
@@ -37,16 +37,19 @@ from rapidformer.accel.pipeline.refusals import (
 )
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule, Wires
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_call
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.compat.torch_fsdp import reduce_gradients_when_told, reduce_remaining_gradients
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
+from rapidformer.dist.collectives import max_over_all
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_other_splits
-from rapidformer.overlay import put_fact
+from rapidformer.optim.gradients import add_gradients, take_gradients
+from rapidformer.overlay import drop_fact, find_fact, put_fact, remove
 
 # A lookup has no product to compute, but its weights are stored and updated like any others.
 _LOOKUP_COST = 0.1
@@ -116,6 +119,38 @@ class Pipeline:
         self._open.enter_context(self.shared.serve_clipping(model, self._device))
         self._modules = [StageModule(s, self._run_stage, model.parameters) for s in self.stages]
 
+    def list_alone(self, model: nn.Module) -> list[tuple[ModelPlan, Enter]]:
+        """The plan of each stage on this rank, and how to run it before it is attached."""
+        return [
+            (replace(self.plan, blocks=stack), functools.partial(self._stand_alone, model, stage))
+            for stack, stage in zip(self.stacks, self.stages, strict=True)
+        ]
+
+    @contextmanager
+    def _stand_alone(
+        self, model: nn.Module, stage: Stage, batch: dict[str, Any]
+    ) -> Iterator[list[Tensor]]:
+        """Inside, ``model.forward`` runs one stage, on hidden states that nobody has sent."""
+        context, blocks = self._context, self.plan.get_blocks(model)
+        received: list[Tensor] = []
+        apply_gates(blocks, context)
+        apply_staged_calls(model, context, self.relay, len(blocks))
+        context.is_in_model = True
+        try:
+            if not stage.is_first:
+                with torch.no_grad(), context.at(stage, is_probing=True):
+                    shape = model.forward(**batch).shape
+                generator = torch.Generator().manual_seed(stage.index)
+                hidden = torch.randn(shape, generator=generator, dtype=context.dtype)
+                received = [hidden.to(self._device).requires_grad_()]
+            with context.at(stage, *received):
+                yield received
+        finally:
+            context.is_in_model = False
+            for module in (model, *blocks):
+                remove(module, "stages")
+                drop_fact(module, Gate)
+
     def relay(self, run: Callable[[], Any]) -> Any:
         """What ``run``, which calls the model once outside training, returns on the last stage."""
         return relay_call(run, self.layout, self._context, self._group, self._device)
@@ -129,6 +164,39 @@ class Pipeline:
         if problem := find_hook_problem(self._far_modules, self._context.instead):
             raise RapidformerError(problem)
         self._compute, self._step = compute, step
+        run = functools.partial(self._run_once, count, synchronizer)
+        removal = find_fact(self.model, Removal)
+        if removal is None or not removal.is_on:
+            run()
+        else:
+            self._run_without_padding(run, removal)
+
+    def _run_without_padding(self, run: Callable[[], None], removal: Removal) -> None:
+        """Run an update, and again with padding if a rank needs some that another has removed.
+
+        It may be a loss on the last stage, code between blocks on any of them, or a hook on one.
+        Nothing can stop a schedule halfway, so what has read padding is NaN until its end.
+        """
+        parameters = list(self.model.parameters())
+        earlier = take_gradients(parameters)
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        removal.has_removed = removal.is_missed = False
+        run()
+        # All ranks: replicas with sharded weights have to repeat it together.
+        if all(max_over_all([int(removal.has_removed), int(removal.is_missed)])):
+            take_gradients(parameters)
+            for buffer, value in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+            removal.is_on = False
+            run()
+            # A loss that is NaN with padding, too, is bad by itself.
+            is_bad = any(bool(result.loss.isnan().any()) for result in self._results.values())
+            removal.is_on = bool(max_over_all([int(is_bad)])[0])
+            if removal.is_missed and not removal.is_on:
+                removal.warn(self._step + 1)
+        add_gradients(parameters, earlier)
+
+    def _run_once(self, count: int, synchronizer: Any) -> None:
         self._results.clear()
         synchronizer.before_backward(False)
         try:
@@ -182,12 +250,33 @@ class Pipeline:
                 loss, result = self._compute(number)
             except StageEnd as end:
                 return end.hidden
-            except RuntimeError as error:
-                raise explain_gradient_error(error, self._context) from error
+            except Exception as error:
+                if stage.is_last and self._misses_padding():
+                    assert received is not None
+                    return self._skip_loss(received, error)
+                if isinstance(error, RuntimeError):
+                    raise explain_gradient_error(error, self._context) from error
+                raise
             if not stage.is_last or not self._context.has_called:
                 raise _no_call()
         self._results[number] = replace(result, loss=result.loss.detach())
         return loss
+
+    def _skip_loss(self, received: Tensor, error: Exception) -> Tensor:
+        """Instead of a loss that does not take NaN: the update is repeated."""
+        if isinstance(self.model, FSDPModule):
+            # Its replicas would wait for a backward pass that gathers the same weights.
+            raise RapidformerError(
+                f"the forward step raised {type(error).__name__} ({error}) on what the model "
+                "returns for padding, which is NaN. With sharded weights (ZeRO), such a step "
+                "cannot be repeated: leave padding out (losses[mask], losses.masked_fill(~mask, "
+                "0)), or set --dynamic-shape off."
+            ) from error
+        return (received * 0).sum()  # in this order: its gradient has memory, and can be sent
+
+    def _misses_padding(self) -> bool:
+        removal = find_fact(self.model, Removal)
+        return removal is not None and removal.is_on and removal.is_missed
 
     def _seed_all(self, number: int, stage: int) -> None:
         key = (*self._seed, self._step, number, stage)

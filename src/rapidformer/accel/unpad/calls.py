@@ -32,6 +32,7 @@ class Help(Enum):
     NONE = "it can do so alone"
     NEEDED = "weights are sharded, and the others do not know"
     PROMISED = "the same, but the user says that padding is not read (--dynamic-shape on)"
+    TOGETHER = "the others have a part of it (pipeline stages): all of them repeat the update"
 
 
 class Removal:
@@ -50,6 +51,10 @@ class Removal:
         self.help_of_others = help_of_others
         self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""
+        self.has_removed = False
+        """Whether this rank has removed padding in the current update of a pipeline."""
+        self.is_missed = False
+        """Whether this rank needs what the others have removed in it."""
         self._is_trial = is_trial
         self._calls: list[weakref.ref[Call]] = []
 
@@ -68,16 +73,20 @@ class Removal:
 
     def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
+        if self.is_on and not self._is_trial:
+            self.warn(step, is_late=is_late)
+        self.is_on = False
+
+    def warn(self, step: int, *, is_late: bool = False) -> None:
+        """Say why padding is kept."""
         late = "that is NaN (0 for integers) this time: it was read after optimizer.step()"
         effect = late if is_late else "it was computed with padding"
-        if self.is_on and not self._is_trial:
-            warn_once(
-                f"--dynamic-shape: step {step} reads what the model returns for padding, so "
-                f"{effect}. From here on, padding is not removed. To train faster, leave padding "
-                "out: losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0).",
-                is_local=True,
-            )
-        self.is_on = False
+        warn_once(
+            f"--dynamic-shape: step {step} reads what the model returns for padding, so "
+            f"{effect}. From here on, padding is not removed. To train faster, leave padding "
+            "out: losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0).",
+            is_local=True,
+        )
 
 
 def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -169,12 +178,17 @@ class Call:
 
     @property
     def is_late(self) -> bool:
-        """Whether the weights have changed since: it cannot be repeated any more."""
+        """Whether it cannot be repeated: the weights have changed since, or others have a part."""
+        if self._removal.help_of_others is Help.TOGETHER:
+            return True
         return self._padded is None and self._removal.get_step() != self._step
 
     def blame(self) -> None:
         """Padding was read: remove no more of it."""
-        self._removal.turn_off(self._step, is_late=self.is_late)
+        if self._removal.help_of_others is Help.TOGETHER:
+            self._removal.is_missed = True  # what was read is NaN until the update is repeated
+        else:
+            self._removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
         if self._versions != [count_changes(tensor) for tensor in self._inputs]:

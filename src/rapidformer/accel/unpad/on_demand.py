@@ -250,6 +250,13 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
+def put_zeros(tensor: Any) -> Any:
+    """A plain tensor with zeros for padding that nobody is going to read."""
+    if isinstance(tensor, Unpadded) and tensor.is_lazy:
+        return tensor.token_layout.spread(tensor.tokens, 0.0).view(tensor.shape)
+    return settle(tensor)
+
+
 def lacks_padding(tensor: Tensor) -> bool:
     """Whether only the real tokens of a tensor exist."""
     return isinstance(tensor, Unpadded) and tensor.is_lazy

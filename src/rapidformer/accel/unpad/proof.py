@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rapidformer.accel.assembly import Enter
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
@@ -32,10 +34,11 @@ def find_difference(
     *,
     is_packed: bool = False,
     sharing: dist.ProcessGroup | None = None,
+    enter: Enter = lambda batch: nullcontext([]),
 ) -> str | None:
     """How a forward pass differs from the model's own, also under autocast; None if it does not.
 
-    ``sharing`` are the ranks that share each row, which all call this.
+    ``sharing`` are the ranks that share each row, which all call this. Passes run inside ``enter``.
     """
     device = next(model.parameters()).device
     try:
@@ -46,10 +49,12 @@ def find_difference(
             is_rounded = dtype is not None and any(p.dtype == dtype for p in model.parameters())
             difference = None
             if not is_rounded:  # frozen weights in 16 bits do not meet fp32 outside autocast
-                difference = _compare(model, plan, forward, batch, sharing)
+                difference = _compare(model, plan, forward, batch, sharing, enter)
             if difference is None and dtype is not None and (is_rounded or device.type == "cuda"):
                 with torch.autocast(device.type, dtype=dtype):
-                    difference = _compare(model, plan, forward, batch, sharing, _LIMIT_16_BIT)
+                    difference = _compare(
+                        model, plan, forward, batch, sharing, enter, _LIMIT_16_BIT
+                    )
             return difference
     except ModelError as error:
         return str(error)
@@ -70,20 +75,21 @@ def _compare(
     forward: Forward,
     batch: dict[str, Any],
     sharing: dist.ProcessGroup | None,
+    enter: Enter,
     limit: float = _LIMIT,
 ) -> str | None:
     """Compare the logits, and the gradients of the first and the last block."""
     blocks = plan.get_blocks(model)
     ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
     weights = [p for block in ends for p in block.parameters() if p.requires_grad]
-    expected = _run(functools.partial(call_plainly, model), batch, weights)
-    changed = _run(forward, batch, weights)
+    expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
+    changed = _run(forward, batch, weights, enter)
     if sharing is not None:  # each rank has those of its own tokens
         for gradient in (*expected[1:], *changed[1:]):
             dist.all_reduce(get_shard(gradient), group=sharing)
     if expected[0].dtype in (torch.float16, torch.bfloat16):
         limit = _LIMIT_16_BIT
-    names = ["logits", *["gradients"] * len(weights)]
+    names = ["logits", *["gradients"] * (len(expected) - 1)]
     sizes = [float(each.abs().max()) for each in expected]
     # A gradient that is zero in theory, such as that of the key bias, is nothing but noise. It is
     # compared relative to the largest gradient instead.
@@ -116,13 +122,19 @@ def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:
     return {**batch, "labels": labels, "use_cache": False}
 
 
-def _run(forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of real tokens, and the gradients of ``weights``."""
-    outputs = forward(dict(batch))
+def _run(
+    forward: Forward, batch: dict[str, Any], weights: Sequence[Tensor], enter: Enter
+) -> list[Tensor]:
+    """The logits of real tokens, and the gradients of ``weights`` and of what is entered with."""
+    with enter(batch) as received:
+        return _differentiate(forward(dict(batch)), batch, [*weights, *received])
+
+
+def _differentiate(outputs: Any, batch: dict[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
     if hasattr(outputs, "start_logits"):
         raise ModelError("its loss compares all positions of a row, padding included")
-    # A model without a head is used for its hidden states.
-    logits = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    # A model without a head is used for its hidden states, which is all that a stage returns.
+    logits = getattr(outputs, "logits", getattr(outputs, "last_hidden_state", outputs))
     if "labels" in batch:
         logits = logits[batch["labels"] != -100]
     elif logits.dim() == 3 and "attention_mask" in batch:

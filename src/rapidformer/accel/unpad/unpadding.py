@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rapidformer.accel.applied import Applied
-from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.assembly import Assembly, Enter, Stages
 from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
@@ -38,6 +39,7 @@ from rapidformer.accel.unpad.sides import (
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
+from rapidformer.dist.collectives import max_over_all
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
@@ -54,13 +56,17 @@ assert tokenwise  # it fills the table of operations that need no padding
 def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     args = assembly.args
+    if assembly.pipeline is not None and not assembly.is_training:
+        return None  # nothing repeats a call that passes from stage to stage
     is_asked, help_of_others = args.dynamic_shape == "on", Help.NONE
     if args.zero_stage and args.world_size > 1:  # a rank cannot repeat a forward pass alone
         help_of_others = Help.PROMISED if is_asked else Help.NEEDED
+    if assembly.pipeline is not None:
+        help_of_others = Help.TOGETHER
     obstacle = _find_obstacle(assembly) or apply_unpadding(
-        assembly.model, assembly.plan, assembly.precision.dtype, is_compiled=args.compile,
+        assembly.model, assembly.whole_plan, assembly.precision.dtype, is_compiled=args.compile,
         applied=assembly.applied, help_of_others=help_of_others,
-        sharing=assembly.topology.get_group("context"),
+        sharing=assembly.topology.get_group("context"), pipeline=assembly.pipeline,
     )  # fmt: skip
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -92,24 +98,24 @@ def apply_unpadding(
     applied: Applied | None = None,
     help_of_others: Help = Help.NONE,
     sharing: dist.ProcessGroup | None = None,
+    pipeline: Stages | None = None,
 ) -> str | None:
     """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
     problem = _find_problem(model, plan)
     if problem is not None:
         return problem
     register()
-    restore = _extend_parts(model, plan)
+    restore = _extend_parts(model, _group_by_stack(plan) if pipeline is None else pipeline.stacks)
     WATCHING.keep(applied)
     trial = Removal(is_trial=True)
     unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
     # transformers warns if one asks a model without a head for its loss.
     with uncompiled(model.modules()), quiet_transformers(None):
-        find = functools.partial(find_difference, model, plan, unpadded, dtype, sharing=sharing)
+        parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
+        find = functools.partial(_find_difference, model, trial, unpadded, parts, dtype, sharing)
         difference = find()
         packs = difference is None and shifts_labels(model)
         packs = packs and not find(is_packed=True)
-    if difference is None and not trial.is_on:
-        difference = "it reads what its blocks return for padding"
     if difference is not None:
         restore()
         return f"{type(model).__name__} gives other results without padding ({difference})"
@@ -120,14 +126,37 @@ def apply_unpadding(
     return None
 
 
-def _extend_parts(model: nn.Module, plan: ModelPlan) -> Callable[[], None]:
+def _run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+    return nullcontext([])
+
+
+def _find_difference(
+    model: nn.Module, trial: Removal, unpadded: Any, parts: Sequence[tuple[ModelPlan, Enter]],
+    dtype: torch.dtype | None, sharing: dist.ProcessGroup | None, *, is_packed: bool = False,
+) -> str | None:  # fmt: skip
+    """How results without padding differ: of the whole model, or of any stage on any rank."""
+    found = [
+        find_difference(
+            model, plan, unpadded, dtype, is_packed=is_packed, sharing=sharing, enter=enter
+        )
+        for plan, enter in parts
+    ]
+    difference = next(filter(None, found), None)
+    if difference is None and not trial.is_on:
+        difference = "it reads what its blocks return for padding"
+    # A model's stages agree, since each rank has seen only its own.
+    is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
+    return difference or ("in a stage on another rank" if is_elsewhere else None)
+
+
+def _extend_parts(model: nn.Module, blocks: Sequence[Sequence[str]]) -> Callable[[], None]:
     """Let attention, blocks and stacks run unpadded when asked to; returns how to undo it."""
     chosen = [(config, get_attention(config)) for config in find_configs(model)]
     configs = [(config, name) for config, name in chosen if name in _UNPADDED]
     stacks = find_stacks(model) if is_encoder_decoder(model) else None
     for config, name in configs:
         set_attention(config, _UNPADDED[name])
-    extended = extend_blocks(model, plan)
+    extended = extend_blocks(model, blocks)
     if stacks is not None:
         extended += extend_sides(model, *stacks)
 
@@ -177,7 +206,13 @@ def _extend_model(
             run = functools.partial(cls.forward, self, *args, **kwargs)
             promise = find_promise(kwargs)
             is_by_position = packs and batches.is_packed(kwargs)
-            if find_watched(inner_modules) or not (removal.is_on or is_by_position):
+            is_staged = removal.help_of_others is Help.TOGETHER
+            if is_staged and not torch.is_grad_enabled():
+                return run()  # nothing would repeat such a call
+            if find_watched(inner_modules):
+                removal.is_missed |= is_staged
+                return run()
+            if not (removal.is_on or is_by_position):
                 return run()
             if is_by_position:
                 rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
@@ -192,6 +227,7 @@ def _extend_model(
                 rows = find(self, kwargs, rounds_up=removal.rounds_up)
             if rows is None:
                 return run()
+            removal.has_removed = True
             if promise is not None and promise.reads_all_tokens:
                 with use_rows(rows):
                     return run()
@@ -338,18 +374,24 @@ class _Place:
     """The block's positional arguments."""
 
 
-def extend_blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+def _group_by_stack(plan: ModelPlan) -> list[list[str]]:
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for name in plan.blocks:
+        stacks[name.rpartition(".")[0]].append(name)
+    return list(stacks.values())
+
+
+def extend_blocks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> list[nn.Module]:
     """Let the blocks of a model run on real tokens; returns them."""
-    stacks: dict[str, list[nn.Module]] = defaultdict(list)
-    blocks = plan.get_blocks(model)
-    for name, block in zip(plan.blocks, blocks, strict=True):
-        stacks[name.rpartition(".")[0]].append(block)
-    for name, stack in stacks.items():
-        is_own = runs_in_library_code(model, f"{name}.0")
-        for block in stack:
-            is_read = block is stack[-1] or not is_own
+    blocks = []
+    for stack in stacks:
+        is_own = runs_in_library_code(model, stack[0])
+        for name in stack:
+            block = model.get_submodule(name)
+            is_read = name == stack[-1] or not is_own
             extend(block, "unpad", _build_block, is_shared=True)
             put_fact(block, _Place(is_read=is_read, names=find_argument_names(block)))
+            blocks.append(block)
     return blocks
 
 

@@ -178,7 +178,6 @@ PLACED = register(
             *(
                 Rule(name, f"{why}. Leave out --dynamic-shape")
                 for name, why in {
-                    "pipeline": "stages exchange rows of one length",
                     "expert parallelism": "it has not been tried together",
                     "DeepSpeed": "it has not been tried together",
                 }.items()

@@ -33,7 +33,7 @@ WHOLE = register(
         options=("pipeline_schedule", "num_layers_per_virtual_pipeline_stage"),
         module="pipeline.pipeline", moment="whole", excludes_adapters=LEARNED_TOKENS,
         excludes=(not_with_images(f"stages exchange tokens, not images. {SHARD_INSTEAD}"),),
-        exact=f"to 5e-6{NEW_DROPOUT}", effect=Effect(divides="blocks"),
+        exact=f"to 6e-6{NEW_DROPOUT}", effect=Effect(divides="blocks"),
     ),
     Switch(
         "DeepSpeed", turned_on_by=("deepspeed",), module="deepspeed.strategy", moment="whole",
