@@ -56,7 +56,7 @@ def test_missing_tensor_is_named(saved: Path) -> None:
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: no such file"):
+    with pytest.raises(CheckpointError, match="index.json"):
         read_shapes(tmp_path / "none")
 
 
