@@ -77,6 +77,7 @@ def test_parameters_and_blocks_are_counted_once(llama: Shape) -> None:
     model = make_training("llama", layers=4).build_model()
     assert llama.parameters == sum(p.numel() for p in model.parameters())
     assert [group.count for group in llama.blocks] == [4]
+    assert llama.positions == model.config.max_position_embeddings
 
 
 def plan(shape: Shape, ranks: int = 1, **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ def test_limits_are_at_the_edge_of_what_fits() -> None:
     assert rows > ROWS
     assert planner.find_longest() == pytest.approx(LENGTH * rows / ROWS, rel=0.3)
     assert build(1).find_largest_batch() == 0
+
+
+def test_the_longest_rows_have_positions() -> None:
+    planner = build(24)
+    fitting = planner.find_longest()
+    for positions, longest in ((1100, 1100), (2 * fitting, fitting), (1, LENGTH)):
+        planner.shape = replace(SHAPE, positions=positions)
+        assert planner.find_longest() == pytest.approx(longest, rel=2e-3)
+    planner.shape = replace(SHAPE, positions=LENGTH)
+    text = "\n".join(describe(answer(planner)))
+    assert "rows of up to 1,024 tokens, all that the model has positions for" in text
 
 
 def test_a_run_that_fits_only_if_the_allocator_loses_little_is_tight() -> None:

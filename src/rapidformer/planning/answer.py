@@ -38,6 +38,7 @@ def answer(planner: Planner) -> dict[str, Any]:
         "precision": planner.shape.precision,
         "rows": round(planner.shape.count_rows(planner.settings.micro_batch_size)),
         "length": planner.shape.length,
+        "positions": planner.shape.positions,
         "verdict": (verdict := asked.judge(planner.cluster)),
         "fits": verdict == "fits",
         **_describe_layout(asked),
@@ -102,6 +103,8 @@ def _describe_limits(found: dict[str, Any]) -> Iterator[str]:
     rows, length = found["largest_micro_batch"], found["longest_rows"]
     if rows:
         longest = f"rows of up to {length:,} tokens" if length else "no row fits"
+        if length and length == found["positions"]:
+            longest += ", all that the model has positions for"
         most = f"{rows}{' and more' * (rows == MOST_ROWS)}"
         yield f"limits    --micro-batch-size up to {most}; with {found['rows']}, {longest}"
     else:

@@ -23,6 +23,7 @@ from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapters import find_adapter
+from rapidformer.models.configuration import get_position_limit, get_size
 from rapidformer.models.plan import ModelPlan, find_plan
 from rapidformer.planning.capture import Captured, capture
 from rapidformer.planning.compiled import list_saved
@@ -123,6 +124,7 @@ class _Measurement:
             vocabulary=0 if head is None else head.out_features,
             head=0 if head is None else head.weight.numel(),
             blocks=blocks, rest=fit.build("before", weights=rest), loss=fit.build("after"),
+            positions=None if config is None else _find_positions(config),
             reference_bytes=self._run.beside, lengths=tuple(spread), samples=self._run.samples,
             optimizer=self._run.optimizer,
         )  # fmt: skip
@@ -339,6 +341,12 @@ def _find_trained(values: Any) -> Tensor | None:
     """The hidden states among a block's inputs or outputs."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((t for t in tensors if t.requires_grad), None)
+
+
+def _find_positions(config: Any) -> int | None:
+    """What its table of positions holds; of rotary ones, what the model was made for."""
+    limit = get_position_limit(config) or get_size(config, "max_position_embeddings")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _list_tensors(batch: Any) -> list[Tensor]:

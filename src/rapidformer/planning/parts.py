@@ -142,6 +142,8 @@ class Shape:
     """Samples of the data in it: a pair of texts is one sample, and two rows."""
     length: int
     """Of its rows: the longest that the run is expected to meet."""
+    positions: int | None = None
+    """Tokens of a row that the model has positions for; None: it says no number."""
     filled: float
     """The fraction of a micro-batch that is not padding."""
     trained_tokens: float

@@ -210,8 +210,10 @@ class Planner:
         )
 
     def find_longest(self) -> int:
-        """Tokens of the longest rows that fit, with the micro-batch as it is."""
-        return _find_most(lambda length: self._fits(replace(self.shape, length=length)), _LONGEST)
+        """Tokens of the longest rows that fit and have positions, with the micro-batch as it is."""
+        shape = self.shape
+        most = max(shape.positions or _LONGEST, shape.length)  # a run may go beyond rotary ones
+        return _find_most(lambda length: self._fits(replace(shape, length=length)), most)
 
     def _fits(self, shape: Shape | None = None, **changes: Any) -> bool:
         settings = self.settings.replace(SOURCE, **changes)
