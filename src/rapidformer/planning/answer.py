@@ -26,8 +26,8 @@ _PARTS = {
 }
 
 
-def answer(planner: Planner) -> dict[str, Any]:
-    """Everything that was found out, as JSON takes it."""
+def answer(planner: Planner, untimed: str | None = None) -> dict[str, Any]:
+    """Everything that was found out, as JSON takes it; ``untimed``: why blocks were not timed."""
     asked = planner.plan()
     run = estimate_run(asked.timing, planner.settings, planner.cluster, planner.shape.samples)
     return {
@@ -44,6 +44,8 @@ def answer(planner: Planner) -> dict[str, Any]:
         **_describe_layout(asked),
         "memory": _to_gib(asked.prediction.memory),
         "seconds_by_part": asked.timing.parts,
+        "measured_by_predicted": planner.slowness,
+        "untimed": untimed,
         "run": None if run is None else asdict(run),
         "largest_micro_batch": planner.find_largest_batch(),
         "longest_rows": planner.find_longest(),
@@ -90,6 +92,10 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         f"{_count(1 / found['step_time'])} steps/s, {_count(found['tokens_per_second'])} tokens/s, "
         f"{_count(found['samples_per_second'])} samples/s"
     )
+    if ratio := found["measured_by_predicted"]:
+        yield f"          measured on this GPU: blocks take {ratio:.2f} times what was predicted"
+    elif found["untimed"]:
+        yield f"          not measured, since blocks did not run here: {found['untimed']}"
     if run := found["run"]:
         yield (
             f"run       {run['updates']:,} steps: {describe_seconds(run['seconds'])}, "

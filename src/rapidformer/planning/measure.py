@@ -25,22 +25,28 @@ from rapidformer.errors import RapidformerError
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.configuration import get_position_limit, get_size
 from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.capture import Captured, capture
 from rapidformer.planning.compiled import list_saved
-from rapidformer.planning.parts import Blocks, Cost, Part, Shape
+from rapidformer.planning.parts import Blocks, Cost, Load, Part, Shape, Timed
 from rapidformer.planning.tracing import GpuTypes, Segment, Tracing
 from rapidformer.planning.weights import SplitRules, count_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-def measure(settings: Settings, train: Callable[[], None]) -> Shape:
-    """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved."""
+def measure(
+    settings: Settings, train: Callable[[], None], timer: BlockTimer | None = None
+) -> Shape:
+    """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved.
+
+    With a ``timer``, a block of each kind also runs on the device at hand.
+    """
 
     def follow(run: Captured) -> Shape:
         measurement = _Measurement(run, get_precision(settings), settings)
         try:
-            return measurement.finish()
+            return measurement.finish(timer)
         finally:
             measurement.close()
 
@@ -88,7 +94,7 @@ class _Measurement:
         """Undo what concerns the process; the model is used up."""
         self._applied.undo()
 
-    def finish(self) -> Shape:
+    def finish(self, timer: BlockTimer | None) -> Shape:
         """All figures."""
         of_kinds = [
             count_weights(self._model.get_submodule(kind.chosen), self._rules, kind.chosen)
@@ -110,6 +116,7 @@ class _Measurement:
             Blocks(
                 stack=kind.stack, places=tuple(map(self._plan.blocks.index, kind.names)),
                 part=fit.build(kind.chosen, weights=weights, saved_compiled=kept),
+                timed=None if timer is None else self._time(kind, traces[0], timer),
             )
             for kind, weights, kept in zip(self._kinds, of_kinds, compiled, strict=True)
         )  # fmt: skip
@@ -266,6 +273,15 @@ class _Measurement:
             per_token=sum(linear) / tokens,
             per_pair=sum(pairs) / (tokens * self._length),
         )
+
+    def _time(self, kind: _Kind, trace: dict[str, Segment], timer: BlockTimer) -> Timed | None:
+        seconds = timer(self._modules[kind.chosen], *self._calls[kind.chosen])
+        if seconds is None:
+            return None
+        passes = [trace[f"{way} {kind.chosen}"] for way in ("forward", "backward")]
+        names = ("matrix_flops", "attention_flops", "moved", "operations")
+        work: Any = {name: sum(getattr(each, name) for each in passes) for name in names}
+        return Timed(seconds=seconds, load=Load(**work))
 
 
 class _Fit:

@@ -7,7 +7,6 @@ measurement. All sizes are bytes, all work is floating-point operations. Does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -124,6 +123,8 @@ class Blocks:
     places: tuple[int, ...]
     """Among all blocks, in the order of the forward pass."""
     part: Part
+    timed: Timed | None = None
+    """If one of them was timed on the device."""
 
     @property
     def count(self) -> int:
@@ -241,16 +242,34 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Load:
+    """Kernels of one micro-batch, forward and backward."""
+
+    matrix_flops: float = 0.0
+    low_flops: float = 0.0
+    """Those of them that run in 8 bits."""
+    attention_flops: float = 0.0
+    moved: float = 0.0
+    """Bytes that everything else reads and writes."""
+    operations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a block took on the GPU at hand, and the work that it was."""
+
+    seconds: float
+    load: Load
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What one rank computes and moves in a micro-batch, and in an update."""
 
-    flops: Mapping[str, float]
-    """Of a micro-batch, forward and backward, by kind: ``matrix``, ``attention``, ``head``,
-    ``recompute``, ``fp8`` (those of the matrix products that run in 8 bits)."""
-    moved: float
-    """Bytes read and written by everything else in a micro-batch."""
-    operations: int
-    """Kernels of a micro-batch."""
+    blocks: Load
+    """What they recompute included."""
+    rest: Load
+    """Of everything before and after them."""
     update_bytes: float
     """Bytes that clipping and optimizer read and write in an update."""
     host_bytes: float
