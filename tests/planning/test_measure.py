@@ -65,7 +65,7 @@ def test_matrix_products_and_casts_of_a_layer_by_hand() -> None:
 def test_a_cost_has_a_constant_a_slope_and_a_square() -> None:
     cost = Cost(constant=5, per_token=2, per_pair=0.5)
     assert cost.at(3, 4) == 5 + 2 * 12 + 0.5 * 48
-    assert (cost + cost).at(3, 4) == (cost * 2).at(3, 4) == 2 * cost.at(3, 4)
+    assert (cost + cost).at(3, 4) == 2 * cost.at(3, 4)
 
 
 @pytest.fixture(scope="module")

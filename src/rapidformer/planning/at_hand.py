@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import keep_gpu_waiting
+from rapidformer.planning.tracing import list_tensors
 
 Step = Callable[[], object]
 _WARM, _STEPS = 3, 7
@@ -76,12 +77,12 @@ class BlockTimer:
             for name, tensor in chain(block.named_parameters(), block.named_buffers())
         }
         inputs: Any = tree_map_only(Tensor, self._fill, (args, kwargs))
-        trained = [t for t in _list_tensors((weights, inputs)) if t.requires_grad]
+        trained = [t for t in list_tensors((weights, inputs)) if t.requires_grad]
 
         def step() -> None:
             with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
                 outputs = functional_call(block, weights, *inputs)
-            hidden = next(t for t in _list_tensors(outputs) if t.requires_grad)
+            hidden = next(t for t in list_tensors(outputs) if t.requires_grad)
             torch.autograd.grad(hidden, trained, torch.ones_like(hidden), allow_unused=True)
 
         return step
@@ -93,7 +94,3 @@ class BlockTimer:
         if tensor.is_floating_point():
             filled.normal_(std=0.02)
         return filled.requires_grad_(tensor.requires_grad)
-
-
-def _list_tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -131,21 +131,17 @@ def _fold(name: str) -> str:
 
 
 def adjust(device: Device, *, memory_gib: float | None, tflops: float | None) -> Device:
-    """The device with another memory, and another nominal rate in 16 bits."""
+    """The device with another memory, and another nominal rate in 16 bits and in proportion."""
     for flag, value in (("--memory-gib", memory_gib), ("--tflops", tflops)):
         if value is not None and value <= 0:
             raise ConfigurationError(f"{flag} {value:g}: give a number above 0.")
     if memory_gib is not None:
         device = replace(device, memory=memory_gib)
     if tflops is not None:
-        device = scale_rates(device, tflops / (device.bf16 or device.fp16))
+        factor = tflops / (device.bf16 or device.fp16)
+        rates = {name: factor * getattr(device, name) for name in ("bf16", "fp16", "fp8", "fp32")}
+        device = replace(device, **rates)
     return device
-
-
-def scale_rates(device: Device, factor: float) -> Device:
-    """The device with other rates of products, in the same proportion."""
-    rates = {name: factor * getattr(device, name) for name in ("bf16", "fp16", "fp8", "fp32")}
-    return replace(device, **rates)
 
 
 def recognize(driver_name: str, memory: float) -> Device | None:

@@ -18,7 +18,7 @@ from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
 from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
@@ -29,7 +29,7 @@ from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.capture import Captured, capture
 from rapidformer.planning.compiled import list_saved
 from rapidformer.planning.parts import Blocks, Cost, Load, Part, Shape, Timed
-from rapidformer.planning.tracing import GpuTypes, Segment, Tracing
+from rapidformer.planning.tracing import GpuTypes, Segment, Tracing, list_tensors
 from rapidformer.planning.weights import SplitRules, count_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -355,8 +355,7 @@ def _list_kinds(model: nn.Module, plan: ModelPlan) -> list[_Kind]:
 
 def _find_trained(values: Any) -> Tensor | None:
     """The hidden states among a block's inputs or outputs."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((t for t in tensors if t.requires_grad), None)
+    return next((t for t in list_tensors(values) if t.requires_grad), None)
 
 
 def _find_positions(config: Any) -> int | None:
@@ -365,13 +364,9 @@ def _find_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def _list_tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
 def _find_sizes(batch: Any) -> tuple[int, int]:
     """Rows of a batch, and their length: that of its longest sequence of ids."""
-    tensors = _list_tensors(batch)
+    tensors = list_tensors(batch)
     if not tensors:
         raise RapidformerError("the run's batches have no tensors: there is nothing to plan by.")
     ids = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]

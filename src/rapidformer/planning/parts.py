@@ -35,13 +35,6 @@ class Cost:
             per_pair=self.per_pair + other.per_pair,
         )
 
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(
-            constant=self.constant * factor,
-            per_token=self.per_token * factor,
-            per_pair=self.per_pair * factor,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:

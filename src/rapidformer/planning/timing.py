@@ -55,14 +55,6 @@ class Timing:
     tokens_per_second: float
     samples_per_second: float
 
-    def __mul__(self, factor: float) -> Timing:
-        return Timing(
-            step=self.step * factor,
-            parts={name: seconds * factor for name, seconds in self.parts.items()},
-            tokens_per_second=self.tokens_per_second / factor,
-            samples_per_second=self.samples_per_second / factor,
-        )
-
 
 def estimate(
     work: Work, settings: Settings, cluster: Cluster, precision: str, *, factor: float = 1.0
