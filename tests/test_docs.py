@@ -95,13 +95,10 @@ def test_flags_in_the_docs_exist() -> None:
     others = {"--constraint", "--nproc_per_node", "--yes"}
     benchmarks = {
         "--limit",
-        "--limits",
-        "--picture",
         "--runs",
         "--size",
         "--starts",
         "--steps",
-        "--together",
         "--workloads",
     }
     others |= benchmarks

@@ -11,6 +11,7 @@ from rapidformer.config import arguments_from_mapping, resolve
 from rapidformer.dist.processes import stop_processes
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import RapidformerError
+from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.layout import Layout
 from rapidformer.planning.measure import measure
 from rapidformer.planning.parts import Shape
@@ -28,7 +29,7 @@ def plan_states(shape: Shape, training: Training, settings: Any, ranks: int) -> 
     return [{part: getattr(state, part) for part in PARTS} for state in states]
 
 
-def measure_training(training: Training) -> Shape:
+def measure_training(training: Training, timer: BlockTimer | None = None) -> Shape:
     """The training's model, followed without values."""
     args = resolve(arguments_from_mapping(training.get_settings({})))
 
@@ -37,7 +38,7 @@ def measure_training(training: Training) -> Shape:
         run_updates(engine, model, loader)
 
     try:
-        return measure(args, train)
+        return measure(args, train, timer)
     finally:
         stop_processes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,12 +32,12 @@ SHAPE = Shape(
 )  # fmt: skip
 
 
-def build(memory: float, count: int = 1, **given: Any) -> Planner:
+def build(memory: float, count: int = 1, shape: Shape = SHAPE, **given: Any) -> Planner:
     settings = Settings(
         **{"micro_batch_size": ROWS, "mixed_precision": "bf16", "epochs": 1, "lr": 1e-3, **given}
     )
     device = Device("round", memory, 100, 200, 10, 1000, 100, 10)
-    return Planner(SHAPE, resolve(settings, world_size=count), Cluster(device, count))
+    return Planner(shape, resolve(settings, world_size=count), Cluster(device, count))
 
 
 def get_gib(planner: Planner) -> float:
@@ -52,6 +53,15 @@ def test_limits_are_at_the_edge_of_what_fits() -> None:
     assert rows > ROWS
     assert planner.find_longest() == pytest.approx(LENGTH * rows / ROWS, rel=0.3)
     assert build(1).find_largest_batch() == 0
+
+
+def test_the_longest_rows_have_positions() -> None:
+    fitting = build(24).find_longest()
+    for positions, longest in ((1100, 1100), (2 * fitting, fitting), (1, LENGTH)):
+        planner = build(24, shape=replace(SHAPE, positions=positions))
+        assert planner.find_longest() == pytest.approx(longest, rel=2e-3)
+    text = "\n".join(describe(answer(build(24, shape=replace(SHAPE, positions=LENGTH)))))
+    assert "rows of up to 1,024 tokens, all that the model has positions for" in text
 
 
 def test_a_run_that_fits_only_if_the_allocator_loses_little_is_tight() -> None:

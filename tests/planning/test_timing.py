@@ -9,14 +9,14 @@ import pytest
 from rapidformer.config import Settings, resolve
 from rapidformer.planning import timing
 from rapidformer.planning.devices import Cluster, Device, parse_devices
-from rapidformer.planning.parts import Collective, Work
+from rapidformer.planning.parts import Collective, Load, Work
 from rapidformer.planning.timing import count_updates, describe_seconds, estimate, estimate_run
 
 DEVICE = Device(
     "round", 100, 100, 200, 10, 1000, 100, 10, host=10, matrix_share=1.0, memory_share=1.0
 )
 WORK = Work(
-    flops={"matrix": 75e12}, moved=0.0, operations=0, update_bytes=0.0, host_bytes=0.0,
+    blocks=Load(matrix_flops=75e12), rest=Load(), update_bytes=0.0, host_bytes=0.0,
     host_update_bytes=0.0, collectives=(), micro_batches=1, stages=1, tokens=1000.0, samples=10,
     is_captured=True,
 )  # fmt: skip
@@ -31,7 +31,7 @@ def run(work: Work, count: int = 1, **given: object) -> timing.Timing:
 
 
 def test_products_and_bytes() -> None:
-    found = run(replace(WORK, moved=840e9, update_bytes=840e9))
+    found = run(replace(WORK, rest=Load(moved=840e9), update_bytes=840e9))
     assert found.parts == pytest.approx({"products": 1.0, "other kernels": 1.0, "optimizer": 1.0})
     assert found.step == pytest.approx(3.0)
     assert found.tokens_per_second == pytest.approx(1000 / 3)
@@ -39,12 +39,12 @@ def test_products_and_bytes() -> None:
 
 
 def test_compiled_blocks_move_less() -> None:
-    work = replace(WORK, moved=840e9)
+    work = replace(WORK, rest=Load(moved=840e9))
     assert run(work, compile=True).parts["other kernels"] == pytest.approx(0.24)
 
 
 def test_launches_show_unless_they_are_replayed() -> None:
-    work = replace(WORK, operations=100_000)
+    work = replace(WORK, rest=Load(operations=100_000))
     kernels = 1.0 + 100_000 * 3.9e-6
     assert run(work).step == pytest.approx(kernels)
     assert run(replace(work, is_captured=False)).step == pytest.approx(100_000 * 45e-6)

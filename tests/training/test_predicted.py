@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from rapidformer.config import Settings
+from rapidformer.dist.processes import start_processes
 from rapidformer.training import predicted
 from rapidformer.training.predicted import (
     PredictionReport,
@@ -18,8 +20,10 @@ from rapidformer.training.predicted import (
     compare,
     describe_memory,
     finish_prediction,
+    measure_peak,
     start_prediction,
 )
+from tests.processes import run_in_kept_processes
 
 CPU = torch.device("cpu")
 FOUND: dict[str, Any] = {
@@ -69,6 +73,27 @@ def test_both_are_compared_at_the_end(tmp_path: Path, monkeypatch: pytest.Monkey
         {"step": 7, "predicted_memory_gib": 50.2, "predicted_step_time": 0.34}
     ]
     assert json.loads((tmp_path / "plan.json").read_text()) == FOUND
+
+
+def peak_of_rank(device: torch.device) -> float | None:
+    """In every process: what it compares with a prediction."""
+    own = (1 + start_processes(device="cpu").rank) * predicted.GIB
+    with mock.patch.object(torch.cuda, "max_memory_allocated", lambda device: own):
+        return measure_peak(device)
+
+
+def test_the_fullest_rank_is_compared() -> None:
+    assert run_in_kept_processes(peak_of_rank, 2, torch.device("cuda", 0)) == [2.0, 2.0]
+    assert measure_peak(CPU) is None
+
+
+def test_only_the_main_rank_speaks() -> None:
+    spoken: Any = Spoken()
+    report = PredictionReport(spoken, Settings(save="nowhere"), CPU, is_main=False)
+    loop: Any = type("Loop", (), {"step": 7})
+    report.on_train_begin(loop, loop)
+    report.on_train_end(loop, loop)
+    assert not spoken.lines and not spoken.records
 
 
 def test_no_prediction_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

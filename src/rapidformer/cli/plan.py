@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser
 from rapidformer.cli.run_model import choose_run_model
@@ -25,6 +25,9 @@ from rapidformer.planning.devices import (
 )
 from rapidformer.tasks.rows.preflight import find_task_problems
 
+if TYPE_CHECKING:
+    from rapidformer.planning.at_hand import BlockTimer
+
 _DEFAULT = "H200"
 
 
@@ -40,11 +43,12 @@ def run(argv: list[str]) -> None:
         from rapidformer.planning.measure import measure
         from rapidformer.planning.search import Planner
 
-        shape = measure(args, lambda: train(read_flags(words)))
+        timer = _build_timer(args, options)
+        shape = measure(args, lambda: train(read_flags(words)), timer)
     if args.user_script is not None and not has_own_batch_size(args):
         asked = command.args.replace("the script", micro_batch_size=shape.micro_batch_size)
         args = resolve(asked, world_size=cluster.count)
-    found = answer(Planner(shape, args, cluster))
+    found = answer(Planner(shape, args, cluster), None if timer is None else timer.problem)
     if options.json:
         text = json.dumps(found, indent=1) + "\n"
     else:
@@ -93,9 +97,24 @@ def _find_cluster(args: Settings, options: Any) -> Cluster:
     known = {"memory_gib": options.memory_gib, "tflops": options.tflops}
     if options.devices is not None:
         return parse_devices(options.devices, **known)
-    has_gpu = args.device != "cpu" and count_gpus() > 0
-    device = _measure_device(args) if has_gpu else DEVICES[_DEFAULT]
+    device = _measure_device(args) if _has_gpu(args) else DEVICES[_DEFAULT]
     return Cluster(adjust(device, **known), plan_launch(args).world_size)
+
+
+def _has_gpu(args: Settings) -> bool:
+    return args.device != "cpu" and count_gpus() > 0
+
+
+def _build_timer(args: Settings, options: Any) -> BlockTimer | None:
+    """For the GPU of this machine, if it is the one that is asked about."""
+    if options.devices is not None or options.tflops is not None or not _has_gpu(args):
+        return None
+    import torch
+
+    from rapidformer.planning.at_hand import BlockTimer
+    from rapidformer.planning.measure import DTYPES, get_precision
+
+    return BlockTimer(torch.device("cuda", 0), DTYPES[get_precision(args)])
 
 
 def _measure_device(args: Settings) -> Device:

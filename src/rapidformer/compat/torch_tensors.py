@@ -26,6 +26,7 @@ PRIVATE_NAMES = {
         f"torch._C._functions.MmBackward0._saved_{name}_sym_sizes": "losses that compare rows"
         for name in ("self", "mat2")
     },
+    "torch.cuda._sleep": "timing kernels apart from their launches",
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
 
@@ -119,6 +120,11 @@ def has_gradient_hooks(tensors: Sequence[Tensor], but: object = None) -> bool:
 def count_changes(tensor: Tensor) -> int:
     """How often the tensor was changed in place; gathering weights into it does not count."""
     return int(tensor._version)
+
+
+def keep_gpu_waiting(seconds: float) -> None:
+    """Queue a kernel that does nothing for at least as long, at any clock below 3 GHz."""
+    torch.cuda._sleep(int(3e9 * seconds))
 
 
 def stop_allocating(device: torch.device, pool: tuple[int, int]) -> None:

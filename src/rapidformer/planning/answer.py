@@ -26,8 +26,8 @@ _PARTS = {
 }
 
 
-def answer(planner: Planner) -> dict[str, Any]:
-    """Everything that was found out, as JSON takes it."""
+def answer(planner: Planner, untimed: str | None = None) -> dict[str, Any]:
+    """Everything that was found out, as JSON takes it; ``untimed``: why blocks were not timed."""
     asked = planner.plan()
     run = estimate_run(asked.timing, planner.settings, planner.cluster, planner.shape.samples)
     return {
@@ -38,11 +38,14 @@ def answer(planner: Planner) -> dict[str, Any]:
         "precision": planner.shape.precision,
         "rows": round(planner.shape.count_rows(planner.settings.micro_batch_size)),
         "length": planner.shape.length,
+        "positions": planner.shape.positions,
         "verdict": (verdict := asked.judge(planner.cluster)),
         "fits": verdict == "fits",
         **_describe_layout(asked),
         "memory": _to_gib(asked.prediction.memory),
         "seconds_by_part": asked.timing.parts,
+        "measured_by_predicted": planner.slowness,
+        "untimed": untimed,
         "run": None if run is None else asdict(run),
         "largest_micro_batch": planner.find_largest_batch(),
         "longest_rows": planner.find_longest(),
@@ -89,6 +92,10 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         f"{_count(1 / found['step_time'])} steps/s, {_count(found['tokens_per_second'])} tokens/s, "
         f"{_count(found['samples_per_second'])} samples/s"
     )
+    if ratio := found["measured_by_predicted"]:
+        yield f"          measured on this GPU: blocks take {ratio:.2f} times what was predicted"
+    elif found["untimed"]:
+        yield f"          not measured, since blocks did not run here: {found['untimed']}"
     if run := found["run"]:
         yield (
             f"run       {run['updates']:,} steps: {describe_seconds(run['seconds'])}, "
@@ -102,6 +109,8 @@ def _describe_limits(found: dict[str, Any]) -> Iterator[str]:
     rows, length = found["largest_micro_batch"], found["longest_rows"]
     if rows:
         longest = f"rows of up to {length:,} tokens" if length else "no row fits"
+        if length and length == found["positions"]:
+            longest += ", all that the model has positions for"
         most = f"{rows}{' and more' * (rows == MOST_ROWS)}"
         yield f"limits    --micro-batch-size up to {most}; with {found['rows']}, {longest}"
     else:

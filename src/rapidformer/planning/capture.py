@@ -14,13 +14,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.config import Settings
 from rapidformer.config.switches import SWITCHES
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import RapidformerError
 from rapidformer.models.deferred import building_hollow
 from rapidformer.optim.observer import RunObserver, observe_runs
+from rapidformer.planning.tracing import list_tensors
 
 Result = TypeVar("Result")
 SOURCE = "rapidformer plan"
@@ -142,9 +142,7 @@ class _Observer(RunObserver, Generic[Result]):
         def run(batch: Any) -> Any:
             output = model(*batch[0], **batch[1])
             loss = output.get("loss") if isinstance(output, Mapping) else None
-            floats = [
-                t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
-            ]
+            floats = (t for t in list_tensors(output) if t.is_floating_point())
             means: Any = (t.float().mean() for t in floats)
             total: Tensor = loss if loss is not None else sum(means)
             return total

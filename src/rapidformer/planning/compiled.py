@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rapidformer.compat.torch_compile import list_kept
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
-from rapidformer.planning.tracing import GpuTypes
+from rapidformer.compat.torch_dispatch import tree_map_only
+from rapidformer.planning.tracing import GpuTypes, list_tensors
 
 
 def list_saved(
@@ -19,7 +19,7 @@ def list_saved(
     """Shape and size in bytes (last) of each activation that is kept, weights and inputs apart."""
     names = [name for name, _ in block.named_parameters()]
     weights = [p.detach().requires_grad_(p.requires_grad) for p in block.parameters()]
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    given = list_tensors((args, kwargs))
     inputs = [
         t.detach().to("meta").requires_grad_(t.requires_grad and t.is_floating_point())
         for t in given
@@ -33,7 +33,7 @@ def list_saved(
             output = functional_call(
                 block, dict(zip(names, primals, strict=False)), replaced[0], replaced[1]
             )
-        return next(t for t in tree_leaves(output) if isinstance(t, Tensor))
+        return list_tensors(output)[0]
 
     def join(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         output = run(primals)

@@ -69,7 +69,7 @@ _TABLE = (
     Device("L4", 22.0, 121, 242, 30.3, 300, 32, 3, host=25),
     Device("A10", 22.0, 125, 0, 31.2, 600, 32, 3, host=25),
     Device("RTX-A6000", 47.4, 155, 0, 38.7, 768, 32, 3, host=25),
-    Device("T4", 14.6, 0, 0, 8.1, 300, 16, 3, host=12, fp16=65),
+    Device("T4", 14.6, 0, 0, 8.1, 320, 16, 3, host=12, fp16=65),
     Device("RTX-5090", 31.4, 210, 419, 105, 1792, 64, 3, per_node=1),
     Device("RTX-4090", 23.5, 165, 330, 82.6, 1008, 32, 3, host=25, per_node=1),
     Device("RTX-3090", 23.6, 71, 0, 35.6, 936, 32, 3, host=25, per_node=1),
@@ -131,21 +131,17 @@ def _fold(name: str) -> str:
 
 
 def adjust(device: Device, *, memory_gib: float | None, tflops: float | None) -> Device:
-    """The device with another memory, and another nominal rate in 16 bits."""
+    """The device with another memory, and another nominal rate in 16 bits and in proportion."""
     for flag, value in (("--memory-gib", memory_gib), ("--tflops", tflops)):
         if value is not None and value <= 0:
             raise ConfigurationError(f"{flag} {value:g}: give a number above 0.")
     if memory_gib is not None:
         device = replace(device, memory=memory_gib)
     if tflops is not None:
-        device = scale_rates(device, tflops / (device.bf16 or device.fp16))
+        factor = tflops / (device.bf16 or device.fp16)
+        rates = {name: factor * getattr(device, name) for name in ("bf16", "fp16", "fp8", "fp32")}
+        device = replace(device, **rates)
     return device
-
-
-def scale_rates(device: Device, factor: float) -> Device:
-    """The device with other rates of products, in the same proportion."""
-    rates = {name: factor * getattr(device, name) for name in ("bf16", "fp16", "fp8", "fp32")}
-    return replace(device, **rates)
 
 
 def recognize(driver_name: str, memory: float) -> Device | None:

@@ -18,28 +18,35 @@ from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
 from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapters import find_adapter
+from rapidformer.models.configuration import get_position_limit, get_size
 from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.capture import Captured, capture
 from rapidformer.planning.compiled import list_saved
-from rapidformer.planning.parts import Blocks, Cost, Part, Shape
-from rapidformer.planning.tracing import GpuTypes, Segment, Tracing
+from rapidformer.planning.parts import Blocks, Cost, Load, Part, Shape, Timed
+from rapidformer.planning.tracing import GpuTypes, Segment, Tracing, list_tensors
 from rapidformer.planning.weights import SplitRules, count_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-def measure(settings: Settings, train: Callable[[], None]) -> Shape:
-    """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved."""
+def measure(
+    settings: Settings, train: Callable[[], None], timer: BlockTimer | None = None
+) -> Shape:
+    """Follow the run that ``train`` starts; ``settings`` are those of the run, resolved.
+
+    With a ``timer``, a block of each kind also runs on the device at hand.
+    """
 
     def follow(run: Captured) -> Shape:
         measurement = _Measurement(run, get_precision(settings), settings)
         try:
-            return measurement.finish()
+            return measurement.finish(timer)
         finally:
             measurement.close()
 
@@ -87,7 +94,7 @@ class _Measurement:
         """Undo what concerns the process; the model is used up."""
         self._applied.undo()
 
-    def finish(self) -> Shape:
+    def finish(self, timer: BlockTimer | None) -> Shape:
         """All figures."""
         of_kinds = [
             count_weights(self._model.get_submodule(kind.chosen), self._rules, kind.chosen)
@@ -109,6 +116,7 @@ class _Measurement:
             Blocks(
                 stack=kind.stack, places=tuple(map(self._plan.blocks.index, kind.names)),
                 part=fit.build(kind.chosen, weights=weights, saved_compiled=kept),
+                timed=None if timer is None else self._time(kind, traces[0], timer),
             )
             for kind, weights, kept in zip(self._kinds, of_kinds, compiled, strict=True)
         )  # fmt: skip
@@ -123,6 +131,7 @@ class _Measurement:
             vocabulary=0 if head is None else head.out_features,
             head=0 if head is None else head.weight.numel(),
             blocks=blocks, rest=fit.build("before", weights=rest), loss=fit.build("after"),
+            positions=None if config is None else _find_positions(config),
             reference_bytes=self._run.beside, lengths=tuple(spread), samples=self._run.samples,
             optimizer=self._run.optimizer,
         )  # fmt: skip
@@ -265,6 +274,15 @@ class _Measurement:
             per_pair=sum(pairs) / (tokens * self._length),
         )
 
+    def _time(self, kind: _Kind, trace: dict[str, Segment], timer: BlockTimer) -> Timed | None:
+        seconds = timer(self._modules[kind.chosen], *self._calls[kind.chosen])
+        if seconds is None:
+            return None
+        passes = [trace[f"{way} {kind.chosen}"] for way in ("forward", "backward")]
+        names = ("matrix_flops", "attention_flops", "moved", "operations")
+        work: Any = {name: sum(getattr(each, name) for each in passes) for name in names}
+        return Timed(seconds=seconds, load=Load(**work))
+
 
 class _Fit:
     """Costs from what was counted at several sizes."""
@@ -337,17 +355,18 @@ def _list_kinds(model: nn.Module, plan: ModelPlan) -> list[_Kind]:
 
 def _find_trained(values: Any) -> Tensor | None:
     """The hidden states among a block's inputs or outputs."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((t for t in tensors if t.requires_grad), None)
+    return next((t for t in list_tensors(values) if t.requires_grad), None)
 
 
-def _list_tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+def _find_positions(config: Any) -> int | None:
+    """What its table of positions holds; of rotary ones, what the model was made for."""
+    limit = get_position_limit(config) or get_size(config, "max_position_embeddings")
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _find_sizes(batch: Any) -> tuple[int, int]:
     """Rows of a batch, and their length: that of its longest sequence of ids."""
-    tensors = _list_tensors(batch)
+    tensors = list_tensors(batch)
     if not tensors:
         raise RapidformerError("the run's batches have no tensors: there is nothing to plan by.")
     ids = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]

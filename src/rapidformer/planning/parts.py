@@ -7,7 +7,6 @@ measurement. All sizes are bytes, all work is floating-point operations. Does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -34,13 +33,6 @@ class Cost:
             constant=self.constant + other.constant,
             per_token=self.per_token + other.per_token,
             per_pair=self.per_pair + other.per_pair,
-        )
-
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(
-            constant=self.constant * factor,
-            per_token=self.per_token * factor,
-            per_pair=self.per_pair * factor,
         )
 
 
@@ -124,6 +116,8 @@ class Blocks:
     places: tuple[int, ...]
     """Among all blocks, in the order of the forward pass."""
     part: Part
+    timed: Timed | None = None
+    """If one of them was timed on the device."""
 
     @property
     def count(self) -> int:
@@ -142,6 +136,8 @@ class Shape:
     """Samples of the data in it: a pair of texts is one sample, and two rows."""
     length: int
     """Of its rows: the longest that the run is expected to meet."""
+    positions: int | None = None
+    """Tokens of a row that the model has positions for; None: it says no number."""
     filled: float
     """The fraction of a micro-batch that is not padding."""
     trained_tokens: float
@@ -239,16 +235,34 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Load:
+    """Kernels of one micro-batch, forward and backward."""
+
+    matrix_flops: float = 0.0
+    low_flops: float = 0.0
+    """Those of them that run in 8 bits."""
+    attention_flops: float = 0.0
+    moved: float = 0.0
+    """Bytes that everything else reads and writes."""
+    operations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What a block took on the GPU at hand, and the work that it was."""
+
+    seconds: float
+    load: Load
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What one rank computes and moves in a micro-batch, and in an update."""
 
-    flops: Mapping[str, float]
-    """Of a micro-batch, forward and backward, by kind: ``matrix``, ``attention``, ``head``,
-    ``recompute``, ``fp8`` (those of the matrix products that run in 8 bits)."""
-    moved: float
-    """Bytes read and written by everything else in a micro-batch."""
-    operations: int
-    """Kernels of a micro-batch."""
+    blocks: Load
+    """What they recompute included."""
+    rest: Load
+    """Of everything before and after them."""
     update_bytes: float
     """Bytes that clipping and optimizer read and write in an update."""
     host_bytes: float

@@ -19,7 +19,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.planning.devices import GIB, Cluster
 from rapidformer.planning.parts import Prediction, Shape, Verdict, Work
 from rapidformer.planning.predict import predict
-from rapidformer.planning.timing import Timing, estimate
+from rapidformer.planning.timing import Timing, compare_blocks, estimate
 
 SOURCE = "rapidformer plan"
 MOST_ROWS = 4096
@@ -81,14 +81,17 @@ class Planner:
         if shape.filled < 1 and shape.lengths:
             filled = sum(shape.lengths) / len(shape.lengths) / max(shape.lengths)
             self._typical = replace(shape, filled=filled)
+        self.slowness = compare_blocks(shape, cluster.device)
+        """Measured time of the blocks over the predicted one; None if they were not timed."""
 
     def plan(self, **changes: Any) -> Layout:
         """The training with other settings; raises if its blocks cannot be divided like that."""
         settings = self.settings.replace(SOURCE, **changes)
         prediction = self._predict(self.shape, settings)
         timing = estimate(
-            self._count_work(settings, prediction), settings, self.cluster, self.shape.precision
-        )
+            self._count_work(settings, prediction), settings, self.cluster, self.shape.precision,
+            factor=1.0 if self.slowness is None else self.slowness,
+        )  # fmt: skip
         changed = {
             name: value
             for name, value in changes.items()
@@ -210,8 +213,10 @@ class Planner:
         )
 
     def find_longest(self) -> int:
-        """Tokens of the longest rows that fit, with the micro-batch as it is."""
-        return _find_most(lambda length: self._fits(replace(self.shape, length=length)), _LONGEST)
+        """Tokens of the longest rows that fit and have positions, with the micro-batch as it is."""
+        shape = self.shape
+        most = max(shape.positions or _LONGEST, shape.length)  # a run may go beyond rotary ones
+        return _find_most(lambda length: self._fits(replace(shape, length=length)), most)
 
     def _fits(self, shape: Shape | None = None, **changes: Any) -> bool:
         settings = self.settings.replace(SOURCE, **changes)

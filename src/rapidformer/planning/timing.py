@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
 from rapidformer.planning.devices import Cluster, Device
-from rapidformer.planning.parts import Collective, Work
+from rapidformer.planning.parts import Collective, Load, Shape, Work
 
 _PRODUCTS = 0.75
 """Of the rate of a large product: products of all sizes."""
@@ -55,19 +55,20 @@ class Timing:
     tokens_per_second: float
     samples_per_second: float
 
-    def __mul__(self, factor: float) -> Timing:
-        return Timing(
-            step=self.step * factor,
-            parts={name: seconds * factor for name, seconds in self.parts.items()},
-            tokens_per_second=self.tokens_per_second / factor,
-            samples_per_second=self.samples_per_second / factor,
-        )
 
+def estimate(
+    work: Work, settings: Settings, cluster: Cluster, precision: str, *, factor: float = 1.0
+) -> Timing:
+    """The time of an update; ``settings`` are resolved for the ranks of the cluster.
 
-def estimate(work: Work, settings: Settings, cluster: Cluster, precision: str) -> Timing:
-    """The time of an update; ``settings`` are resolved for the ranks of the cluster."""
+    ``factor``: how much longer the kernels of blocks take than they should (``compare_blocks``).
+    """
     device = cluster.device
-    kernels = _time_kernels(work, settings, device, precision)
+    blocks, rest = (
+        _time_kernels(load, device, precision, is_compiled=settings.compile)
+        for load in (work.blocks, work.rest)
+    )
+    kernels = {name: factor * seconds + rest[name] for name, seconds in blocks.items()}
     launches = 0.0 if work.is_captured else _time_launches(work, settings)
     exchanges = {
         (per, is_hidden): sum(
@@ -101,26 +102,37 @@ def estimate(work: Work, settings: Settings, cluster: Cluster, precision: str) -
     )  # fmt: skip
 
 
+def compare_blocks(shape: Shape, device: Device) -> float | None:
+    """How much longer blocks took on the device at hand than predicted; None if untimed."""
+    measured = predicted = 0.0
+    for group in shape.blocks:
+        if group.timed is None:
+            return None
+        kernels = _time_kernels(group.timed.load, device, shape.precision)
+        measured += group.count * group.timed.seconds
+        predicted += group.count * sum(kernels.values())
+    return measured / predicted if predicted else None
+
+
 def _time_kernels(
-    work: Work, settings: Settings, device: Device, precision: str
+    load: Load, device: Device, precision: str, *, is_compiled: bool = False
 ) -> dict[str, float]:
     """Of a micro-batch on the device."""
     rate = device.get_rate(precision)
-    low = work.flops.get("fp8", 0.0)
-    kinds = ("matrix", "head", "recompute")
-    products = (sum(work.flops.get(kind, 0.0) for kind in kinds) - low) / (rate * _PRODUCTS)
-    if low:
-        products += low / (device.get_rate("fp8") * _FP8)
-    moved = work.moved * (_FUSED if settings.compile else 1.0)
+    products = (load.matrix_flops - load.low_flops) / (rate * _PRODUCTS)
+    if load.low_flops:
+        products += load.low_flops / (device.get_rate("fp8") * _FP8)
+    moved = load.moved * (_FUSED if is_compiled else 1.0)
     return {
         "products": products,
-        "attention": work.flops.get("attention", 0.0) / (rate * _ATTENTION),
-        "other kernels": moved / (device.copy_rate * _BYTES) + work.operations * _KERNEL,
+        "attention": load.attention_flops / (rate * _ATTENTION),
+        "other kernels": moved / (device.copy_rate * _BYTES) + load.operations * _KERNEL,
     }
 
 
 def _time_launches(work: Work, settings: Settings) -> float:
-    return work.operations * _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0)
+    operations = work.blocks.operations + work.rest.operations
+    return operations * _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0)
 
 
 def _time_exchange(each: Collective, cluster: Cluster, settings: Settings) -> float:

@@ -241,10 +241,9 @@ class Tracing(TorchDispatchMode):
 
     def set_split(self, tensors: Any, *, is_split: bool) -> None:
         """Whether tensor parallelism leaves each rank a part of these."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                key = id(tensor.untyped_storage())
-                (self._split.add if is_split else self._split.discard)(key)
+        for tensor in list_tensors(tensors):
+            key = id(tensor.untyped_storage())
+            (self._split.add if is_split else self._split.discard)(key)
 
     def forget(self, tensor: Tensor) -> None:
         """Not an activation: the gradient of a weight."""
@@ -259,8 +258,7 @@ class Tracing(TorchDispatchMode):
         return outputs
 
     def _count(self, function: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+        given, made = list_tensors((args, kwargs)), list_tensors(outputs)
         segment = self.segments[self.name]
         known = {id(t.untyped_storage()) for t in given}
         is_split = bool(known & self._split)
@@ -301,9 +299,14 @@ class Tracing(TorchDispatchMode):
             self._casts.discard(key)
 
 
+def list_tensors(values: Any) -> list[Tensor]:
+    """Those among nested values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def _run(function: Any, args: Any, kwargs: Any) -> Any:
     """On the meta device if anything is there; what the host knows is computed there."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = list_tensors((args, kwargs))
     if not any(t.is_meta for t in tensors):
         return function(*args, **kwargs)
     if function is READ_VALUE:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rapidformer.planning.layout import Layout, Stage, State
-from rapidformer.planning.parts import Collective, Cost, Part, Work
+from rapidformer.planning.parts import Collective, Cost, Load, Part, Work
+
+_COSTS = ("matrix_flops", "attention_flops", "moved")
 
 _FUSED_LOSS = 6
 """Bytes that a fused loss reads and writes for each logit beside its products."""
@@ -22,45 +26,39 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         varying = cost.at(rows * filled, length) - cost.constant
         return (cost.constant + varying / context) / tensor
 
-    def add(parts: list[Part], name: str) -> float:
-        return sum(at(getattr(part, name)) for part in parts)
+    def count(parts: list[Part]) -> Load:
+        return Load(
+            **{name: sum(at(getattr(part, name)) for part in parts) for name in _COSTS},
+            operations=sum(part.operations for part in parts),
+        )
 
-    blocks = stage.blocks
-    ends = [shape.rest] * stage.is_first
-    head = [shape.loss] * stage.is_last
-    flops = {
-        "matrix": add([*blocks, *ends], "matrix_flops"),
-        "attention": add([*blocks, *ends, *head], "attention_flops"),
-        "head": add(head, "matrix_flops"),
-        "recompute": 0.0,
-        "fp8": 0.0,
-    }
-    moved = add([*blocks, *ends], "moved")
-    operations = sum(part.operations for part in [*blocks, *ends, *head])
+    blocks, rest = stage.blocks, [shape.rest] * stage.is_first
+    ends = count([*rest, *[shape.loss] * stage.is_last])
     if layout.has_fused_loss:
-        moved += at(Cost(per_token=shape.vocabulary * shape.trained_tokens * _FUSED_LOSS))
-    else:
-        moved += add(head, "moved")
+        logits = Cost(per_token=shape.vocabulary * shape.trained_tokens * _FUSED_LOSS)
+        ends = replace(ends, moved=count(rest).moved + at(logits))
+    load = count(blocks)
+    if any(row.effect.in_8_bits for row in layout.rows.values()):
+        load = replace(load, low_flops=load.matrix_flops)
     if layout.kept in ("inputs", "products"):
         repeated = blocks[:: max(args.recompute_interval, 1)]
-        moved += sum(at(part.moved) * part.forward_share for part in repeated)
-        operations += round(_REPEATED * sum(part.operations for part in repeated))
-        if layout.kept == "inputs":
-            for kind, name in (("recompute", "matrix_flops"), ("attention", "attention_flops")):
-                flops[kind] += sum(
-                    at(getattr(part, name)) * part.forward_share for part in repeated
-                )
-    if any(row.effect.in_8_bits for row in layout.rows.values()):
-        flops["fp8"] = add(blocks, "matrix_flops")
+        again = _COSTS if layout.kept == "inputs" else ("moved",)
+        more = {
+            name: sum(at(getattr(part, name)) * part.forward_share for part in repeated)
+            for name in again
+        }
+        load = replace(
+            load, **{name: getattr(load, name) + value for name, value in more.items()},
+            operations=load.operations + round(_REPEATED * sum(p.operations for p in repeated)),
+        )  # fmt: skip
     state = layout.count_state(stage)
     # Weights and moments are read and written, gradients read twice.
     update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
     is_on_host = layout.is_on_host("optimizer")
     kept = sum(at(part.saved) for part in blocks)
     return Work(
-        flops=flops,
-        moved=moved,
-        operations=operations,
+        blocks=load,
+        rest=ends,
         update_bytes=0.0 if is_on_host else update,
         host_bytes=2 * kept * layout.is_on_host("activations")
         + 3 * state.whole * layout.is_on_host("weights"),

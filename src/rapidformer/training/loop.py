@@ -64,8 +64,10 @@ class TrainingLoop:
             saves_best = self.timetable.saves_best or self.args.load_best_model_at_end
             self._callbacks.append(BestModel(evaluation, saves=saves_best, processor=processor))
         self._callbacks += list_reports(engine)
-        if engine.args.plan and engine.is_main:
-            self._callbacks.append(PredictionReport(reporter, engine.args, engine.device))
+        if engine.args.plan:
+            self._callbacks.append(
+                PredictionReport(reporter, engine.args, engine.device, is_main=engine.is_main)
+            )
         self._callbacks += callbacks
         self.meter = Meter(
             engine.device, engine.runtime.topology, live=reporter.shows_bar,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rapidformer.config import Settings
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.report import Reporter
@@ -37,27 +38,35 @@ GIB = 2**30
 class PredictionReport(Callback):
     """Starts a prediction beside the run, and compares at its end."""
 
-    def __init__(self, reporter: Reporter, args: Settings, device: torch.device) -> None:
+    def __init__(
+        self, reporter: Reporter, args: Settings, device: torch.device, *, is_main: bool = True
+    ) -> None:
+        """On every rank: the fullest one counts, and the main one predicts and reports."""
         self._reporter, self._args, self._device = reporter, args, device
+        self._is_main = is_main
         self._process: subprocess.Popen[str] | None = None
         self._step_times: list[float] = []
 
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
-        self._process = start_prediction(self._args, self._device)
+        if self._is_main:
+            self._process = start_prediction(self._args, self._device)
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "step_time" in line:
             self._step_times.append(line["step_time"])
 
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
+        peak = measure_peak(self._device)
+        if not self._is_main:
+            return
         found = finish_prediction(self._process, self._args)
         if isinstance(found, str):
             self._reporter.say(f"plan      no prediction: {found}")
             return
         predicted = {"memory_gib": found["allocated_gib"], "step_time": found["step_time"]}
         actual: dict[str, float] = {}
-        if self._device.type == "cuda":  # predictions are for GPUs
-            actual["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        if peak is not None:
+            actual["memory_gib"] = peak
             # The first line has what later steps reuse.
             times = self._step_times[1:] or self._step_times
             actual |= {"step_time": statistics.median(times)} if times else {}
@@ -65,6 +74,13 @@ class PredictionReport(Callback):
         line = {f"predicted_{name}": value for name, value in predicted.items()}
         line |= {f"actual_{name}": value for name, value in actual.items()}
         self._reporter.record({"step": loop.step, **line})
+
+
+def measure_peak(device: torch.device) -> float | None:
+    """GiB that were allocated at the peak of the fullest rank; None without a GPU."""
+    if device.type != "cuda":  # predictions are for GPUs
+        return None
+    return max(gather_from_all(torch.cuda.max_memory_allocated(device))) / GIB
 
 
 def start_prediction(args: Settings, device: torch.device) -> subprocess.Popen[str] | None:
