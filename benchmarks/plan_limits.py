@@ -5,7 +5,7 @@
 Each run is trained twice, for three steps: under the smallest limit that plan says it fits, and
 under one that plan says is too small by 5 %. The limit is that of
 `torch.cuda.set_per_process_memory_fraction`, less what a process takes outside of torch's
-allocator. Both trainings of a run share a process, the one that should run out of memory first.
+allocator. Each training has a process of its own.
 
 What the file already has is not run again, and no run is started after `--seconds`. `--predict`
 only asks plan, on any machine; otherwise what the file lacks is predicted first.
@@ -14,7 +14,6 @@ only asks plan, on any machine; otherwise what the file lacks is predicted first
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from dataclasses import replace
@@ -29,7 +28,7 @@ from rapidformer.planning.devices import GIB, Cluster, parse_devices
 from rapidformer.planning.parts import SPARE
 
 LIMIT = 120
-"""Seconds for both trainings of a run."""
+"""Seconds for one training."""
 STEPS = (1, 2)
 TOO_SMALL = 1.05
 """How many times the limit that does not fit the least memory of a run is."""
@@ -64,24 +63,17 @@ def predict(name: str, size: str) -> Result:
 
 def try_limits(name: str, size: str, predicted: Result) -> Result:
     """Whether the run fits each limit."""
-    found: Result = {}
-    for verdict, limit in predicted["limits"].items():
-        if HAS_GPU:
-            total = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(
-                (limit - predicted["overhead"]) * GIB / total
-            )
-            torch.cuda.reset_peak_memory_stats()
-        found[verdict] = try_once(RUNS[name], size)
-        gc.collect()
-        if HAS_GPU:
-            torch.cuda.empty_cache()
-            found[verdict]["left"] = torch.cuda.memory_allocated() / GIB
-    return found
+    return {
+        verdict: call("fork", LIMIT, try_once, RUNS[name], size, limit - predicted["overhead"])
+        for verdict, limit in predicted["limits"].items()
+    }
 
 
-def try_once(run: Run, size: str) -> Result:
+def try_once(run: Run, size: str, limit: float) -> Result:
     began = time.perf_counter()
+    if HAS_GPU:
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(limit * GIB / total)
     try:
         result = train(run, size, STEPS)
     except Exception as error:
@@ -94,10 +86,10 @@ def try_once(run: Run, size: str) -> Result:
 
 def show(name: str, predicted: Result, found: Result) -> tuple[list[str], int]:
     """Lines of the table, and how many of them went as predicted."""
-    if "problem" in found:
-        return [f"| {name} | {found['problem']} | | | | |"], 0
     lines, right = [], 0
     for verdict, result in found.items():
+        if "problem" in result:
+            result = {"outcome": "problem", "text": result["problem"]}
         right += result["outcome"] == verdict
         peak = f"{result['peak allocated']:.1f}" if "peak allocated" in result else ""
         outcome = result["outcome"] if result["outcome"] != "problem" else result["text"]
@@ -136,7 +128,7 @@ def main() -> None:
         predicted: dict[str, Any] = kept["predicted"][name]
         has_time = time.perf_counter() - began < options.seconds
         if has_time and name not in kept["found"] and "problem" not in predicted:
-            keep("found", name, call("fork", LIMIT, try_limits, name, size, predicted))
+            keep("found", name, try_limits(name, size, predicted))
             seconds = time.perf_counter() - began
             print(f"{seconds:.0f} s: {name}: {kept['found'][name]}", flush=True)
     print("\n| run | limit, GiB | predicted | outcome | allocated: predicted | measured |")

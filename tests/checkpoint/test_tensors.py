@@ -56,7 +56,7 @@ def test_missing_tensor_is_named(saved: Path) -> None:
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="index.json"):
+    with pytest.raises(CheckpointError, match=r"index\.json"):
         read_shapes(tmp_path / "none")
 
 
