@@ -95,10 +95,16 @@ def test_flags_in_the_docs_exist() -> None:
     others = {"--constraint", "--nproc_per_node", "--yes"}
     benchmarks = {
         "--limit",
+        "--peer-part",
+        "--prompts",
+        "--rows",
         "--runs",
         "--size",
         "--starts",
         "--steps",
+        "--together",
+        "--tokens",
+        "--warm-up",
         "--workloads",
     }
     others |= benchmarks
