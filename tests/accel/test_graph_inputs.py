@@ -38,6 +38,7 @@ def test_a_batch_of_any_types_is_filled_in_place() -> None:
     first, second = make_batch(0), make_batch(1)
     static = place(first)
     placed = list_tensors(static.batch)
+    assert {tensor.storage_offset() for tensor in placed} == {0}, "compiled blocks look at that"
     assert static.batch["nested"][1] == {"kind": "text"}
     inputs = read_inputs(nn.Linear(1, 1), second)
     assert inputs is not None

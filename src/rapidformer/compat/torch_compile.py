@@ -38,6 +38,7 @@ PRIVATE_NAMES = {
     "torch._functorch._aot_autograd.autograd_cache.check_node_safe": "the same",
     "torch._inductor.config.unsafe_marked_cacheable_functions": "the same",
     "torch._inductor.config.patch": "the same",
+    "torch._inductor.config.triton.mix_order_reduction": "graphs for all sizes",
     "torch._inductor.async_compile.maybe_warm_pool": "processes that compile, started early",
     "torch._ops.OpOverload": "the same",
     "torch._ops.OpOverloadPacket": "the same",
@@ -125,14 +126,18 @@ def compile_for_all_sizes() -> Iterator[None]:
 
     Otherwise a first batch whose length happens to be the head size gets a graph for that length.
     And torch traces a graph with floats as its inputs, finds that the rate of a dropout has to be a
-    constant, and starts again: what it traced first is never cached.
+    constant, and starts again: what it traced first is never cached. Inductor fuses the two
+    gradients of a norm only from some number of rows on, so it would compile again beyond that.
     """
     from torch._dynamo import config as dynamo_config
+    from torch._inductor import config as inductor_config
     from torch.fx.experimental import _config
 
+    has_fusion = hasattr(inductor_config.triton, "mix_order_reduction")
     with (
         _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         dynamo_config.patch(specialize_float=True),
+        inductor_config.patch({"triton.mix_order_reduction": False} if has_fusion else {}),
     ):
         yield
 

@@ -258,6 +258,7 @@ def _describe(batch: Any, path: str, columns: Columns) -> Hashable:
 
 def _view(memory: Tensor, array: Array) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    # ``.data``: views share a version counter, so that changing one would invalidate the others,
-    # which autograd may have saved.
-    return memory.view(dtype).view(array.shape).data
+    # By DLPack, as if its memory began here. Views share a version counter, so that changing one
+    # would invalidate the others, which autograd may have saved; and for another place in its
+    # storage, a block would be compiled again.
+    return torch.from_dlpack(memory.view(dtype).view(array.shape))
