@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.aria import modeling_aria
 
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
@@ -43,6 +44,8 @@ def test_models_with_experts_of_their_own(kind: str) -> None:
         options["rope_parameters"] = {"rope_type": "default"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
     expected = [run(model, first) for first in (3, 9)]
+    if kind == "aria_text" and not hasattr(modeling_aria, "AriaGroupedExpertsGemm"):
+        pytest.skip("from 5.22 on, Aria has the experts of other models")
     assert extend_own_experts(model) > 0
     apply_compile(model, find_plan(model), backend="aot_eager")
     for first, theirs in zip((3, 9), expected, strict=True):

@@ -72,7 +72,7 @@ def run_dpo(library: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_dpo_gives_the_numbers_of_trl(tmp_path: Path) -> None:
-    import trl
+    trl = pytest.importorskip("trl")
 
     found, wanted = run_dpo(ours, tmp_path / "ours"), run_dpo(trl, tmp_path / "trl")
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",

@@ -130,7 +130,8 @@ def test_each_answer_token_counts_once(size: int) -> None:
 def load_trl_loss() -> Any:
     """TRL's own function, without the seconds that importing its trainer takes."""
     spec = importlib.util.find_spec("trl")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        pytest.skip("needs trl")
     file = Path(spec.origin).parent / "experimental" / "gkd" / "gkd_trainer.py"
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     found = next(n for n in nodes if getattr(n, "name", "") == "generalized_jsd_loss")
