@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from rapidformer.accel.unpad.batches import (
     Filling,
@@ -261,4 +262,4 @@ def _view(memory: Tensor, array: Array) -> Tensor:
     # By DLPack, as if its memory began here. Views share a version counter, so that changing one
     # would invalidate the others, which autograd may have saved; and for another place in its
     # storage, a block would be compiled again.
-    return torch.from_dlpack(memory.view(dtype).view(array.shape))
+    return from_dlpack(memory.view(dtype).view(array.shape))
