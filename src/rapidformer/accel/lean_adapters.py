@@ -47,8 +47,10 @@ def apply_in_prediction(assembly: Assembly) -> str | None:
     if dtype is None or assembly.is_training:
         return None
     for parameter in _find_linear_weights(assembly.model):
+        if parameter.is_meta:
+            continue
         rounded = parameter.detach().to(dtype)
-        if not parameter.is_meta and torch.equal(rounded.to(parameter.dtype), parameter):
+        if torch.equal(rounded.to(parameter.dtype), parameter):
             parameter.data = rounded
             count += 1
     return f"{count} weights in 16 bits" if count else None

@@ -68,7 +68,7 @@ def describe_run(
 
 def describe_missed_speed(args: Settings, device: torch.device, train_iters: int) -> str | None:
     """The switch without which a run is probably less than two thirds as fast as it could be."""
-    if device.type != "cuda":
+    if device.type != "cuda" or args.deepspeed is not None:  # whose file may say more
         return None
     if args.mixed_precision is None:
         return (

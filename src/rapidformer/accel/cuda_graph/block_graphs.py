@@ -159,23 +159,28 @@ class BlockGraphs:
         self._is_running = self.problem is None
         try:
             yield
+        except BaseException:
+            self._following = None  # it says itself why the rest was not called
+            raise
         finally:
             self._is_running = False
-            following, self._following = self._following, None
             if self._together is not None and self._together.notes is not None:
                 self._together.notes.forget()
-        if following is not None:
-            raise SkippedBlocksError
+        self._check_all_called()
 
     def begin(self) -> None:
         """Record what the last pass has noted: another one begins."""
-        if self._following is not None:
-            raise SkippedBlocksError
+        self._check_all_called()
         self._number += 1
         last, self._together = self._together, None
         if last is not None and last.notes is not None and self.problem is None:
             self._record(last, last.notes)
         self.calls.clear()
+
+    def _check_all_called(self) -> None:
+        following, self._following = self._following, None
+        if following is not None:
+            raise SkippedBlocksError
 
     def is_replayed(self, block: nn.Module) -> bool:
         """Whether a block that is called now may be replayed."""
