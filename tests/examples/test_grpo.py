@@ -32,5 +32,5 @@ def test_a_model_that_knows_nothing_learns_to_copy_a_digit(command: Any, tmp_pat
     assert done.returncode == 0, done.stderr
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert next(line["reward"] for line in lines if "reward" in line) < 0.2
-    assert lines[-1]["eval_reward"] > 0.95
+    assert [line["eval_reward"] for line in lines if "eval_reward" in line][-1] > 0.95
     assert "answer    'copy " in done.stderr
