@@ -61,7 +61,9 @@ def write_bert_corpus(folder: Path) -> list[object]:
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """All lines but those of saves, which a run writes only if training waited for one."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "save_stall_s" not in line]
 
 
 def get_losses(run: Path, name: str = "loss") -> list[float]:
