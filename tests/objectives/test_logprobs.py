@@ -211,7 +211,7 @@ def test_a_composed_model_leaves_padding_out(
     started = []
     start = on_demand.start
     monkeypatch.setattr(
-        "rapidformer.accel.unpad.unpadding.start", lambda *args: started.append(1) or start(*args)
+        "rapidformer.accel.unpad.blocks.start", lambda *args: started.append(1) or start(*args)
     )
     monkeypatch.setattr(on_demand.Unpadded, "get_padded", lambda self: pytest.fail("padding"))
     logprobs = get_token_logprobs(model, *make_batch())

@@ -43,7 +43,9 @@ MOST_SIZES = 24
 def round_rows(model: nn.Module) -> None:
     """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
     removal, filling = find_fact(model, Removal), find_fact(model, Filling)
-    if removal is not None and filling is not None and filling.is_exact:
+    if removal is not None and removal.pads_attention:
+        removal.is_on = False  # a graph knows a block's arguments only
+    elif removal is not None and filling is not None and filling.is_exact:
         removal.rounds_up = True
 
 

@@ -44,13 +44,18 @@ class Removal:
         is_trial: bool = False,
         help_of_others: Help = Help.NONE,
         rounds_up: bool = False,
+        pads_attention: bool = False,
     ) -> None:
         self.is_on = True
         self.rounds_up = rounds_up
         """Whether the number of tokens is one of a few."""
+        self.pads_attention = pads_attention
+        """Whether rows are padded for attention, as blocks' arguments do not show."""
         self.help_of_others = help_of_others
         self.clock: weakref.ref[UpdateClock] | None = None
         """Of the engine that trains the model."""
+        self.has_packed = False
+        """Whether a block has run on real tokens."""
         self.has_removed = False
         """Whether this rank has removed padding in the current update of a pipeline."""
         self.is_missed = False
@@ -121,7 +126,7 @@ class Call:
         self.tensors: list[weakref.ref[Any]] = []
         """All ``Unpadded`` that come from it."""
         self.is_promised = is_promised
-        self._removal, self._knows_labels = removal, knows_labels
+        self.removal, self._knows_labels = removal, knows_labels
         self._run_padded: Callable[[], Any] | None = run_padded
         self._enter_mode = note_mode(device)
         self._step = removal.get_step()
@@ -179,16 +184,16 @@ class Call:
     @property
     def is_late(self) -> bool:
         """Whether it cannot be repeated: the weights have changed since, or others have a part."""
-        if self._removal.help_of_others is Help.TOGETHER:
+        if self.removal.help_of_others is Help.TOGETHER:
             return True
-        return self._padded is None and self._removal.get_step() != self._step
+        return self._padded is None and self.removal.get_step() != self._step
 
     def blame(self) -> None:
         """Padding was read: remove no more of it."""
-        if self._removal.help_of_others is Help.TOGETHER:
-            self._removal.is_missed = True  # what was read is NaN until the update is repeated
+        if self.removal.help_of_others is Help.TOGETHER:
+            self.removal.is_missed = True  # what was read is NaN until the update is repeated
         else:
-            self._removal.turn_off(self._step, is_late=self.is_late)
+            self.removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
         if self._versions != [count_changes(tensor) for tensor in self._inputs]:
@@ -196,7 +201,7 @@ class Call:
                 "something reads what the model returns for padding, and the model's inputs were "
                 "changed in place since. Leave padding out, or set --dynamic-shape off."
             )
-        if self._removal.help_of_others is not Help.NONE:
+        if self.removal.help_of_others is not Help.NONE:
             raise ConfigurationError(
                 "something reads what the model returns for padding, and with sharded weights "
                 "(ZeRO) one rank cannot compute that alone. Leave padding out (losses[mask], "
@@ -214,6 +219,13 @@ def count_steps(model: nn.Module, clock: UpdateClock) -> None:
 def get_call() -> Call | None:
     """The call that is running without padding."""
     return _CURRENT.get()
+
+
+def note_packed() -> None:
+    """A block runs on real tokens."""
+    call = _CURRENT.get()
+    if call is not None:
+        call.removal.has_packed = True
 
 
 def record_padded(block: nn.Module, output: Tensor) -> None:

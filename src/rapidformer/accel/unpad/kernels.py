@@ -70,13 +70,12 @@ class Call:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: RowMask, dropout: float = 0.0,
-    scaling: float | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None, **options: Any,
+    scaling: float | None = None, position_bias: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """[1, heads, tokens, size] -> [1, tokens, heads, size]."""
-    if softcap is not None or s_aux is not None:
-        # Raised during the comparison in proof.py, which then leaves the model padded.
-        raise ModelError("its attention has soft caps or sinks")
+    """[1, heads, tokens, size] -> [1, tokens, heads, size].
+
+    As ``sdpa``, it ignores other options, such as the soft cap of Gemma 2.
+    """
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
     if position_bias is not None and position_bias.shape[-1] == 1:
         position_bias = None  # the same for all keys, so a softmax ignores it
@@ -206,6 +205,11 @@ def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextM
     return inside(_CURRENT, (rows, encoder))
 
 
+def get_current_rows() -> Rows | None:
+    """The rows that a model runs on now."""
+    return _CURRENT.get()[0]
+
+
 @functools.cache
 def register() -> None:
     """Give transformers' interfaces our functions, for good: a copy of a model may outlive us."""
@@ -260,7 +264,7 @@ def make_current_mask(mask: Tensor) -> RowMask | None:
     """The mask of the rows that a model runs on now, if this one is of the batch; else None."""
     from transformers.masking_utils import bidirectional_mask_function
 
-    rows, _ = _CURRENT.get()
+    rows = get_current_rows()
     if rows is None or tuple(mask.shape) != rows.shape:
         return None
     return make_row_mask(rows, bidirectional_mask_function)

@@ -181,6 +181,11 @@ class Rows:
         """Whether a tensor has a value for every position of the padded batch."""
         return tensor.dim() > 1 and tuple(tensor.shape[:2]) == self.shape
 
+    def is_packed(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a value for every real token."""
+        shape = (1, len(self.places) + self.extra)
+        return tensor.dim() > 1 and tuple(tensor.shape[:2]) == shape
+
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, tokens, ...] -> [1, real tokens, ...]."""
         return Layout.of_rows(self).take(tensor.flatten(0, 1))
@@ -214,6 +219,16 @@ class Rows:
             whole = value.expand(self.shape[0], *value.shape[1:])
             self.packed[id(value)] = value, self.pack(whole)
         return self.packed[id(value)][1]
+
+    def pad_argument(self, value: Any) -> Any:
+        """The reverse, for a part of a block; also of what the block itself has computed."""
+        if isinstance(value, tuple):
+            return tuple(self.pad_argument(each) for each in value)
+        for whole, packed in self.packed.values():
+            if value is packed:
+                return whole
+        is_packed = isinstance(value, Tensor) and self.is_packed(value)
+        return self.unpack(value) if is_packed else value
 
 
 @dataclass(frozen=True, eq=False)

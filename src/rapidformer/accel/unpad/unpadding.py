@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +14,13 @@ from torch import Tensor, nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, Enter, Stages
 from rapidformer.accel.attention import disentangled
-from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.unpad import batches, tokenwise
-from rapidformer.accel.unpad.calls import Call, Help, Removal, record_padded
+from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
+from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.columns import choose_sides, widen
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
-from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle, start
+from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
@@ -45,7 +42,7 @@ from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
-from rapidformer.overlay import extend, find_fact, get_fact, get_own_class, put_fact, remove
+from rapidformer.overlay import extend, find_fact, get_own_class, list_layers, put_fact, remove
 
 _UNPADDED = {"sdpa": NAME, PREFIX + "sdpa": PREFIX + NAME}
 """What takes the place of a model's attention."""
@@ -105,25 +102,47 @@ def apply_unpadding(
     if problem is not None:
         return problem
     register()
-    restore = _extend_parts(model, _group_by_stack(plan) if pipeline is None else pipeline.stacks)
     WATCHING.keep(applied)
-    trial = Removal(is_trial=True)
-    unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
-    # transformers warns if one asks a model without a head for its loss.
-    with uncompiled(model.modules()), quiet_transformers(None):
-        parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
+    stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
+    parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
+    is_alone = pipeline is None and sharing is None and not is_compiled
+    difference: str | None = "it needs sdpa attention"
+    for pads_attention in _list_ways(model, plan, is_alone=is_alone):
+        restore = _extend_parts(model, stacks, pads_attention=pads_attention)
+        trial = Removal(is_trial=True)
+        unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
         find = functools.partial(_find_difference, model, trial, unpadded, parts, dtype, sharing)
-        difference = find()
-        packs = difference is None and shifts_labels(model)
-        packs = packs and not find(is_packed=True)
-    if difference is not None:
+        # transformers warns if one asks a model without a head for its loss.
+        with uncompiled(model.modules()), quiet_transformers(None):
+            difference = find()
+            # Padded attention would need a mask that keeps packed examples apart.
+            may_pack = difference is None and not pads_attention and shifts_labels(model)
+            packs = may_pack and not find(is_packed=True)
+        if difference is None:
+            break
         restore()
+    if difference is not None:
         return f"{type(model).__name__} gives other results without padding ({difference})"
-    removal = Removal(help_of_others=help_of_others, rounds_up=is_compiled)
+    removal = Removal(
+        help_of_others=help_of_others, rounds_up=is_compiled, pads_attention=pads_attention
+    )
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
     _extend_model(model, inner_modules, removal, packs=packs)
     return None
+
+
+def _list_ways(model: nn.Module, plan: ModelPlan, *, is_alone: bool) -> list[bool]:
+    """Whether attention gets padded rows, in the order to try: only if it takes no others."""
+    if disentangled.is_applied(model):
+        return [False]
+    has_sdpa = any(get_attention(part) in _UNPADDED for part in find_configs(model))
+    blocks = plan.get_blocks(model)
+    # Which rows a block has is not among its arguments then, so it must not be run again later.
+    is_repeated = any("recompute" in list_layers(block) for block in blocks)
+    is_known = runs_in_library_code(model, plan.blocks[0]) and all(map(find_attention, blocks))
+    may_pad = is_alone and is_known and not is_repeated and not is_encoder_decoder(model)
+    return [False] * has_sdpa + [True] * may_pad
 
 
 def _run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
@@ -144,23 +163,27 @@ def _find_difference(
     difference = next(filter(None, found), None)
     if difference is None and not trial.is_on:
         difference = "it reads what its blocks return for padding"
+    if difference is None and not trial.has_packed:
+        difference = "its blocks get other rows than the batch has"
     # A model's stages agree, since each rank has seen only its own.
     is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
     return difference or ("in a stage on another rank" if is_elsewhere else None)
 
 
-def _extend_parts(model: nn.Module, blocks: Sequence[Sequence[str]]) -> Callable[[], None]:
+def _extend_parts(
+    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool
+) -> Callable[[], None]:
     """Let attention, blocks and stacks run unpadded when asked to; returns how to undo it."""
     chosen = [(config, get_attention(config)) for config in find_configs(model)]
     configs = [(config, name) for config, name in chosen if name in _UNPADDED]
-    stacks = find_stacks(model) if is_encoder_decoder(model) else None
-    for config, name in configs:
+    for config, name in configs if not pads_attention else ():
         set_attention(config, _UNPADDED[name])
-    extended = extend_blocks(model, blocks)
-    if stacks is not None:
-        extended += extend_sides(model, *stacks)
+    restore_blocks = extend_blocks(model, stacks, pads_attention=pads_attention)
+    sides = find_stacks(model) if is_encoder_decoder(model) else None
+    extended = [] if sides is None else extend_sides(model, *sides)
 
     def restore() -> None:
+        restore_blocks()
         for module in extended:
             remove(module, "unpad")
         for config, name in configs:
@@ -212,6 +235,8 @@ def _extend_model(
             if find_watched(inner_modules):
                 removal.is_missed |= is_staged
                 return run()
+            if removal.pads_attention and not _can_pad_attention(self):
+                return run()
             if not (removal.is_on or is_by_position):
                 return run()
             if is_by_position:
@@ -258,6 +283,12 @@ def _call_without_padding(
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
         output = call.run(run)
     return _release(output)
+
+
+def _can_pad_attention(model: nn.Module) -> bool:
+    """Whether no block is run again in the backward pass; predictions may be replayed as graphs."""
+    is_repeated = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    return torch.is_grad_enabled() and not is_repeated
 
 
 def _release(output: Any) -> Any:
@@ -321,9 +352,6 @@ def _find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    has_sdpa = any(get_attention(part) in _UNPADDED for part in find_configs(model))
-    if not has_sdpa and not disentangled.is_applied(model):
-        return f"it needs sdpa attention, and {type(model).__name__} uses {get_attention(config)}"
     if any(getattr(config, name, 0) for name in LAYER_DROPS):
         return "layerdrop skips blocks"
     asked = find_requested(model, {})
@@ -362,80 +390,3 @@ def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     outputs = call_plainly(model, widen(batch, columns))
     outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
     return outputs
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a block is in its stack: a fact, since equal blocks share one compiled class."""
-
-    is_read: bool
-    """Whether other code than the next block may get its output: it is in its padded shape then."""
-    names: tuple[str, ...]
-    """The block's positional arguments."""
-
-
-def _group_by_stack(plan: ModelPlan) -> list[list[str]]:
-    stacks: dict[str, list[str]] = defaultdict(list)
-    for name in plan.blocks:
-        stacks[name.rpartition(".")[0]].append(name)
-    return list(stacks.values())
-
-
-def extend_blocks(model: nn.Module, stacks: Sequence[Sequence[str]]) -> list[nn.Module]:
-    """Let the blocks of a model run on real tokens; returns them."""
-    blocks = []
-    for stack in stacks:
-        is_own = runs_in_library_code(model, stack[0])
-        for name in stack:
-            block = model.get_submodule(name)
-            is_read = name == stack[-1] or not is_own
-            extend(block, "unpad", _build_block, is_shared=True)
-            put_fact(block, _Place(is_read=is_read, names=find_argument_names(block)))
-            blocks.append(block)
-    return blocks
-
-
-def _build_block(cls: Any) -> dict[str, Any]:
-    return {"__call__": functools.partialmethod(_run_block, cls)}
-
-
-def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pack the arguments of a call with a ``RowMask``, and unpack the last block's output."""
-    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
-    place = get_fact(self, _Place)
-    if not masks:
-        output = cls.__call__(self, *args, **kwargs)
-        if place.is_read:
-            record_padded(self, output[0] if isinstance(output, tuple) else output)
-        return output
-    rows = masks[0].rows
-    hidden = args[0] if args else kwargs["hidden_states"]
-    # The rows of a decoder's mask for its attention to the encoder.
-    encoder = next((mask.keys for mask in masks if mask.keys is not None), None)
-
-    def convert(name: str, value: Any) -> Any:
-        # Only the first block gets padded hidden states. Other arguments have their own rule, since
-        # a batch may have as many real tokens as a padded row has columns.
-        if value is hidden:
-            if _has_tokens(value, rows):
-                return value.tokens
-            value = settle(value)
-            return rows.pack(value) if rows.is_padded(value) else value
-        side = encoder if encoder is not None and name == "encoder_hidden_states" else rows
-        return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
-
-    names = (*place.names, *[""] * len(args))
-    packed = [convert(name, value) for name, value in zip(names, args, strict=False)]
-    named = {name: convert(name, value) for name, value in kwargs.items()}
-    output = cls.__call__(self, *packed, **named)
-    if not place.is_read:
-        return output
-    if isinstance(output, tuple):
-        return (start(output[0], rows, self), *output[1:])
-    return start(output, rows, self)
-
-
-def _has_tokens(value: Any, rows: Rows) -> bool:
-    """Whether a value has exactly the real tokens of these rows."""
-    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
-    return is_lazy and value.token_layout.places is rows.places

@@ -1,0 +1,167 @@
+"""Blocks that run on real tokens: arguments are packed, and the last one's output unpacked.
+
+Attention by one of transformers' functions takes the rows as they are. Attention in a model's own
+code (GPT-J, Bloom, Falcon, and whatever else multiplies queries by keys itself) does not: there,
+rows are padded for the attention module alone, and everything else in a block computes on real
+tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from rapidformer.accel.context.arguments import find_argument_names
+from rapidformer.accel.unpad.calls import note_packed, record_padded
+from rapidformer.accel.unpad.kernels import get_current_rows, inside
+from rapidformer.accel.unpad.masks import RowMask
+from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.models.plan import ModelPlan, runs_in_library_code
+from rapidformer.overlay import extend, get_fact, get_own_class, put_fact, remove
+
+_PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
+"""The rows of the block that runs now, if its attention takes padded ones only."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block is in its stack: a fact, since equal blocks share one compiled class."""
+
+    is_read: bool
+    """Whether other code than the next block may get its output: it is in its padded shape then."""
+    names: tuple[str, ...]
+    """The block's positional arguments."""
+    pads_attention: bool
+    """Whether its attention modules get padded rows."""
+
+
+def group_by_stack(plan: ModelPlan) -> list[list[str]]:
+    """The names of a model's blocks, those of each stack together."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for name in plan.blocks:
+        stacks[name.rpartition(".")[0]].append(name)
+    return list(stacks.values())
+
+
+def find_attention(block: nn.Module) -> list[nn.Module]:
+    """A block's attention modules by their classes' names; of nested ones, the innermost."""
+    found = [
+        (name, module)
+        for name, module in block.named_modules()
+        if name and "attention" in get_own_class(module).__name__.lower()
+    ]
+    outer = {name.rpartition(".")[0] for name, _ in found}
+    return [module for name, module in found if name not in outer]
+
+
+def extend_blocks(
+    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool = False
+) -> Callable[[], None]:
+    """Let the blocks of a model run on real tokens; returns how to undo it."""
+    extended = []
+    for stack in stacks:
+        is_own = runs_in_library_code(model, stack[0])
+        for name in stack:
+            block = model.get_submodule(name)
+            for module in find_attention(block) if pads_attention else ():
+                extend(module, "unpad", _build_attention, is_shared=True)
+                extended.append(module)
+            is_read = name == stack[-1] or not is_own
+            extend(block, "unpad", _build_block, is_shared=True)
+            names = find_argument_names(block)
+            put_fact(block, _Place(is_read=is_read, names=names, pads_attention=pads_attention))
+            extended.append(block)
+
+    def restore() -> None:
+        for module in extended:
+            remove(module, "unpad")
+
+    return restore
+
+
+def _build_block(cls: Any) -> dict[str, Any]:
+    return {"__call__": functools.partialmethod(_run_block, cls)}
+
+
+def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pack a block's arguments, and unpack the last block's output, if padding is removed now."""
+    place = get_fact(self, _Place)
+    hidden = args[0] if args else kwargs["hidden_states"]
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
+    rows = masks[0].rows if masks else None
+    within: AbstractContextManager[Any] = nullcontext()
+    if place.pads_attention:
+        rows = _find_rows(hidden)
+        within = inside(_PACKED, rows)
+    if rows is None:
+        output = cls.__call__(self, *args, **kwargs)
+        if place.is_read:
+            record_padded(self, output[0] if isinstance(output, tuple) else output)
+        return output
+    note_packed()
+    # The rows of a decoder's mask for its attention to the encoder.
+    encoder = next((mask.keys for mask in masks if mask.keys is not None), None)
+
+    def convert(name: str, value: Any) -> Any:
+        # Only the first block gets padded hidden states. Other arguments have their own rule, since
+        # a batch may have as many real tokens as a padded row has columns.
+        if value is hidden:
+            if _has_tokens(value, rows):
+                return value.tokens
+            value = settle(value)
+            return rows.pack(value) if rows.is_padded(value) else value
+        side = encoder if encoder is not None and name == "encoder_hidden_states" else rows
+        return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
+
+    names = (*place.names, *[""] * len(args))
+    packed = [convert(name, value) for name, value in zip(names, args, strict=False)]
+    named = {name: convert(name, value) for name, value in kwargs.items()}
+    with within:
+        output = cls.__call__(self, *packed, **named)
+    if not place.is_read:
+        return output
+    if isinstance(output, tuple):
+        return (start(output[0], rows, self), *output[1:])
+    return start(output, rows, self)
+
+
+def _has_tokens(value: Any, rows: Rows) -> bool:
+    """Whether a value has exactly the real tokens of these rows."""
+    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
+    return is_lazy and value.token_layout.places is rows.places
+
+
+# ---- attention that takes padded rows only -------------------------------------------------------
+
+
+def _find_rows(hidden: Any) -> Rows | None:
+    """The rows that the model runs on now, if these hidden states are theirs."""
+    rows = get_current_rows()
+    if rows is None or not isinstance(hidden, Tensor):
+        return None
+    is_theirs = _has_tokens(hidden, rows) or rows.is_padded(hidden) or rows.is_packed(hidden)
+    return rows if is_theirs else None
+
+
+def _build_attention(cls: Any) -> dict[str, Any]:
+    return {"__call__": functools.partialmethod(_run_attention, cls)}
+
+
+def _run_attention(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    rows = _PACKED.get()
+    if rows is None:
+        return cls.__call__(self, *args, **kwargs)
+    padded = [rows.pad_argument(value) for value in args]
+    named = {name: rows.pad_argument(value) for name, value in kwargs.items()}
+    output = cls.__call__(self, *padded, **named)
+    if isinstance(output, tuple):
+        return (rows.pack(output[0]), *output[1:])
+    return rows.pack(output)
