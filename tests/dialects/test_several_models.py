@@ -102,6 +102,38 @@ def test_accumulation_over_equal_batches_is_a_bare_loop() -> None:
     assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
+def test_a_pass_that_fails_leaves_the_gradients_of_earlier_ones() -> None:
+    """As in a loop that catches an error of exhausted memory, and tries a smaller batch."""
+
+    def train(accelerator: Accelerator | None) -> list[float]:
+        judge, maker, *optimizers = make_players(4)[:4]
+        if accelerator is not None:
+            judge, maker, *optimizers = accelerator.prepare(judge, maker, *optimizers)
+        backward: Any = torch.Tensor.backward if accelerator is None else accelerator.backward
+        inputs = torch.linspace(0, 1, 12).view(4, 3)
+        losses = [judge(maker(scale * inputs)).square().mean() for scale in (1, 2)]
+        backward(losses[0])
+        if accelerator is not None:
+            with pytest.raises(MemoryError):
+                backward(Failing.apply(losses[1]))
+        backward(losses[1])
+        for optimizer in optimizers:
+            optimizer.step()
+        return get_weights(judge, maker)
+
+    assert train(Accelerator(cpu=True)) == pytest.approx(train(None), abs=1e-7)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise MemoryError
+
+
 def _play_in_two_processes(folder: str) -> list[Play]:
     """Split batches: a prepared scheduler then moves as often as in one process."""
     plugin = DeepSpeedPlugin(zero_stage=3)

@@ -242,8 +242,13 @@ class BackwardPasses:
         earlier = take_gradients(self.parameters)
         synchronizer.before_backward(True)
         reached: list[nn.Parameter] = []
-        with use_kernels(self.parallelized.model):
-            yield reached
+        try:
+            with use_kernels(self.parallelized.model):
+                yield reached
+        except BaseException:  # as if it had not begun: whoever catches this may go on
+            take_gradients(self.parameters)
+            add_gradients(self.parameters, earlier)
+            raise
         synchronizer.after_backward()
         reached += [p for p in self.parameters if p.grad is not None]
         if reached:
