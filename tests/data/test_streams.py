@@ -106,6 +106,10 @@ def test_every_format_is_read_from_any_row_on(name: str, tmp_path: Path) -> None
         ("twice.csv", b"text,text\na,b\nc,d\n"),
         ("blanks.csv", b"label,score\n 1, 0.5\n 0,-inf\n"),
         ("words.csv", b"text,score\na,nan\nb,1.5\n"),
+        ("returns.txt", b"one\rtwo\r\nthree\r\rfour\r"),
+        ("returns.jsonl", b'{"text":\r"one"}\r\n{"text": "two"}'),
+        ("index.csv", b",text\n0,a\n1,b\n"),
+        ("tabs.csv", b"label,text\n\t1,\ta\n0\t,b\n"),
     ],
 )
 def test_a_stream_has_the_rows_of_the_table(name: str, content: bytes, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from rapidformer.strict_json import describe_fault, parse_json
 Row = dict[str, Any]
 Item = tuple[int, Any, int]
 """The number of a row in its shard, the row as it is stored, and the offset of the next one."""
+_RETURN = re.compile(rb"(?<=\r)(?!\n)")
 COMPRESSED = (".gz", ".zst")
 _SLICE = 1000
 """Rows of a column format that become Python objects at a time."""
@@ -86,11 +87,17 @@ class LineShard(FileShard):
         with open_file(self.path) as file:
             if offset:
                 file.seek(offset)
-            for line in file:
+            for line in self._split(file):
                 number += 1
                 offset += len(line)
                 if number > done and line.strip():
                     yield number, line, offset
+
+    def _split(self, lines: Iterable[bytes]) -> Iterable[bytes]:
+        """In plain text, a lone carriage return ends a line as well, as in a table of lines."""
+        if get_format(drop_compression(self.path)) != "text":
+            return lines
+        return (part for line in lines for part in _RETURN.split(line) if part)
 
     def decode(self, stored: Any) -> Row:
         text = _to_text(stored).rstrip("\r\n")
@@ -166,7 +173,8 @@ class TableShard(FileShard):
 
 
 def _name_columns(header: Sequence[str]) -> list[str]:
-    """The names of the columns, each once: as in pandas, a second ``text`` is ``text.1``."""
+    """As in pandas: a column without a name is ``Unnamed: 0``, a second ``text`` ``text.1``."""
+    header = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
     counts = [header[:place].count(name) for place, name in enumerate(header)]
     return [f"{name}.{n}" if n else name for name, n in zip(header, counts, strict=True)]
 
@@ -175,7 +183,7 @@ def _find_kind(cells: Sequence[str]) -> type:
     """What pandas would take the cells for: numbers may have blanks around them."""
     filled = [cell for cell in cells if cell]
     patterns = {
-        int: r" *[+-]?\d+ *", float: r" *[+-]?(\d+\.?\d*|\.\d+|inf)([eE][+-]?\d+)? *",
+        int: r"\s*[+-]?\d+\s*", float: r"\s*[+-]?(\d+\.?\d*|\.\d+|inf)([eE][+-]?\d+)?\s*",
         bool: r"(?i:true|false)",
     }  # fmt: skip
     matches = (k for k, p in patterns.items() if all(re.fullmatch(p, cell) for cell in filled))
