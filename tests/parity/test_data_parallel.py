@@ -14,7 +14,15 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import Training, check, check_case, keep_rate, make_sgd, run_own_loop
+from tests.parity.harness import (
+    UNPADDED,
+    Training,
+    check,
+    check_case,
+    keep_rate,
+    make_sgd,
+    run_own_loop,
+)
 from tests.parity.limits import WHOLE_LIMITS
 from tests.parity.models import SAMPLES
 from tests.processes import run_in_kept_processes
@@ -57,7 +65,7 @@ def _run_the_readmes_loop() -> Trace:
     recorder = Recorder()
     with observe_runs(recorder):
         training = _describe("gpt2")
-        engine = RapidformerEngine(args=training.get_settings({"micro_batch_size": 4}))
+        engine = RapidformerEngine(args=training.get_settings({**UNPADDED, "micro_batch_size": 4}))
         model: Any = training.build_model()
         loader = DataLoader(
             training.build_rows(),  # type: ignore[arg-type]
@@ -94,7 +102,7 @@ def test_accumulation_equals_one_big_batch() -> None:
 
 
 def test_two_processes_equal_one() -> None:
-    _check(MODELS, 2, micro_batch_size=4)
+    _check(MODELS, 2, micro_batch_size=4, **UNPADDED)
 
 
 def test_four_processes_equal_one() -> None:

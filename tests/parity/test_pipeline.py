@@ -25,9 +25,10 @@ from rapidformer.models.gpt import GPTConfig, GPTForCausalLM
 from rapidformer.verification.recorder import collect_weights
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
+    PADDED,
     PIPELINE,
-    SETTINGS,
     TENSOR,
+    UNPADDED,
     Case,
     Settings,
     Training,
@@ -91,7 +92,7 @@ def test_every_family_under_some_schedule() -> None:
         staged("deberta", 2, _stage("1f1b")),
         staged("shared-bias", 8, {PIPELINE: 2, "num_layers_per_virtual_pipeline_stage": 2}),
     ]
-    check_stages(2, cases)
+    check_stages(2, [(training, {**settings, **UNPADDED}) for training, settings in cases])
 
 
 def test_four_processes_that_share_the_stack() -> None:
@@ -209,7 +210,7 @@ def _finetune(
 ) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     more = {"optimizer": "adam", "adam_eps": 1e-6, "lr": 1e-2, "log_interval": 1, "save": folder}
     more |= {"keep_last": True, "epochs": 2, "lr_decay_style": "constant"}
-    engine = RapidformerEngine(args={**SETTINGS, **more, **settings})
+    engine = RapidformerEngine(args={**PADDED, **more, **settings})
     finetuner = StagedFinetuner(engine)
     finetuner.dropout = dropout
     finetuner.train()
@@ -262,7 +263,7 @@ def _watch_inputs(model: Any) -> set[int]:
 def _call(settings: dict[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("gpt2", "qwen3", "bert"):
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        engine = RapidformerEngine(args={**PADDED, **settings})
         model: Any = build_model(name, layers=4)
         sharpen(model)
         engine.compose(model)
@@ -305,7 +306,7 @@ def test_a_call_without_gradients_gives_every_process_the_output() -> None:
 
 
 def _train_with_dropout() -> tuple[list[float], bool]:
-    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    engine = RapidformerEngine(args={**PADDED, PIPELINE: 2})
     model = build_model("gpt2", 0.3, layers=4)
     rows = build_rows("gpt2")[:8]
     loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
@@ -381,7 +382,7 @@ def _refuse(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     messages = []
     for name, settings in cases:
         try:
-            given = {**SETTINGS, "lr": 0.1, "train_iters": 3, PIPELINE: 2, **settings}
+            given = {**PADDED, "lr": 0.1, "train_iters": 3, PIPELINE: 2, **settings}
             engine = RapidformerEngine(args=given)
             engine.compose(_build_refused(name))
             messages.append("composed")
@@ -425,11 +426,11 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
 
 
 def _learn_from_a_teacher(composes: bool) -> list[float]:
-    engine, model = RapidformerEngine(args={**SETTINGS, PIPELINE: 2}), build_model("gpt2")
+    engine, model = RapidformerEngine(args={**PADDED, PIPELINE: 2}), build_model("gpt2")
     teacher: Any = build_model("small-gpt2")
     engine.compose(model, make_sgd(model), keep_rate)
     if composes:
-        helper = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+        helper = RapidformerEngine(args={**PADDED, PIPELINE: 2})
         helper.model.compose_for_evaluation(teacher)
     teacher.eval()
 
@@ -464,7 +465,7 @@ class Stream(IterableDataset[Any]):
 
 
 def _train_on(is_stream: bool) -> list[float]:
-    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    engine = RapidformerEngine(args={**PADDED, PIPELINE: 2})
     model: Any = build_model("gpt2", layers=4)
     rows = Stream() if is_stream else build_rows("gpt2")[:8]
     loader = engine.data.build_loader(rows, collate, shuffle=False, is_training=True)
@@ -487,7 +488,7 @@ def test_a_stream_trains_as_a_data_set_does() -> None:
 
 
 def _misuse() -> list[str]:
-    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    engine = RapidformerEngine(args={**PADDED, PIPELINE: 2})
     model: Any = build_model("gpt2", layers=4)
     loader = engine.data.build_loader(
         build_rows("gpt2")[:8], collate, shuffle=False, is_training=True

@@ -25,7 +25,7 @@ from rapidformer.optim.optimizers import group_parameters
 from rapidformer.verification.recorder import collect_weights, count_bytes
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
-    SETTINGS,
+    PADDED,
     Case,
     Settings,
     Training,
@@ -144,7 +144,7 @@ def _save_and_go_on(folder: str) -> list[Trace]:
         zero(3, cpu_offload=True),
     ]
     for number, settings in enumerate(layouts):
-        engine = RapidformerEngine(args={**SETTINGS, **ADAM, **settings})
+        engine = RapidformerEngine(args={**PADDED, **ADAM, **settings})
         model = build_model("gpt2")
         loader = engine.data.build_loader(build_rows("gpt2", 16), collate, shuffle=False)
         engine.compose(model)
@@ -201,7 +201,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
     found = []
     for settings in layouts:
         for name in names:
-            engine = RapidformerEngine(args={**SETTINGS, **settings, "load": folder})
+            engine = RapidformerEngine(args={**PADDED, **settings, "load": folder})
             if not engine.is_main:
                 torch.rand(3)  # what a process draws for itself must not matter
             if name == "file":
@@ -224,7 +224,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
 
 
 def _build_plainly(name: str, folder: str) -> tuple[Any, ...]:
-    engine = RapidformerEngine(args={**SETTINGS, "load": folder})
+    engine = RapidformerEngine(args={**PADDED, "load": folder})
     if name == "file":
         model = build_pretrained("AutoModelForSequenceClassification", engine.args, num_labels=3)
     else:

@@ -16,8 +16,8 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import find_fact
 from rapidformer.verification.recorder import collect_weights
 from tests.parity.harness import (
+    PADDED,
     PIPELINE,
-    SETTINGS,
     TENSOR,
     Case,
     Training,
@@ -206,7 +206,7 @@ def compose_mean(choice: str) -> Removal | None:
     """A model whose last block alone needs padding."""
     model: Any = Training("llama", layers=4).build_model()
     model.model.layers[-1].__class__ = MeanBlock
-    settings = {**SETTINGS, PIPELINE: 2, "dynamic_shape": choice}
+    settings = {**PADDED, PIPELINE: 2, "dynamic_shape": choice}
     RapidformerEngine(args=settings).compose(model, make_sgd(model), keep_rate)
     return find_fact(model, Removal)
 
