@@ -94,9 +94,9 @@ class Training:
     model: str
     layers: int = 2
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_sgd
-    rows: int = 16
+    rows: int = 12
     global_batch_size: int = 8
-    """Two updates of 16 rows: the second one starts from weights and momentum of the first."""
+    """Two updates: the second one starts from weights and momentum of the first, and is smaller."""
     epochs: int = 1
     clip_grad: float = 1.0
     is_shuffled: bool = False

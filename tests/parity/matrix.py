@@ -156,7 +156,7 @@ def describe_staged(model: str, settings: Settings) -> Case:
 
 
 def describe_under_deepspeed(model: str, content: Settings) -> Case:
-    return build_case(model, content, Path(tempfile.mkdtemp()), epochs=2)
+    return build_case(model, content, Path(tempfile.mkdtemp()), rows=2 * SAMPLES)
 
 
 @dataclass

@@ -41,7 +41,7 @@ CONTEXT: Settings = {"context_parallel_size": 2, "global_batch_size": ROWS}
 FUSED: Settings = {"fused_loss": "on"}
 
 
-def under_context(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
+def under_context(settings: Settings, *models: str, updates: int = 2, **more: Any) -> list[Case]:
     return under(settings, *models, rows=updates * ROWS, global_batch_size=ROWS, **more)
 
 

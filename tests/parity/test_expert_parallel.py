@@ -42,7 +42,7 @@ EXPERTS: Settings = {
 }  # fmt: skip
 
 
-def under_experts(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
+def under_experts(settings: Settings, *models: str, updates: int = 2, **more: Any) -> list[Case]:
     """Beside a bare loop over single rows."""
     return under(
         settings, *models, rows=updates * ROWS, global_batch_size=ROWS, is_by_row=True, **more

@@ -47,9 +47,8 @@ from tests.parity.resuming import check_route
 from tests.processes import run_in_kept_processes
 
 
-def staged(model: str, layers: int, settings: Settings, *, epochs: int = 1, rows: int = 12) -> Case:
-    """Not a multiple of the global batch: the last update of an epoch is a smaller one."""
-    return Training(model, layers=layers, rows=rows, epochs=epochs), settings
+def staged(model: str, layers: int, settings: Settings, **more: Any) -> Case:
+    return Training(model, layers=layers, **more), settings
 
 
 def check_stages(world_size: int, cases: list[Case]) -> list[list[Trace]]:
@@ -68,11 +67,11 @@ def _stage(schedule: str, size: int = 2, **more: Any) -> dict[str, Any]:
 def test_two_processes_that_share_the_stack_equal_one() -> None:
     """Ten updates and more; rows of any length, tied embeddings on both ends.
 
-    Some micro-batches have no label at all, and an update of each epoch is a smaller one.
+    Row 29, a micro-batch of its own, has no label; an update of each epoch is a smaller one.
     """
     cases = [
         staged("llama", 4, _stage("1f1b"), epochs=2, rows=SAMPLES),
-        staged("gpt2", 4, _stage("zero-bubble", micro_batch_size=1), rows=SAMPLES),
+        staged("gpt2", 4, _stage("zero-bubble", micro_batch_size=1), rows=29),
     ]
     traces = check_stages(2, cases)
     assert len(traces[0][0].losses) >= 10
@@ -104,28 +103,17 @@ def test_four_processes_that_share_the_stack() -> None:
     check_stages(4, cases)
 
 
-def test_stages_whose_layers_are_shared_too() -> None:
-    """With recompute, and with split tokens, whose slices differ between micro-batches."""
-    recompute = {"checkpoint_activations": True, "micro_batch_size": 1}
+def test_stages_under_other_ways_of_sharing() -> None:
+    """Zero-bubble assigns gradients, which no hook sees: they must be summed all the same.
+
+    test_unpad_in_stages.py has other schedules, with recompute, split tokens, ZeRO-2 and ZeRO-3.
+    """
     cases = [
         staged("qwen3", 4, _stage("zero-bubble", **{TENSOR: 2})),
-        staged("gpt2", 4, _stage("1f1b", **recompute, **{TENSOR: 2})),
-        staged("gpt", 4, _stage("interleaved", sequence_parallel=True, **{TENSOR: 2})),
-    ]
-    check_stages(4, cases)
-
-
-def test_stages_under_data_parallelism_and_sharding() -> None:
-    """Zero-bubble assigns gradients, which no hook sees: they must be summed all the same."""
-    recompute = {"fsdp_memory_optimization": True, "checkpoint_activations": True}
-    cases = [
         staged("qwen3", 4, _stage("zero-bubble")),
         staged("gpt2", 4, _stage("interleaved", zero_1_memory_optimization=True)),
-        staged("bert-mlm", 4, _stage("1f1b", zero_2_memory_optimization=True)),
-        staged("llama", 4, _stage("1f1b", **recompute)),
     ]
-    traces = check_stages(4, cases)
-    check_fraction(traces[-1], cases[-1], 0.28)
+    check_stages(4, cases)
 
 
 # ---- precision -----------------------------------------------------------------------------------
@@ -171,7 +159,6 @@ def test_a_run_continues_from_layout_to_layout(tmp_path: Path) -> None:
     route = [
         (1, {}),
         (4, _stage("1f1b", **{TENSOR: 2})),
-        (2, {"zero_3_memory_optimization": True}),
         (4, {TENSOR: 2, "fsdp_memory_optimization": True}),
         (4, _stage("zero-bubble", fsdp_memory_optimization=True)),
         (1, {}),
@@ -260,9 +247,9 @@ def _watch_inputs(model: Any) -> set[int]:
     return lengths
 
 
-def _call(settings: dict[str, Any]) -> dict[str, Any]:
+def _call(names: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
-    for name in ("gpt2", "qwen3", "bert"):
+    for name in names:
         engine = RapidformerEngine(args={**PADDED, **settings})
         model: Any = build_model(name, layers=4)
         sharpen(model)
@@ -288,14 +275,16 @@ def _call(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_call_without_gradients_gives_every_process_the_output() -> None:
-    expected = _call({})
+    models = ["gpt2", "qwen3", "bert"]
+    expected = _call(models, {})
     layouts = [
-        (2, _stage("interleaved", num_layers_per_virtual_pipeline_stage=1)),
-        (4, _stage("1f1b", zero_3_memory_optimization=True)),
+        (2, models, _stage("interleaved", num_layers_per_virtual_pipeline_stage=1)),
+        (4, models[:1], _stage("1f1b", zero_3_memory_optimization=True)),
     ]
-    for world_size, settings in layouts:
-        for answers in run_in_kept_processes(_call, world_size, settings):
-            for name, (kind, loss, logits, *texts) in expected.items():
+    for world_size, names, settings in layouts:
+        for answers in run_in_kept_processes(_call, world_size, names, settings):
+            for name in names:
+                kind, loss, logits, *texts = expected[name]
                 assert answers[name][0] == kind
                 assert answers[name][1] == pytest.approx(loss, rel=1e-5)
                 assert np.allclose(answers[name][2], logits, atol=1e-4), name

@@ -88,7 +88,7 @@ def test_split_tokens_change_nothing() -> None:
 def test_shared_layers_under_data_parallelism() -> None:
     """With fused AdamW, which wants tensors of one kind, and clipping, which must count once."""
     cases = under({**TENSOR, **UNPADDED}, "qwen3", make_optimizer=make_adamw)
-    check(4, cases + under(TENSOR, "gpt2", "t5", make_optimizer=make_adamw))
+    check(4, cases + under(TENSOR, "gpt2", make_optimizer=make_adamw))
 
 
 @pytest.mark.parametrize("stage", ["zero_1", "zero_2", "fsdp"])
@@ -97,7 +97,7 @@ def test_shared_layers_under_sharding(stage: str) -> None:
     settings = {**TENSOR, f"{stage}_memory_optimization": True}
     cases = under({**settings, **({} if stage == "zero_2" else FUSED)}, "gpt2")
     if stage == "fsdp":
-        cases += under({**settings, **UNPADDED}, "qwen3") + under(settings, "custom")
+        cases += under({**settings, **UNPADDED}, "qwen3")
     traces = check(4, cases)
     check_fraction(traces[0], "gpt2", 0.28)
 
@@ -107,7 +107,7 @@ def test_split_tokens_under_sharding_with_recompute() -> None:
         **TENSOR, "sequence_parallel": True, "checkpoint_activations": True,
         "zero_3_memory_optimization": True,
     }  # fmt: skip
-    check(4, under(settings, "llama", "gpt"))
+    check(4, under(settings, "llama"))
 
 
 # ---- what is kept whole stays equal --------------------------------------------------------------
@@ -120,7 +120,7 @@ def _train_with_dropout(names: list[str]) -> dict[str, tuple[bool, dict[str, np.
         if not engine.is_main:
             torch.rand(3)  # a script that draws on one process only
         model = build_model(name, dropout=0.2)
-        loader = engine.data.build_loader(build_rows(name, 16), collate, shuffle=False)
+        loader = engine.data.build_loader(build_rows(name, 8), collate, shuffle=False)
         engine.compose(model, make_sgd(model), keep_rate)
         train(engine, model, loader)
         are_split = all(isinstance(p, DTensor) for p in model.parameters())
@@ -150,7 +150,7 @@ def test_whole_weights_stay_equal_under_dropout() -> None:
 
 
 def test_split_models_generate_the_same_text() -> None:
-    names = ["gpt2", "llama", "t5"]
+    names = ["llama", "t5"]
     expected = generate(names, {})
     settings = {"tensor_model_parallel_size": 2, "zero_3_memory_optimization": True}
     for answers in run_in_kept_processes(generate, 4, names, settings):
