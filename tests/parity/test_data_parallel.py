@@ -117,7 +117,7 @@ def test_adamw_on_two_processes() -> None:
 def test_sharded_equals_one(stage: int) -> None:
     """Ten updates where weights are gathered for each; the others differ in what is kept."""
     switch = {f"zero_{stage}_memory_optimization": True}
-    epochs = EPOCHS if stage == 3 else 2
+    epochs = EPOCHS if stage == 3 else 1
     _check(["gpt2", "bert-mlm", "t5", "plain"], 2, epochs=epochs, micro_batch_size=4, **switch)
 
 

@@ -31,6 +31,7 @@ from tests.parity.harness import (
     Training,
     check_case,
     compose,
+    cut_updates,
     make_adamw,
     make_sgd,
     run_one,
@@ -269,8 +270,8 @@ def _offload_alone() -> tuple[str, list[float]]:
     apply_sharding(model, find_plan(model), build_lone_mesh("cpu"), 3, offloads=True)
     optimizer = make_sgd(model)
     losses = []
-    for start in range(0, 16, 8):
-        loss = model(**collate(build_rows("gpt2", 16)[start : start + 8]))["loss"]
+    for rows in cut_updates(Training("gpt2")):
+        loss = model(**collate(rows))["loss"]
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
