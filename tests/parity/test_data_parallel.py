@@ -64,7 +64,7 @@ def _run_the_readmes_loop() -> Trace:
     torch.set_num_threads(1)
     recorder = Recorder()
     with observe_runs(recorder):
-        training = _describe("gpt2")
+        training = _describe("gpt2", epochs=1)
         engine = RapidformerEngine(args=training.get_settings({**UNPADDED, "micro_batch_size": 4}))
         model: Any = training.build_model()
         loader = DataLoader(
@@ -79,26 +79,26 @@ def _run_the_readmes_loop() -> Trace:
             lr_scheduler_fn=keep_rate,
             train_dataloader=loader,
         )
-        for _ in range(EPOCHS):
-            for batch in train_dataloader:
-                loss = model(**batch).loss
-                engine.backward(loss)
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
+        for batch in train_dataloader:
+            loss = model(**batch).loss
+            engine.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
         return recorder.finish()
 
 
 def test_the_readmes_loop_is_exact_for_unequal_label_counts() -> None:
     """Two processes, two micro-batches each, without a word about weights."""
-    check_case(_describe("gpt2"), run_in_kept_processes(_run_the_readmes_loop, 2), WHOLE_LIMITS)
+    traces = run_in_kept_processes(_run_the_readmes_loop, 2)
+    check_case(_describe("gpt2", epochs=1), traces, WHOLE_LIMITS)
 
 
 MODELS = ["gpt2", "bert", "bert-mlm", "t5", "llama", "plain"]
 
 
 def test_accumulation_equals_one_big_batch() -> None:
-    _check(MODELS, 1, micro_batch_size=2)
+    _check(MODELS, 1, epochs=1, micro_batch_size=2)
 
 
 def test_two_processes_equal_one() -> None:
