@@ -5,7 +5,8 @@ of processor time. ``start_warm_python`` gives the path of an executable that ta
 arguments (``script.py``, ``-m module``, ``-c code``) and behaves like it: same working folder,
 environment, network namespace, files, signals and exit status. Its ``sys.executable`` is itself, so
 what a launcher starts is fast too. Called with ``-P`` it is the real Python: whoever gives that
-flag (the proof of an export) wants a process that has imported nothing of ours.
+flag (the proof of an export) wants a process that has imported nothing of ours. Ranks are real
+Pythons, too, where ``REAL_RANKS_VARIABLE`` is set.
 
 Two processes stand for one: the client, which the caller sees and signals, and the fork, which
 does the work. The client passes signals on, and the fork is killed when the client dies. A rank is
@@ -45,6 +46,9 @@ from rapidformer.launch.worker import HEARTBEAT_VARIABLE
 TIED_VARIABLE = "RAPIDFORMER_TEST_RANK"
 """Set for a process that is to be killed when the one that started it dies."""
 
+REAL_RANKS_VARIABLE = "RAPIDFORMER_TEST_REAL_RANKS"
+"""Set where ranks are to lead process groups of their own, which a fork of the server does not."""
+
 MOST_FILES = 250
 """As many descriptors as fit into one message."""
 
@@ -61,7 +65,7 @@ MODELS = (
     "mixtral", "phi3", "qwen3", "roberta", "t5", "vit",
 )  # fmt: skip
 SLOW = (
-    "datasets", "deepspeed", "peft", "rapidformer", "torch._inductor.compile_fx",
+    "datasets", "deepspeed", "peft", "pytest", "rapidformer", "torch._inductor.compile_fx",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.distributed.run", "torch.distributed.tensor.experimental", "torch.utils.tensorboard",
     "torchmetrics", "transformers.models.auto.modeling_auto",
@@ -70,9 +74,10 @@ SLOW = (
 
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
-if sys.argv[1:2] == ["-P"]:
+is_rank = "RANK" in os.environ and {heartbeats!r} in os.environ
+if sys.argv[1:2] == ["-P"] or is_rank and {real_ranks!r} in os.environ:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-if {tied!r} in os.environ or "RANK" in os.environ and {heartbeats!r} in os.environ:
+if {tied!r} in os.environ or is_rank:
     import ctypes
     ctypes.CDLL(None).prctl({death_signal}, signal.SIGKILL)
 files = []
@@ -148,6 +153,7 @@ def _start(folder: Path, owner: int, *flags: str) -> subprocess.Popen[bytes]:
             python=sys.executable,
             address=str(folder / "s"),
             heartbeats=HEARTBEAT_VARIABLE,
+            real_ranks=REAL_RANKS_VARIABLE,
             tied=TIED_VARIABLE,
             death_signal=PR_SET_PDEATHSIG,
         )

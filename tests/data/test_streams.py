@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gc
 import gzip
 import io
 import json
 import resource
 import tarfile
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,20 @@ def test_sets_with_columns_of_their_own_after_a_kill(tmp_path: Path, case: str) 
         ).iterate_micro_batches(), range(3), strict=False,
     )]  # fmt: skip
     assert [s for each in sets for s in each] == choose_sets([3, 1], 5, 0, 30).tolist()
+
+
+def test_workers_of_a_pass_that_is_left_end_at_once(tmp_path: Path) -> None:
+    """Not when the garbage collector comes by, which waited for each of them in vain."""
+    write_lines(tmp_path / "a.jsonl", make_rows(500))
+    part = expand(open_stream(tmp_path / "a.jsonl"))
+    gc.disable()
+    try:
+        for stream in (part, MixedStream({"a": part, "b": part}, [1, 1])):
+            before = set(active_children())
+            read(stream, workers=2, stop=3)
+            assert set(active_children()) <= before
+    finally:
+        gc.enable()
 
 
 def test_hugging_face_streams_lose_no_rows() -> None:

@@ -22,7 +22,7 @@ from tests.data.preprocess.rig import read_bytes, run, write_json_lines
 from tests.data.preprocess.vocabularies import get_library_sources, make_gpt2_files, write_lines
 from tests.processes import PATIENCE, is_alive, wait_until
 
-KILLS = 10
+KILLS = 5
 LONG = 6
 NAME = "out_text_document"
 

@@ -21,8 +21,11 @@ from rapidformer.launch.environment import plan_launch
 from rapidformer.launch.hosts import Host, build_command, parse_hostfile, plan_hosts
 from tests.launch.commands import Command
 from tests.processes import is_alive, wait_until
+from tests.warm_python import REAL_RANKS_VARIABLE
 
 Start = Callable[..., Command]
+REAL_RANKS = {REAL_RANKS_VARIABLE: "1"}
+"""Agents are forks of the warm Python; the ranks that die with them are not."""
 
 
 def test_hostfile_with_comments_and_empty_lines() -> None:
@@ -151,7 +154,7 @@ def test_rank_that_was_killed_is_not_taken_for_a_lost_host(
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_signal_to_the_launcher_ends_the_hosts_too(
-    name: str, launch: Callable[..., Command], tmp_path: Path
+    name: str, launch: Callable[..., Command], python: Path, tmp_path: Path
 ) -> None:
     code = f"""
 import subprocess
@@ -159,7 +162,7 @@ child = subprocess.Popen(["sleep", "600"])
 open({str(tmp_path)!r} + "/pid" + rank, "w").write(f"{{os.getpid()}} {{child.pid}} .")
 time.sleep(600)
 """
-    command = launch(code)
+    command = launch(code, python=python, **REAL_RANKS)
     files = [tmp_path / f"pid{rank}" for rank in range(3)]
     wait_until(
         lambda: all(f.exists() and f.read_text().endswith(".") for f in files),
@@ -175,7 +178,7 @@ time.sleep(600)
 
 
 def test_lost_host_is_started_again(
-    launch: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Callable[..., Command], python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its agent is killed; the run goes on with another one."""
     monkeypatch.setattr("rapidformer.launch.hosts._GRACE_SECONDS", 0.3)
@@ -184,7 +187,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     open({str(tmp_path)!r} + "/agent" + rank, "w").write(f"{{os.getppid()}}.")
     time.sleep(600)
 """
-    command = launch(code, "--max-restarts", "1")
+    command = launch(code, "--max-restarts", "1", python=python, **REAL_RANKS)
     file = tmp_path / "agent2"
     wait_until(lambda: file.exists() and file.read_text().endswith("."), describe=command.describe)
     os.kill(int(file.read_text().rstrip(".")), signal.SIGKILL)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import SETTINGS
+from tests.parity.harness import PADDED
 from tests.parity.models import build_model, sharpen
 
 
 def generate(names: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     answers = {}
     for name in names:
-        engine = RapidformerEngine(args={**SETTINGS, **settings})
+        engine = RapidformerEngine(args={**PADDED, **settings})
         model: Any = build_model(name)
         sharpen(model)
         engine.compose(model)

@@ -24,7 +24,16 @@ import torch
 
 from rapidformer.verification.compare import compare
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import PIPELINE, TENSOR, Case, Settings, Training, run_on, run_one
+from tests.parity.harness import (
+    PIPELINE,
+    TENSOR,
+    UNPADDED,
+    Case,
+    Settings,
+    Training,
+    run_on,
+    run_one,
+)
 from tests.parity.limits import check_copies, get_ties
 from tests.parity.models import SAMPLES, TARGETS
 from tests.parity.under_deepspeed import build_case
@@ -147,7 +156,7 @@ def describe_staged(model: str, settings: Settings) -> Case:
 
 
 def describe_under_deepspeed(model: str, content: Settings) -> Case:
-    return build_case(model, content, Path(tempfile.mkdtemp()), epochs=2)
+    return build_case(model, content, Path(tempfile.mkdtemp()), rows=2 * SAMPLES)
 
 
 @dataclass
@@ -178,14 +187,15 @@ class Table:
         case = self.describe(model, settings)
         if case is None:
             return ""
+        training, given = case
         try:
-            (traces,) = run_on(world_size, [case])
+            (traces,) = run_on(world_size, [(training, {**UNPADDED, **given})])
         except AssertionError as error:
             self.reasons.append(f"- {model}, {layout}: {str(error).strip().splitlines()[-1]}")
             return "-"
         if self.has_copies and TENSOR not in settings:
             check_copies(traces)
-        return self._compare(run_one(case[0]), traces)
+        return self._compare(run_one(training), traces)
 
     def _compare(self, reference: Trace, traces: list[Trace]) -> str:
         found = compare(reference, traces)

@@ -25,6 +25,7 @@ from tests.processes import run_in_kept_processes
 ROWS = 8
 SETTINGS = {
     "global_batch_size": ROWS, "lr": 0.1, "clip_grad": 0.0, "seed": 5, "log_level": "error",
+    "dynamic_shape": "off",  # there is no padding
 }  # fmt: skip
 
 

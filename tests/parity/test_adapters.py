@@ -21,9 +21,10 @@ from rapidformer.errors import RapidformerError
 from rapidformer.models.adapter_folder import replace_adapter
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
+    PADDED,
     PIPELINE,
-    SETTINGS,
     TENSOR,
+    UNPADDED,
     Case,
     Settings,
     Training,
@@ -63,12 +64,12 @@ def test_adapters_of_replicas_and_of_sharded_models() -> None:
     check_adapters(
         2,
         [
-            *under(zero(1), "gpt2-lora", rows=16),
-            *under(zero(2), "llama-lora", make_optimizer=make_adamw, rows=16),
-            *under(zero(3, checkpoint_activations=True), *BOTH, "experts-lora", rows=16),
-            *under(zero(3, cpu_offload=True), "gpt2-dora", rows=16),
-            *under({}, "gpt2-ia3", "gpt2-prompt", rows=16),
-            *under(zero(3), "gpt2-prefix", rows=16),
+            *under(zero(1, **UNPADDED), "gpt2-lora"),
+            *under(zero(2), "llama-lora", make_optimizer=make_adamw),
+            *under(zero(3, checkpoint_activations=True, **UNPADDED), "gpt2-lora", "experts-lora"),
+            *under(zero(3, cpu_offload=True), "gpt2-dora"),
+            *under(UNPADDED, "gpt2-ia3", "gpt2-prompt"),
+            *under(zero(3, **UNPADDED), "gpt2-prefix"),
         ],
     )
 
@@ -79,8 +80,9 @@ def test_adapters_of_split_layers() -> None:
     check_adapters(
         2,
         [
-            *under(tensor, *BOTH, "bert-lora", "deepseek-lora", rows=16),
-            *under({**tensor, "sequence_parallel": True}, *BOTH, rows=16),
+            *under({**tensor, **UNPADDED}, *BOTH),
+            *under(tensor, "bert-lora", "deepseek-lora"),
+            *under({**tensor, "sequence_parallel": True}, "llama-lora"),
         ],
     )
 
@@ -90,21 +92,21 @@ def test_adapters_of_stages_sequences_and_experts() -> None:
     check_adapters(
         2,
         [
-            *under(staged, "llama-lora", rows=16),
-            *under({**staged, "pipeline_schedule": "zero-bubble"}, "gpt2-lora", layers=4, rows=16),
-            *under({"context_parallel_size": 2}, "gpt2-lora", rows=16),
-            *under({"expert_model_parallel_size": 2}, "mixtral-lora", rows=16),
+            *under(staged, "llama-lora"),
+            *under({**staged, "pipeline_schedule": "zero-bubble"}, "gpt2-lora", layers=4),
+            *under({"context_parallel_size": 2}, "gpt2-lora"),
+            *under({"expert_model_parallel_size": 2}, "mixtral-lora"),
         ],
     )
 
 
 def test_adapters_of_split_layers_in_stages() -> None:
-    check_adapters(4, under({TENSOR: 2, PIPELINE: 2}, "llama-lora", rows=16))
+    check_adapters(4, under({TENSOR: 2, PIPELINE: 2}, "llama-lora"))
 
 
 def test_adapters_in_compiled_and_offloaded_blocks() -> None:
     compiled = {"compile": True, "compile_backend": "eager", "activation_offload": True}
-    check_adapters(1, under(compiled, "gpt2-lora", rows=16))
+    check_adapters(1, under(compiled, "gpt2-lora"))
 
 
 def test_adapters_under_deepspeed(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_adapters_under_deepspeed(tmp_path: Path) -> None:
 
 def train_given(settings: Settings, folder: str) -> None:
     """A model that is peft's already, in one or several processes, exported with merged weights."""
-    engine = RapidformerEngine(args={**SETTINGS, "optimizer": "sgd", "train_iters": 2, **settings})
+    engine = RapidformerEngine(args={**PADDED, "optimizer": "sgd", "train_iters": 2, **settings})
     given = get_peft_model(
         build_model("gpt2"),
         LoraConfig(target_modules=["c_attn"], init_lora_weights=False, task_type="CAUSAL_LM"),

@@ -14,7 +14,15 @@ from rapidformer.data.collate import PadCollator
 from rapidformer.optim.observer import observe_runs
 from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import Training, check, check_case, keep_rate, make_sgd, run_own_loop
+from tests.parity.harness import (
+    UNPADDED,
+    Training,
+    check,
+    check_case,
+    keep_rate,
+    make_sgd,
+    run_own_loop,
+)
 from tests.parity.limits import WHOLE_LIMITS
 from tests.parity.models import SAMPLES
 from tests.processes import run_in_kept_processes
@@ -56,8 +64,8 @@ def _run_the_readmes_loop() -> Trace:
     torch.set_num_threads(1)
     recorder = Recorder()
     with observe_runs(recorder):
-        training = _describe("gpt2")
-        engine = RapidformerEngine(args=training.get_settings({"micro_batch_size": 4}))
+        training = _describe("gpt2", epochs=1)
+        engine = RapidformerEngine(args=training.get_settings({**UNPADDED, "micro_batch_size": 4}))
         model: Any = training.build_model()
         loader = DataLoader(
             training.build_rows(),  # type: ignore[arg-type]
@@ -71,30 +79,30 @@ def _run_the_readmes_loop() -> Trace:
             lr_scheduler_fn=keep_rate,
             train_dataloader=loader,
         )
-        for _ in range(EPOCHS):
-            for batch in train_dataloader:
-                loss = model(**batch).loss
-                engine.backward(loss)
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
+        for batch in train_dataloader:
+            loss = model(**batch).loss
+            engine.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
         return recorder.finish()
 
 
 def test_the_readmes_loop_is_exact_for_unequal_label_counts() -> None:
     """Two processes, two micro-batches each, without a word about weights."""
-    check_case(_describe("gpt2"), run_in_kept_processes(_run_the_readmes_loop, 2), WHOLE_LIMITS)
+    traces = run_in_kept_processes(_run_the_readmes_loop, 2)
+    check_case(_describe("gpt2", epochs=1), traces, WHOLE_LIMITS)
 
 
 MODELS = ["gpt2", "bert", "bert-mlm", "t5", "llama", "plain"]
 
 
 def test_accumulation_equals_one_big_batch() -> None:
-    _check(MODELS, 1, micro_batch_size=2)
+    _check(MODELS, 1, epochs=1, micro_batch_size=2)
 
 
 def test_two_processes_equal_one() -> None:
-    _check(MODELS, 2, micro_batch_size=4)
+    _check(MODELS, 2, micro_batch_size=4, **UNPADDED)
 
 
 def test_four_processes_equal_one() -> None:
@@ -109,7 +117,7 @@ def test_adamw_on_two_processes() -> None:
 def test_sharded_equals_one(stage: int) -> None:
     """Ten updates where weights are gathered for each; the others differ in what is kept."""
     switch = {f"zero_{stage}_memory_optimization": True}
-    epochs = EPOCHS if stage == 3 else 2
+    epochs = EPOCHS if stage == 3 else 1
     _check(["gpt2", "bert-mlm", "t5", "plain"], 2, epochs=epochs, micro_batch_size=4, **switch)
 
 
@@ -119,7 +127,7 @@ def test_fsdp_is_zero_3_on_four_processes() -> None:
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_recompute_changes_nothing(granularity: str) -> None:
-    _check("gpt2", 1, micro_batch_size=4, recompute_granularity=granularity)
+    _check("gpt2", 1, epochs=1, micro_batch_size=4, recompute_granularity=granularity)
 
 
 def test_recompute_under_sharding() -> None:

@@ -24,7 +24,7 @@ from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import SETTINGS, TENSOR, keep_rate, make_sgd, train, zero
+from tests.parity.harness import PADDED, TENSOR, UNPADDED, keep_rate, make_sgd, train, zero
 from tests.parity.limits import LIMITS, check_equal
 from tests.processes import run_in_kept_processes
 from tests.small import make_tokenizer
@@ -36,10 +36,10 @@ Case = tuple[str, dict[str, Any]]
 CASES: dict[int, list[Case]] = {
     1: [(loss, {"micro_batch_size": 1}) for loss in ("infonce", "cosent", "triplet")],
     2: [
-        ("infonce", {"micro_batch_size": 3}),
+        ("infonce", {"micro_batch_size": 3, **UNPADDED}),
         ("cosent", {"micro_batch_size": 3, **zero(3)}),
         ("triplet", {"micro_batch_size": 3}),
-        ("infonce", {TENSOR: 2}),
+        ("infonce", {TENSOR: 2, **UNPADDED}),
         ("infonce", {"context_parallel_size": 2}),
         ("infonce", {**LORA, **zero(3)}),
     ],
@@ -83,7 +83,7 @@ def build_objective(loss: str) -> EmbeddingObjective:
 
 
 def run_case(loss: str, settings: dict[str, Any]) -> Trace:
-    engine = RapidformerEngine(args={**SETTINGS, "global_batch_size": GLOBAL, **settings})
+    engine = RapidformerEngine(args={**PADDED, "global_batch_size": GLOBAL, **settings})
     loader = engine.data.build_loader(build_rows(), collate, shuffle=False, is_training=True)
     torch.manual_seed(2)
     built = add_adapters(build_model(), engine.args)
@@ -168,8 +168,8 @@ def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
 
 def compare_with_dropout() -> float:
     """How far the gradients are from a bare loop's that draws the same dropout masks."""
-    settings = {"micro_batch_size": 1, "global_batch_size": 8, "dynamic_shape": "off"}
-    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    settings = {"micro_batch_size": 1, "global_batch_size": 8}
+    engine = RapidformerEngine(args={**PADDED, **settings})
     loader = engine.data.build_loader(build_rows(), collate, shuffle=False, is_training=True)
     model, *_ = engine.compose(build_model(0.3), None)
     model.train()

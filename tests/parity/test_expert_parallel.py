@@ -20,7 +20,8 @@ from rapidformer.errors import RapidformerError
 from rapidformer.models.gpt import GPTForCausalLM
 from rapidformer.verification.recorder import collect_gradients
 from tests.parity.harness import (
-    SETTINGS,
+    PADDED,
+    UNPADDED,
     Case,
     Settings,
     Training,
@@ -41,7 +42,7 @@ EXPERTS: Settings = {
 }  # fmt: skip
 
 
-def under_experts(settings: Settings, *models: str, updates: int = 3, **more: Any) -> list[Case]:
+def under_experts(settings: Settings, *models: str, updates: int = 2, **more: Any) -> list[Case]:
     """Beside a bare loop over single rows."""
     return under(
         settings, *models, rows=updates * ROWS, global_batch_size=ROWS, is_by_row=True, **more
@@ -58,7 +59,8 @@ def _count_bytes(name: str) -> tuple[int, int]:
 def test_two_processes_that_share_experts_equal_one() -> None:
     """With fused AdamW, which wants tensors of one kind, clipping, and rows without any label."""
     names = ("gpt-moe", "mixtral")
-    cases = under_experts(EXPERTS, *names, updates=10, make_optimizer=make_adamw)
+    settings = {**EXPERTS, **UNPADDED}
+    cases = under_experts(settings, *names, updates=10, make_optimizer=make_adamw)
     for name, traces in zip(names, check(2, cases), strict=True):
         whole, experts = _count_bytes(name)
         assert all(get_bytes(trace) == whole - experts // 2 for trace in traces)
@@ -86,7 +88,7 @@ def test_shared_experts_and_shared_sequences() -> None:
 
 
 def _send_rows() -> tuple[list[list[float]], list[int], list[list[float]]]:
-    engine = RapidformerEngine(args={**SETTINGS, **EXPERTS})
+    engine = RapidformerEngine(args={**PADDED, **EXPERTS})
     rank = mpu.get_expert_model_parallel_rank()
     assert mpu.get_expert_model_parallel_world_size() == 2
     group = mpu.get_expert_model_parallel_group()
@@ -109,7 +111,7 @@ def test_rows_reach_the_owners_of_their_experts_and_come_back_in_order() -> None
 
 def _starve(name: str) -> dict[str, np.ndarray]:
     """Rows of one token: most experts get nothing, on one process none does."""
-    engine = RapidformerEngine(args={**SETTINGS, **EXPERTS, "global_batch_size": 2})
+    engine = RapidformerEngine(args={**PADDED, **EXPERTS, "global_batch_size": 2})
     model: Any = build_model(name)
     engine.compose(model, make_sgd(model), keep_rate)
     ids = torch.tensor([[5, 5]])
@@ -156,7 +158,7 @@ def test_runs_continue_from_one_layout_of_experts_to_another(tmp_path: Path) -> 
 
 def _generate(settings: dict[str, Any]) -> list[list[int]]:
     """Every process has another prompt, and is done at another time."""
-    engine = RapidformerEngine(args={**SETTINGS, **settings, "train_iters": 3})
+    engine = RapidformerEngine(args={**PADDED, **settings, "train_iters": 3})
     model: Any = build_model("mixtral")
     sharpen(model)
     engine.compose(model)
@@ -182,7 +184,7 @@ def _compose(names: list[str], settings: dict[str, Any]) -> list[str]:
     messages = []
     for name in names:
         try:
-            engine = RapidformerEngine(args={**SETTINGS, **settings, "train_iters": 3})
+            engine = RapidformerEngine(args={**PADDED, **settings, "train_iters": 3})
             model = build_model(name)
             is_late = name == "mixtral" and settings["expert_model_parallel_size"] == 2
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -107,9 +107,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
         swapped_style("model.layers.1.self_attn.q_norm", None), "qwen3", TENSOR,
     ),
     "split side by side": (
-        # Without padding, the outputs of blocks are not compared.
-        swapped_style("transformer.h.1.attn.c_attn", "colwise"), "gpt2",
-        {**TENSOR, "dynamic_shape": "off"},
+        swapped_style("transformer.h.1.attn.c_attn", "colwise"), "gpt2", TENSOR,
     ),
     "missing head gather": (missing_head_gather, "custom", TENSOR),
 }  # fmt: skip
@@ -117,8 +115,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 def run_alike(model: str) -> Any:
     """One process with the same micro-batches: beside it shows where a forward pass goes wrong."""
-    # Padded, as in the layouts it is compared with: the size of an output counts its padding.
-    return run_case(Training(model), {"dynamic_shape": "off"})
+    return run_case(Training(model), {})
 
 
 def run_with_faults() -> dict[str, Any]:

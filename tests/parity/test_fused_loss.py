@@ -8,20 +8,24 @@ from torch import nn
 from torch.nn import functional
 
 from rapidformer.engine import RapidformerEngine
-from tests.parity.harness import PIPELINE, check, under, zero
+from tests.parity.harness import PIPELINE, UNPADDED, check, under, zero
 
 ON = {"fused_loss": "on"}
 MODELS = ("gpt2", "bert-mlm", "t5", "llama")
 
 
 def test_in_one_process() -> None:
-    check(1, under(ON, *MODELS) + under({**ON, "checkpoint_activations": True}, "llama"))
+    settings = {**ON, **UNPADDED}
+    check(
+        1, under(settings, *MODELS) + under({**settings, "checkpoint_activations": True}, "llama")
+    )
 
 
 def test_under_every_layout_of_two_processes() -> None:
-    layouts = [{}, zero(1), zero(2), zero(3)]
-    cases = [case for layout in layouts for case in under({**ON, **layout}, "gpt2", "t5")]
-    check(2, cases + under({**ON, PIPELINE: 2}, "llama"))
+    settings = {**ON, **UNPADDED}
+    cases = [case for stage in (1, 2, 3) for case in under(zero(stage, **settings), "gpt2")]
+    cases += [*under(settings, "gpt2"), *under(ON, "t5"), *under(zero(3, **ON), "t5")]
+    check(2, cases + under({**settings, PIPELINE: 2}, "llama"))
 
 
 def run_own_loss(engine: RapidformerEngine, model: nn.Module, loader: Any) -> None:

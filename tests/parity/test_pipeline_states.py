@@ -13,7 +13,7 @@ from torch import nn
 from rapidformer.checkpoint.tensors import read_shapes
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError
-from tests.parity.harness import PIPELINE, SETTINGS, keep_rate, make_sgd, train
+from tests.parity.harness import PADDED, PIPELINE, keep_rate, make_sgd, train
 from tests.parity.models import build_model, build_rows, collate
 from tests.parity.own_models import VOCABULARY
 from tests.processes import run_in_kept_processes
@@ -49,7 +49,7 @@ class _Counting(nn.Module):
 
 
 def _train_counting(folder: Path, settings: dict[str, Any]) -> float:
-    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    engine = RapidformerEngine(args={**PADDED, **settings})
     torch.manual_seed(3 + engine.runtime.topology.get_rank("pipeline"))  # the first process's count
     model = _Counting()
     rows = build_rows("llama", 16)
@@ -79,7 +79,7 @@ def test_running_means_are_those_of_the_stage_that_has_the_layer(tmp_path: Path)
 
 
 def _save_tied(folder: Path) -> None:
-    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    engine = RapidformerEngine(args={**PADDED, PIPELINE: 2})
     model = build_model("gpt2", layers=4)
     engine.compose(model, make_sgd(model), keep_rate)
     engine.save_checkpoint(folder)
@@ -122,7 +122,7 @@ class _Adapted(nn.Module):
 
 
 def _call_adapted(settings: dict[str, Any]) -> tuple[list[str], list[list[int]]]:
-    engine = RapidformerEngine(args={**SETTINGS, **settings})
+    engine = RapidformerEngine(args={**PADDED, **settings})
     model = _Adapted()
     engine.compose(model)
     model.eval()
@@ -141,7 +141,7 @@ def test_a_model_around_another_generates_and_sends_no_cache() -> None:
 
 
 def _compose_changed() -> str:
-    engine = RapidformerEngine(args={**SETTINGS, PIPELINE: 2})
+    engine = RapidformerEngine(args={**PADDED, PIPELINE: 2})
     inner = engine.build_model(lambda: build_model("llama", layers=4))
     with pytest.raises(ModelError) as refused:
         engine.compose(nn.Sequential(inner))

@@ -25,12 +25,13 @@ from rapidformer.optim.optimizers import group_parameters
 from rapidformer.verification.recorder import collect_weights, count_bytes
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
-    SETTINGS,
+    PADDED,
     Case,
     Settings,
     Training,
     check_case,
     compose,
+    cut_updates,
     make_adamw,
     make_sgd,
     run_one,
@@ -144,7 +145,7 @@ def _save_and_go_on(folder: str) -> list[Trace]:
         zero(3, cpu_offload=True),
     ]
     for number, settings in enumerate(layouts):
-        engine = RapidformerEngine(args={**SETTINGS, **ADAM, **settings})
+        engine = RapidformerEngine(args={**PADDED, **ADAM, **settings})
         model = build_model("gpt2")
         loader = engine.data.build_loader(build_rows("gpt2", 16), collate, shuffle=False)
         engine.compose(model)
@@ -201,7 +202,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
     found = []
     for settings in layouts:
         for name in names:
-            engine = RapidformerEngine(args={**SETTINGS, **settings, "load": folder})
+            engine = RapidformerEngine(args={**PADDED, **settings, "load": folder})
             if not engine.is_main:
                 torch.rand(3)  # what a process draws for itself must not matter
             if name == "file":
@@ -224,7 +225,7 @@ def _build(layouts: list[dict[str, Any]], names: list[str], folder: str) -> list
 
 
 def _build_plainly(name: str, folder: str) -> tuple[Any, ...]:
-    engine = RapidformerEngine(args={**SETTINGS, "load": folder})
+    engine = RapidformerEngine(args={**PADDED, "load": folder})
     if name == "file":
         model = build_pretrained("AutoModelForSequenceClassification", engine.args, num_labels=3)
     else:
@@ -269,8 +270,8 @@ def _offload_alone() -> tuple[str, list[float]]:
     apply_sharding(model, find_plan(model), build_lone_mesh("cpu"), 3, offloads=True)
     optimizer = make_sgd(model)
     losses = []
-    for start in range(0, 16, 8):
-        loss = model(**collate(build_rows("gpt2", 16)[start : start + 8]))["loss"]
+    for rows in cut_updates(Training("gpt2")):
+        loss = model(**collate(rows))["loss"]
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

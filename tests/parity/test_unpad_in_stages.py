@@ -16,8 +16,8 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import find_fact
 from rapidformer.verification.recorder import collect_weights
 from tests.parity.harness import (
+    PADDED,
     PIPELINE,
-    SETTINGS,
     TENSOR,
     Case,
     Training,
@@ -25,10 +25,11 @@ from tests.parity.harness import (
     compose,
     keep_rate,
     make_sgd,
+    run_one,
     zero,
 )
 from tests.parity.hooks import only_looking
-from tests.parity.limits import STAGE_LIMITS
+from tests.parity.limits import STAGE_LIMITS, get_bytes
 from tests.parity.test_unpad import ON, Removing
 from tests.processes import run_in_kept_processes
 
@@ -41,8 +42,7 @@ def stage(schedule: str, **more: Any) -> dict[str, Any]:
 
 
 def staged(model: str, layers: int, settings: dict[str, Any]) -> Case:
-    """Not a multiple of the global batch: micro-batches of an update have unequal weights."""
-    return Training(model, layers=layers, rows=12, recorder=Removing), settings
+    return Training(model, layers=layers, recorder=Removing), settings
 
 
 def test_stages_compute_what_one_padded_process_does() -> None:
@@ -53,19 +53,22 @@ def test_stages_compute_what_one_padded_process_does() -> None:
         staged("bert-mlm", 4, stage("zero-bubble")),
         staged("deberta", 2, stage("1f1b")),
         staged("gpt2-lora", 4, stage("interleaved")),
-        staged("mistral", 4, stage("1f1b", compile=True, compile_backend="aot_eager")),
+        staged("mistral", 2, stage("1f1b", compile=True, compile_backend="eager")),
     ]
     check(2, cases, STAGE_LIMITS, are_copies_equal=True)
 
 
 def test_stages_that_share_layers_or_weights_too() -> None:
+    """With recompute, and with split tokens, whose slices differ between micro-batches."""
     cases = [
         staged("qwen3", 4, stage("interleaved", sequence_parallel=True, **{TENSOR: 2})),
         staged("gpt2", 4, stage("1f1b", checkpoint_activations=True, **{TENSOR: 2})),
         staged("bert-mlm", 4, stage("zero-bubble", **zero(2))),
         staged("llama", 4, stage("1f1b", checkpoint_activations=True, **zero(3))),
     ]
-    check(4, cases, STAGE_LIMITS)
+    traces = check(4, cases, STAGE_LIMITS, are_copies_equal=True)
+    whole = get_bytes(run_one(cases[-1][0]))
+    assert max(get_bytes(trace) for trace in traces[-1]) < 0.28 * whole
 
 
 # ---- who reads padding ---------------------------------------------------------------------------
@@ -167,9 +170,19 @@ def test_blocks_compute_real_tokens_only() -> None:
     assert [is_on for _, _, is_on in removed] == [True, True]
 
 
-@pytest.mark.parametrize("loss", [read_padding, read_padding_later, refuse_nan, read_by_hook])
-def test_an_update_whose_loss_reads_padding_is_computed_with_it(loss: Loss) -> None:
-    for runs in compare(loss, [stage(schedule) for schedule in SCHEDULES]):
+@pytest.mark.parametrize(
+    ("loss", "schedules"),
+    [
+        (read_padding, SCHEDULES),
+        (read_padding_later, ["interleaved"]),
+        (refuse_nan, ["1f1b", "zero-bubble"]),
+        (read_by_hook, ["1f1b"]),
+    ],
+)
+def test_an_update_whose_loss_reads_padding_is_computed_with_it(
+    loss: Loss, schedules: list[str]
+) -> None:
+    for runs in compare(loss, [stage(schedule) for schedule in schedules]):
         assert [is_on for _, _, is_on in runs] == [False, False]
 
 
@@ -184,7 +197,7 @@ def test_a_loss_that_is_nan_by_itself_does_not_bring_padding_back() -> None:
 
 def test_replicas_repeat_an_update_together() -> None:
     compare(read_padding, [stage("1f1b", **zero(3)), stage("zero-bubble", **zero(1))], 4)
-    compare(refuse_nan, [stage("1f1b"), stage("zero-bubble")], 4)
+    compare(refuse_nan, [stage("1f1b")], 4)
 
 
 def test_a_loss_that_refuses_nan_is_refused_with_sharded_weights() -> None:
@@ -206,7 +219,7 @@ def compose_mean(choice: str) -> Removal | None:
     """A model whose last block alone needs padding."""
     model: Any = Training("llama", layers=4).build_model()
     model.model.layers[-1].__class__ = MeanBlock
-    settings = {**SETTINGS, PIPELINE: 2, "dynamic_shape": choice}
+    settings = {**PADDED, PIPELINE: 2, "dynamic_shape": choice}
     RapidformerEngine(args=settings).compose(model, make_sgd(model), keep_rate)
     return find_fact(model, Removal)
 

@@ -16,20 +16,19 @@ from rapidformer.verification.recorder import Recorder
 from rapidformer.verification.trace import Tensors, Trace
 from tests.parity.harness import Case, Training
 from tests.parity.limits import ALL, FIRST, Limits
-from tests.parity.models import SAMPLES
 
 LIMITS = Limits({**ALL, "updated weights": 1e-6}, FIRST)
 
 
 def build_case(
-    model: str, content: dict[str, Any], folder: Path, epochs: int = 1, **settings: Any
+    model: str, content: dict[str, Any], folder: Path, rows: int = 12, **settings: Any
 ) -> Case:
     """A small model, with accumulation, under a DeepSpeed file of this content."""
     path = folder / f"{len(list(folder.iterdir()))}.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     training = Training(
-        f"small-{model}", make_optimizer=make_grouped_sgd, rows=SAMPLES, global_batch_size=16,
-        epochs=epochs, clip_grad=0.5, is_shuffled=True, run_epoch=run_epoch,
+        f"small-{model}", make_optimizer=make_grouped_sgd, rows=rows, clip_grad=0.5,
+        is_shuffled=True, run_epoch=run_epoch,
         recorder=DeepSpeedRecorder,
     )  # fmt: skip
     return training, {"deepspeed": str(path), **settings}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
+from rapidformer.planning.parts import Shape
+from tests.parity.harness import Training
 from tests.parity.matrix import LAYOUTS, STAGED_LAYOUTS
 from tests.planning.states import (
     PARTS,
@@ -20,6 +24,11 @@ CASES = {
 }
 
 
+@functools.cache
+def measure_once(training: Training) -> Shape:
+    return measure_training(training)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
 def test_bytes_of_every_rank(ranks: int) -> None:
@@ -27,7 +36,7 @@ def test_bytes_of_every_rank(ranks: int) -> None:
     layouts = LAYOUTS | STAGED_LAYOUTS
     asked = [(name, key) for name, keys in CASES[ranks].items() for key in keys]
     cases = [(trainings[name], layouts[key][1]) for name, key in asked]
-    shapes = {name: measure_training(training) for name, training in trainings.items()}
+    shapes = {name: measure_once(training) for name, training in trainings.items()}
     for found in run_in_kept_processes(count_states, ranks, cases):
         for (name, key), one in zip(asked, found, strict=True):
             assert not isinstance(one, str), one

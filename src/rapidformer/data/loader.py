@@ -334,9 +334,12 @@ class DistributedLoader:
         # Either samples are made before they are dealt, or by the workers that collate them.
         is_dealt_whole = self.source.is_expanded or self.has_token_budget
         before, after = (self._num_workers, 0) if is_dealt_whole else (0, self._num_workers)
-        self._reading = self.source.read(
+        reading = self._reading = self.source.read(
             self.seed, self.epoch, self.consumed_samples, cursor=self._cursor,
             num_workers=before, encodes=is_dealt_whole,
         )  # fmt: skip
-        dealt = self._cut.deal_stream(self._reading, self.epoch, self.consumed_samples)
-        yield from self._fetch(dealt, after, forks=True)
+        dealt = self._cut.deal_stream(reading, self.epoch, self.consumed_samples)
+        try:
+            yield from self._fetch(dealt, after, forks=True)
+        finally:
+            reading.close()

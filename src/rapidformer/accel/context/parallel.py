@@ -44,7 +44,7 @@ from rapidformer.accel.unpad.on_demand import lacks_padding
 from rapidformer.compat.transformers_models import get_attention, has_fixed_attention
 from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.context_region import TOKENS, ContextRegion
-from rapidformer.dist.seeding import RandomState
+from rapidformer.dist.seeding import RandomState, seed_torch
 from rapidformer.dist.vocabulary import is_split_over_tokens, sum_losses_by_tokens
 from rapidformer.dist.whole import join_parts
 from rapidformer.errors import ConfigurationError, TrainingError
@@ -294,7 +294,7 @@ class _OwnDraws:
         if self._is_needed and is_needed:
             seed = int(torch.randint(2**40, ()))
             self._before = RandomState(device)
-            torch.manual_seed(seed + self._region.rank)
+            seed_torch(seed + self._region.rank, device)
 
     def stop(self) -> None:
         if self._before is not None:

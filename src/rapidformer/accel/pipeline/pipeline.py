@@ -43,6 +43,7 @@ from rapidformer.compat.torch_fsdp import reduce_gradients_when_told, reduce_rem
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.collectives import max_over_all
+from rapidformer.dist.seeding import seed_torch
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.log import warn_once
@@ -281,7 +282,7 @@ class Pipeline:
     def _seed_all(self, number: int, stage: int) -> None:
         key = (*self._seed, self._step, number, stage)
         seed = int(np.random.SeedSequence(key).generate_state(1)[0])
-        torch.manual_seed(seed)
+        seed_torch(seed, self._device)
         np.random.seed(seed)
         random.seed(seed)
 

@@ -133,6 +133,10 @@ class MixedReading(Reading):
         pairs = zip(self._taken, self._readings, strict=True)
         return [[taken, reading.locate(taken)] for taken, reading in pairs]
 
+    def close(self) -> None:
+        for reading in self._readings:
+            reading.close()
+
     def __call__(self, count: int) -> list[Any]:
         self._marks.append((self._samples, self._tell()))
         chosen = self._sets.choose(self._seed, self._samples, count)

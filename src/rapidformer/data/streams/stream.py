@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from multiprocessing import get_all_start_methods
@@ -305,7 +305,16 @@ class Reading:
         samples, state = self._marks[0]
         return {"samples": samples, "data": self._stream.fingerprint, "state": state}
 
-    def _encode(self, num_workers: int) -> Iterator[list[Any]]:
+    def close(self) -> None:
+        """End the workers of a pass that was left before its end.
+
+        The garbage collector would do it at some later time, when the queues that tell the workers
+        are gone already: it would wait five seconds for each of them.
+        """
+        if self._encoded is not None:
+            self._encoded.close()
+
+    def _encode(self, num_workers: int) -> Generator[list[Any], None, None]:
         chunks = build_worker_loader(
             _Encoder(self._stream), self._read_chunks(), num_workers, forks=True
         )
