@@ -78,7 +78,7 @@ tests: install
 
 docs: install
 	$(BIN)/python docs/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: install
 	$(BIN)/ruff check --fix .

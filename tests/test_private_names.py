@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,16 @@ def is_private(name: str) -> bool:
 
 
 @functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def list_nodes(path: Path) -> list[ast.AST]:
+    """Of a whole file: several tests look at all of them."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @functools.cache
 def find_own_attributes() -> frozenset[str]:
     """Attributes that some class of ours defines: in its body, or by ``self.name = ...``."""
     found: set[str] = set()
-    for node in (node for path in FILES for node in ast.walk(parse(path))):
+    for node in (node for path in FILES for node in list_nodes(path)):
         if isinstance(node, ast.ClassDef):
             for each in node.body:
                 if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -92,9 +93,9 @@ def is_foreign(owner: ast.expr, name: str) -> bool:
     return not is_self(owner) and name in find_foreign_attributes()
 
 
-def find_uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def find_uses(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, name) of every private name of another library."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if any(is_private(part) for part in alias.name.split(".")):
@@ -127,7 +128,7 @@ def test_private_names_are_used_in_compat_only() -> None:
         f"{path.relative_to(ROOT)}, line {line}: {name}"
         for path in FILES
         if path.parent != COMPAT
-        for line, name in find_uses(parse(path))
+        for line, name in find_uses(list_nodes(path))
     ]
     assert not uses, (
         "private names of other libraries are used. Give each a thin function in compat/, named "
@@ -149,7 +150,7 @@ def test_private_names_are_used_in_compat_only() -> None:
     ],
 )
 def test_a_private_name_is_found(text: str) -> None:
-    assert list(find_uses(ast.parse(text)))
+    assert list(find_uses(ast.walk(ast.parse(text))))
 
 
 # ---- are they still there ------------------------------------------------------------------------
@@ -188,7 +189,13 @@ def is_there(path: str) -> bool:
         classes = inspect.getmro(find_object(owner))
     except (ImportError, AttributeError):
         return False
-    return any(name in inspect.getsource(cls) for cls in classes if cls is not object)
+    return any(name in get_source(cls) for cls in classes if cls is not object)
+
+
+@functools.cache
+def get_source(cls: type) -> str:
+    """Python parses a whole file to find a class in it: once for all of its names."""
+    return inspect.getsource(cls)
 
 
 @pytest.mark.parametrize(("file", "name", "purpose"), list_private_names())
@@ -219,7 +226,7 @@ def test_every_private_name_in_compat_is_listed(path: Path) -> None:
     }
     used = {
         part
-        for _, text in find_uses(parse(path))
+        for _, text in find_uses(list_nodes(path))
         for node in ast.walk(ast.parse(text))
         for part in (getattr(node, "attr", ""), getattr(node, "id", ""), getattr(node, "value", ""))
         if isinstance(part, str) and is_private(part) and not hasattr(ast, part)
@@ -231,13 +238,15 @@ def test_every_private_name_in_compat_is_listed(path: Path) -> None:
 # ---- overridden methods --------------------------------------------------------------------------
 
 
-def find_overrides() -> Iterator[tuple[str, type, str]]:
+@functools.cache
+def find_overrides() -> list[tuple[str, type, str]]:
     """(where, class, name) of every private name of another library that a class of ours defines.
 
     A method that no base has in this version is not noticed: see ``compat/__init__.py``.
     """
+    found = []
     for path in FILES:
-        classes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+        classes = [node for node in list_nodes(path) if isinstance(node, ast.ClassDef)]
         names = {node.name: set(list_members(node)) for node in classes if node.bases}
         if not any(names.values()):
             continue
@@ -246,7 +255,8 @@ def find_overrides() -> Iterator[tuple[str, type, str]]:
             if members:
                 cls = getattr(importlib.import_module(module), name)
                 for member in filter(functools.partial(is_override, cls), members):
-                    yield f"{path.relative_to(ROOT)}: {name}.{member}", cls, member
+                    found.append((f"{path.relative_to(ROOT)}: {name}.{member}", cls, member))
+    return found
 
 
 def list_members(node: ast.ClassDef) -> Iterator[str]:

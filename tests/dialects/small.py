@@ -20,7 +20,7 @@ def make_classifier(**settings: Any) -> Any:
     return BertForSequenceClassification(config)
 
 
-def make_rows(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(count: int = 16, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of unequal length whose label is whether the first token is small."""
     draw = np.random.default_rng(seed)
     rows = []
@@ -32,7 +32,7 @@ def make_rows(count: int = 40, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def make_dataset(count: int = 40, seed: int = 0) -> datasets.Dataset:
+def make_dataset(count: int = 16, seed: int = 0) -> datasets.Dataset:
     return datasets.Dataset.from_list(make_rows(count, seed))
 
 

@@ -78,7 +78,7 @@ def test_the_losses_of_a_finetuner_bit_for_bit(tmp_path: Path) -> None:
     Same(RapidformerEngine(args={**OTHER_WORDS, "save": str(tmp_path / "finetuner")})).train()
     make_trainer(tmp_path / "trainer", eval_dataset=None).train()
     expected = read_losses(tmp_path / "finetuner")
-    assert len(expected) == 20
+    assert len(expected) == 8
     assert read_losses(tmp_path / "trainer") == expected
 
 
@@ -110,7 +110,7 @@ def test_accumulation_is_exact(tmp_path: Path) -> None:
 
 
 def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
-    kinds = ["", "full_shard auto_wrap", "shard_grad_op"]
+    kinds = ["", "full_shard auto_wrap"]
     [[alone]] = run_in_kept_processes(_train_each, 1, str(tmp_path / "one"), 4, [""])
     everyone = run_in_kept_processes(_train_each, 2, str(tmp_path / "two"), 2, kinds)
     for kind, *results in zip(kinds, *everyone, strict=True):
@@ -120,9 +120,9 @@ def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
             assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6), kind
             assert result["losses"] == pytest.approx(alone["losses"], abs=1e-6), kind
         folder = tmp_path / f"two-{kinds.index(kind)}"
-        again = make_trainer(folder, num_train_epochs=3, train_dataset=make_dataset(16))
-        again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-8")
-        assert again.state.global_step == 12
+        again = make_trainer(folder, num_train_epochs=2)
+        again.train(resume_from_checkpoint=f"{again.args.output_dir}/checkpoint-4")
+        assert again.state.global_step == 8
 
 
 def _train_each(folder: str, batch: int, kinds: list[str]) -> list[dict[str, Any]]:
@@ -131,14 +131,14 @@ def _train_each(folder: str, batch: int, kinds: list[str]) -> list[dict[str, Any
 
 def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]:
     given: dict[str, Any] = {"per_device_train_batch_size": batch, "fsdp": sharding}
-    trainer = make_trainer(folder, train_dataset=make_dataset(16), **given)
+    trainer = make_trainer(folder, num_train_epochs=1, **given)
     before = trainer.evaluate()
     trainer.train()
     trainer.train()  # from the weights of now; the hooks of the first run are not doubled
-    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {16.0}  # kept
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {8.0}  # kept
     loaded, last = (
         BertForSequenceClassification.from_pretrained(f"{folder}/{name}").state_dict()
-        for name in ("checkpoint-8", "last")
+        for name in ("checkpoint-4", "last")
     )
     torch.testing.assert_close(loaded, last, atol=0, rtol=0)
     output = trainer.predict(make_dataset(13, seed=1))
@@ -153,7 +153,7 @@ def _train_and_predict(folder: str, batch: int, sharding: str) -> dict[str, Any]
 
 
 def test_a_deepspeed_dictionary_trains_as_one_process(tmp_path: Path) -> None:
-    make_trainer(tmp_path / "one").train()
+    make_trainer(tmp_path / "one", num_train_epochs=1).train()
     run_in_processes(_train_by_deepspeed, 2, str(tmp_path / "two"))
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), abs=1e-6)
 
@@ -165,7 +165,8 @@ def _train_by_deepspeed(folder: str) -> None:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
-    trainer = make_trainer(folder, per_device_train_batch_size=2, deepspeed=content)
+    given: dict[str, Any] = {"per_device_train_batch_size": 2, "deepspeed": content}
+    trainer = make_trainer(folder, num_train_epochs=1, **given)
     trainer.evaluate()
     trainer.train()
     assert trainer.evaluate()["eval_accuracy"] >= 0
@@ -220,8 +221,7 @@ def test_evaluate_train_evaluate(tmp_path: Path) -> None:
 
 def test_training_again_into_the_same_folder_keeps_one_earlier_run(tmp_path: Path) -> None:
     for _ in range(3):
-        trainer = make_trainer(tmp_path)
-        trainer.train()
+        make_trainer(tmp_path, num_train_epochs=1).train()
     assert (tmp_path / "previous" / "metrics.jsonl").is_file()
     assert not (tmp_path / "previous" / "previous").exists()
     assert read_losses(tmp_path) == read_losses(tmp_path / "previous")
@@ -238,13 +238,13 @@ def test_two_trainers_with_one_model(tmp_path: Path) -> None:
 
 
 def test_resuming_is_bit_equal(tmp_path: Path) -> None:
-    make_trainer(tmp_path / "whole", save_steps=7).train()
-    trainer = make_trainer(tmp_path / "parts", save_steps=7)
+    make_trainer(tmp_path / "whole", save_steps=3).train()
+    trainer = make_trainer(tmp_path / "parts", save_steps=3)
     trainer.train()
     for path in (tmp_path / "parts").glob("iter_*"):
-        if path.name != "iter_0000007":
+        if path.name != "iter_0000003":
             shutil.rmtree(path)
-    make_trainer(tmp_path / "parts", save_steps=7).train(resume_from_checkpoint=True)
+    make_trainer(tmp_path / "parts", save_steps=3).train(resume_from_checkpoint=True)
     assert read_losses(tmp_path / "parts") == read_losses(tmp_path / "whole")
     with pytest.raises(CheckpointError, match=r"resume_from_checkpoint=True: .* no checkpoint"):
         make_trainer(tmp_path / "none").train(resume_from_checkpoint=True)
@@ -258,7 +258,7 @@ def test_saving_models_and_state(tmp_path: Path) -> None:
     loaded = type(trainer.model).from_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 20
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
     trainer.save_metrics("eval", {"eval_loss": 1.0})
     assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_loss": 1.0}
     trainer.create_model_card(tasks="text-classification")
@@ -326,7 +326,7 @@ def test_training_step_of_a_subclass(tmp_path: Path) -> None:
         make_trainer(tmp_path / cls.__name__, cls=cls).train()
     plain = read_losses(tmp_path / "Trainer")
     assert plain == read_losses(tmp_path / "Seen") == read_losses(tmp_path / "ByHand")
-    assert Seen.steps == 20
+    assert Seen.steps == 8
     with pytest.raises(RapidformerError, match="training_step must return the loss with its graph"):
         make_trainer(tmp_path / "bypass", cls=Bypass).train()
 
@@ -443,7 +443,7 @@ def test_optimizers_given_and_created(tmp_path: Path) -> None:
 
     made = make_trainer(tmp_path / "made", cls=WithSgd)
     made.train()
-    assert isinstance(made.optimizer, torch.optim.SGD) and made.seen_steps == 20  # type: ignore[attr-defined]
+    assert isinstance(made.optimizer, torch.optim.SGD) and made.seen_steps == 8  # type: ignore[attr-defined]
     model = make_classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = make_trainer(
@@ -461,9 +461,9 @@ def test_schedules_of_transformers(tmp_path: Path, kind: str) -> None:
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rates = [line["lr"] for line in lines if "lr" in line]
     optimizer = torch.optim.SGD(make_classifier().parameters(), lr=5e-5)
-    schedule = get_scheduler(kind, optimizer, 3, 20)
+    schedule = get_scheduler(kind, optimizer, 3, 8)
     expected = []
-    for _ in range(20):
+    for _ in range(8):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-LIMIT = 40
+LIMIT = 20
 
 
 @pytest.fixture(scope="module")
