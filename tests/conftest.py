@@ -95,6 +95,15 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_of_its_own() -> None:
+    """What an earlier test was warned of once is said again."""
+    from rapidformer.log import say_once, warn_once
+
+    warn_once.cache_clear()
+    say_once.cache_clear()
+
+
 class Clock:
     """``time.perf_counter``, moved on by the test: how busy the machine is plays no part."""
 

@@ -29,7 +29,7 @@ from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.compat.peft import adapters_off
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import configure_logging, warn_once
+from rapidformer.log import configure_logging
 from rapidformer.models.plan import ModelPlan, find_plan
 from rapidformer.overlay import get_fact
 from tests.parity.models import build_model
@@ -48,7 +48,6 @@ FIXED = [(2, 8)] * 3
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    warn_once.cache_clear()
     configure_logging("info")
     yield
     torch._dynamo.reset()

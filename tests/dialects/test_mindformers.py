@@ -25,7 +25,6 @@ from transformers import (
 from rapidformer.dialects.mindformers import Trainer, TrainingArguments
 from rapidformer.dialects.mindformers.context import adopt_rank_variables
 from rapidformer.errors import CheckpointError, ConfigurationError
-from rapidformer.log import warn_once
 from tests.dialects.small import collate, make_classifier, make_rows
 from tests.processes import PATIENCE, find_free_port, run_in_processes
 
@@ -452,7 +451,6 @@ def test_keywords_of_the_context_that_do_nothing_are_said(
 def test_an_adapter_that_is_not_there_is_said(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_once.cache_clear()  # an earlier test may have got the warning
     trainer: Any = Trainer(task="text_generation", model="gpt2", pet_method="lora")
     trainer.predict(input_data="hello!", max_new_tokens=2)
     assert "pet_method='lora': output holds no trained adapter" in caplog.text

@@ -127,7 +127,6 @@ def test_curve_is_megatrons_everywhere(
 def test_what_needs_the_length_of_a_run_is_reported_without_it(
     said: dict[str, Any], lost: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_once.cache_clear()
     curve = build_curve(OptimizerArguments(lr=1.0, **said), train_iters=None, count_samples=int)
     assert curve.style == "constant"
     assert [lost in line for line in caplog.messages] == [True] if lost else not caplog.messages
