@@ -110,7 +110,7 @@ def test_accumulation_is_exact(tmp_path: Path) -> None:
 
 
 def test_two_processes_train_and_predict_as_one(tmp_path: Path) -> None:
-    kinds = ["", "full_shard auto_wrap"]
+    kinds = ["", "full_shard auto_wrap", "shard_grad_op"]
     [[alone]] = run_in_kept_processes(_train_each, 1, str(tmp_path / "one"), 4, [""])
     everyone = run_in_kept_processes(_train_each, 2, str(tmp_path / "two"), 2, kinds)
     for kind, *results in zip(kinds, *everyone, strict=True):

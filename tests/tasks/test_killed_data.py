@@ -15,7 +15,7 @@ from rapidformer.cli.main import main
 from tests.processes import ROOT, wait_until
 from tests.tasks.conftest import write_jsonl
 
-_STEPS = 20
+_STEPS = 28
 _MIXTURE = """
 - {path: a.jsonl, weight: 2}
 - {path: b.jsonl, weight: 1, columns: {text: tweet, label: mood}}
