@@ -134,7 +134,7 @@ def test_a_tracker_of_ours_hears_what_a_callback_would(
 def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:
     def resume(**given: Any) -> EarlyStoppingCallback:
         stopping = EarlyStoppingCallback(3)
-        checkpoint = str(tmp_path / "iter_0000020") if given else None
+        checkpoint = str(tmp_path / "iter_0000008") if given else None
         make_trainer(
             tmp_path, callbacks=[stopping], eval_strategy="epoch", save_strategy="epoch",
             load_best_model_at_end=True, compute_metrics=lambda _: {"score": 1.0},
@@ -143,7 +143,7 @@ def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:
         return stopping
 
     assert resume().early_stopping_patience_counter == 1  # one epoch after the first
-    states = json.loads((tmp_path / "checkpoint-20" / "trainer_state.json").read_text())
+    states = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
     kept = states["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
     assert kept == {"early_stopping_patience_counter": 1}
     restored = resume(num_train_epochs=3, restore_callback_states_from_checkpoint=True)
@@ -152,13 +152,13 @@ def test_a_resumed_run_restores_its_callbacks(tmp_path: Path) -> None:
 
 
 def test_history_state_and_result(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, logging_steps=5, num_train_epochs=1)
+    trainer = make_trainer(tmp_path, logging_steps=2, num_train_epochs=1)
     output = trainer.train()
-    assert output.global_step == trainer.state.global_step == trainer.state.max_steps == 10
+    assert output.global_step == trainer.state.global_step == trainer.state.max_steps == 4
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    assert [(line["step"], line["epoch"]) for line in lines] == [(5, 0.5), (10, 1.0)]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(2, 0.5), (4, 1.0)]
     assert output.training_loss == pytest.approx(sum(line["loss"] for line in lines) / 2)
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 10
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 4
 
 
 def test_a_callback_may_ask_for_anything(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_early_stopping_as_transformers_ships_it(tmp_path: Path) -> None:
         metric_for_best_model="score", callbacks=[EarlyStoppingCallback(2)],
     )  # fmt: skip
     trainer.train()
-    assert trainer.state.global_step == 30  # the first epoch was the best
-    assert trainer.state.best_metric == 1.0 and trainer.state.best_global_step == 10
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-10")
+    assert trainer.state.global_step == 12  # the first epoch was the best
+    assert trainer.state.best_metric == 1.0 and trainer.state.best_global_step == 4
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_callbacks_are_added_and_removed(tmp_path: Path) -> None:
@@ -218,17 +218,14 @@ def test_log_of_a_subclass(tmp_path: Path) -> None:
 
 
 def test_scripts_find_the_last_checkpoint_and_its_history(tmp_path: Path) -> None:
-    make_trainer(tmp_path, save_steps=5, save_total_limit=2, num_train_epochs=1).train()
+    make_trainer(tmp_path, save_steps=1, save_total_limit=2, num_train_epochs=1).train()
     last = get_last_checkpoint(str(tmp_path))
-    assert last == str(tmp_path / "checkpoint-10")
-    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == [
-        "checkpoint-10",
-        "checkpoint-5",
-    ]
-    again = make_trainer(tmp_path, save_steps=5, num_train_epochs=2)
+    assert last == str(tmp_path / "checkpoint-4")
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    again = make_trainer(tmp_path, save_steps=2, num_train_epochs=2)
     again.train(resume_from_checkpoint=last)
     steps = [line["step"] for line in again.state.log_history if "loss" in line]
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, 9))
 
 
 def test_evaluate_in_a_callback_is_without_dropout(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from rapidformer.accel.pipeline.refusals import (
     refuse_partial_reads,
     refuse_shared_gradients,
 )
+from rapidformer.accel.pipeline.results import ResultMessages
 from rapidformer.accel.pipeline.schedule import ScheduledSteps, StageModule, Wires
 from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_call
 from rapidformer.accel.unpad.calls import Removal
@@ -46,7 +47,6 @@ from rapidformer.dist.collectives import max_over_all
 from rapidformer.dist.seeding import seed_torch
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_other_splits
 from rapidformer.optim.gradients import add_gradients, take_gradients
@@ -85,7 +85,9 @@ class Pipeline:
             self._device, self._group, context.dtype, lambda *place: self._shapes[place]
         )
         self._steps: ScheduledSteps | None = None
-        self._names: list[str] | None = None
+        self._messages = ResultMessages(
+            self._group, layout.stages[-1].owner, self._process, self._device
+        )
         self._results: dict[int, MicroBatchResult] = {}
 
     @property
@@ -287,46 +289,8 @@ class Pipeline:
         random.seed(seed)
 
     def broadcast_results(self, count: int) -> list[MicroBatchResult]:
-        """The last stage's losses and weights, on every rank, in one small message."""
-        source = self.layout.stages[-1].owner
-        if self._names is None:
-            box = [list(self._results[0].parts) if self._process == source else []]
-            dist.broadcast_object_list(box, group=self._group, group_src=source)
-            self._names = box[0]
-        if self._process == source:
-            packed = torch.stack([self._pack(self._results[i]) for i in range(count)])
-        else:
-            shape = count, 2 + 2 * len(self._names)
-            packed = torch.empty(shape, dtype=torch.float64, device=self._device)
-        dist.broadcast(packed, group=self._group, group_src=source)
-        return [self._unpack(row) for row in packed]
-
-    def _pack(self, result: MicroBatchResult) -> Tensor:
-        """A micro-batch's losses and weights as one tensor."""
-        assert self._names is not None
-        unknown = [name for name in result.parts if name not in self._names]
-        if unknown:
-            warn_once(
-                f"the forward step returns {', '.join(unknown)} in some micro-batches only: with "
-                f"{FLAG} only the names of the first one are reported.",
-                is_local=True,
-            )
-        nothing = (torch.zeros(()), 0.0)
-        pairs = [(result.loss, result.weight)]
-        pairs += [result.parts.get(name, nothing) for name in self._names]
-        return torch.stack([self._to_double(number) for pair in pairs for number in pair])
-
-    def _to_double(self, number: float | Tensor) -> Tensor:
-        if isinstance(number, Tensor):
-            return number.to(self._device, torch.float64).reshape(())
-        # Not as_tensor: a copy from the host would wait for the device.
-        return torch.full((), number, dtype=torch.float64, device=self._device)
-
-    def _unpack(self, row: Tensor) -> MicroBatchResult:
-        assert self._names is not None
-        (loss, weight), *pairs = [(mean, count) for mean, count in row.view(-1, 2).float()]
-        parts = dict(zip(self._names, pairs, strict=True))
-        return MicroBatchResult(loss=loss, weight=weight, parts=parts)
+        """The last stage's losses and weights, on every rank."""
+        return self._messages.broadcast([self._results.get(number) for number in range(count)])
 
     def measure_norm(self, measure_local: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """The norm of the gradient over all stages."""
