@@ -63,7 +63,8 @@ def apply(assembly: Assembly) -> str | None:
     obstacle = _find_obstacle(assembly) or apply_unpadding(
         assembly.model, assembly.whole_plan, assembly.precision.dtype, is_compiled=args.compile,
         applied=assembly.applied, help_of_others=help_of_others,
-        sharing=assembly.topology.get_group("context"), pipeline=assembly.pipeline,
+        splits_tokens=args.sequence_parallel, sharing=assembly.topology.get_group("context"),
+        pipeline=assembly.pipeline,
     )  # fmt: skip
     if obstacle is None:
         return "blocks compute on real tokens only"
@@ -94,6 +95,7 @@ def apply_unpadding(
     is_compiled: bool = False,
     applied: Applied | None = None,
     help_of_others: Help = Help.NONE,
+    splits_tokens: bool = False,
     sharing: dist.ProcessGroup | None = None,
     pipeline: Stages | None = None,
 ) -> str | None:
@@ -105,9 +107,9 @@ def apply_unpadding(
     WATCHING.keep(applied)
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
     parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
-    is_alone = pipeline is None and sharing is None and not is_compiled
+    has_all_tokens = pipeline is None and sharing is None and not splits_tokens
     difference: str | None = "it needs sdpa attention"
-    for pads_attention in _list_ways(model, plan, is_alone=is_alone):
+    for pads_attention in _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled):
         restore = _extend_parts(model, stacks, pads_attention=pads_attention)
         trial = Removal(is_trial=True)
         unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
@@ -132,7 +134,7 @@ def apply_unpadding(
     return None
 
 
-def _list_ways(model: nn.Module, plan: ModelPlan, *, is_alone: bool) -> list[bool]:
+def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool) -> list[bool]:
     """Whether attention gets padded rows, in the order to try: only if it takes no others."""
     if disentangled.is_applied(model):
         return [False]
@@ -141,7 +143,7 @@ def _list_ways(model: nn.Module, plan: ModelPlan, *, is_alone: bool) -> list[boo
     # Which rows a block has is not among its arguments then, so it must not be run again later.
     is_repeated = any("recompute" in list_layers(block) for block in blocks)
     is_known = runs_in_library_code(model, plan.blocks[0]) and all(map(find_attention, blocks))
-    may_pad = is_alone and is_known and not is_repeated and not is_encoder_decoder(model)
+    may_pad = may_pad and is_known and not is_repeated and not is_encoder_decoder(model)
     return [False] * has_sdpa + [True] * may_pad
 
 
