@@ -145,9 +145,9 @@ def describe(model: str, settings: Settings) -> Case | None:
     if EXPERT in settings and model not in WITH_EXPERTS:
         return None
     if model != "gpt-moe":
-        return Training(model, epochs=EPOCHS), settings
+        return Training(model, rows=16, epochs=EPOCHS), settings
     # A mixture's loss is a mean over the micro-batch: the same ones must be added up.
-    training = Training(model, epochs=EPOCHS, is_by_row=True)
+    training = Training(model, rows=16, epochs=EPOCHS, is_by_row=True)
     return training, {**settings, "micro_batch_size": 1}
 
 
