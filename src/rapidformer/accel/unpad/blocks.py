@@ -94,7 +94,7 @@ def _build_block(cls: Any) -> dict[str, Any]:
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Pack a block's arguments, and unpack the last block's output, if padding is removed now."""
     place = get_fact(self, _Place)
-    hidden = args[0] if args else kwargs.get("hidden_states")
+    hidden: Any = args[0] if args else kwargs.get("hidden_states")
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
     rows = masks[0].rows if masks else None
     within: AbstractContextManager[Any] = nullcontext()
