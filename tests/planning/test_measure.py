@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from rapidformer.config import arguments_from_mapping, resolve
 from rapidformer.planning.measure import measure
@@ -60,6 +61,18 @@ def test_matrix_products_and_casts_of_a_layer_by_hand() -> None:
     assert forward.matrix_flops == 2 * 32 * 64 * 128
     assert backward.matrix_flops == 2 * forward.matrix_flops
     assert forward.casts == 2 * 64 * 128  # the weight in bf16, kept for the input's gradient
+
+
+class _GroupedQueries(nn.Module):
+    def forward(self, queries: torch.Tensor) -> torch.Tensor:
+        keys = queries[:, :2]
+        return functional.scaled_dot_product_attention(queries, keys, keys, enable_gqa=True)
+
+
+def test_attention_whose_queries_share_keys_by_hand() -> None:
+    queries = torch.empty(3, 8, 32, 16, device="meta", requires_grad=True)
+    forward = follow(_GroupedQueries(), queries, torch.bfloat16).segments["forward"]
+    assert forward.attention_flops == 2 * (2 * 3 * 8 * 32 * 32 * 16)
 
 
 def test_a_cost_has_a_constant_a_slope_and_a_square() -> None:

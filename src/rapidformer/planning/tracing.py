@@ -273,7 +273,8 @@ class Tracing(TorchDispatchMode):
                 self._split.add(key)
         packet = get_packet(function)
         if packet in ATTENTION_PASSES:
-            segment.attention_flops += flop_registry[packet](*args, **kwargs, out_val=outputs)
+            parts = _share_heads(args)
+            segment.attention_flops += flop_registry[packet](*parts, **kwargs, out_val=outputs)
             segment.products += fresh
         elif packet in flop_registry:
             segment.matrix_flops += flop_registry[packet](*args, **kwargs, out_val=outputs)
@@ -326,6 +327,19 @@ def _list_places(index: Tensor | None) -> list[Tensor | None]:
     if index is None or index.is_meta or index.dtype is not torch.bool:
         return [index]
     return list(index.nonzero(as_tuple=True))
+
+
+def _share_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of attention, each query's head with keys of its own: torch 2.11 counts only so."""
+    # A backward pass takes a gradient first.
+    parts = [part for part in args[:4] if isinstance(part, Tensor) and part.dim() == 4]
+    heads = max(part.shape[1] for part in parts)
+
+    def share(part: Any) -> Any:
+        is_shared = any(part is each for each in parts) and part.shape[1] < heads
+        return part[:, :1].expand(-1, heads, -1, -1) if is_shared else part
+
+    return tuple(map(share, args))
 
 
 def _measure(tensor: Tensor) -> int:
