@@ -377,8 +377,9 @@ class Updates:
         if allowed is None:
             return None
         device = self._runtime.device
+        capture = CudaCapture(device, compiles=self.args.compile)
         return GraphedPasses(
-            model, parameters, device, CudaCapture(device), self.weights.count_labels,
+            model, parameters, device, capture, self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
             compiles=self.args.compile, work=work, topology=self._runtime.topology,
             reducer=reducer if isinstance(reducer, GradientReducer) else None,

@@ -52,9 +52,11 @@ from rapidformer.overlay import find_fact
 
 MOST_GRAPHS = 16
 _MOST_AT_ONCE = 6
-"""How many graphs of rounded sizes are recorded before these sizes have been seen twice."""
+"""How many graphs are recorded before one has been compared on a later batch, and how many of
+rounded sizes before these sizes have been seen twice.
+"""
 _LARGER_SIZES = 3
-"""How many sizes above the current one are recorded with the second graph of rounded sizes."""
+"""How many sizes above the current one are recorded with the first graph after that comparison."""
 _MOST_CHANGES = 8
 """How often numbers that the code reads may change in a row, with no replay in between."""
 _MOST_WORK = 5e13
@@ -99,6 +101,8 @@ class GraphedPasses:
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
         """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
+        self._looked_ahead = False
+        """Whether sizes were recorded that had not come yet."""
         self._places: Hashable = None
         """Where the weights were when the graphs were recorded."""
         self.problem: str | None = None
@@ -252,7 +256,8 @@ class GraphedPasses:
                 return self._try(lambda before: self._recorder.compare(graph, before).copy(weights))
             graph.replay()
             return graph.outcome.copy(weights)
-        is_full = len(self._graphs) == MOST_GRAPHS or (bool(self._graphs) and not self.count)
+        most = MOST_GRAPHS if self.count else min(MOST_GRAPHS, _MOST_AT_ONCE)
+        is_full = len(self._graphs) >= most
         is_new, is_first = hash(key) not in self._seen, not self._recorder.is_warm
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
@@ -265,7 +270,9 @@ class GraphedPasses:
             if waits:
                 return Passes(request, inputs, self._parameters, self._device).run_passes()
             is_small = inputs[0].num_tokens <= MANY_TOKENS
-            if self.count == 1 and is_common and len(request.update) == 1 and is_small:
+            is_proven = self.count > 0 and not self._looked_ahead
+            if is_proven and is_common and len(request.update) == 1 and is_small:
+                self._looked_ahead = True
                 self._record_larger(request, key, least, before)
             return self._record(request, inputs, before)
 
@@ -323,7 +330,7 @@ class GraphedPasses:
         left = (graph.outcome.gradients for graph in self._graphs.values())
         gradients = next((kept for kept in left if kept is not None), None)
         graph = self._recorder.record(passes, gradients, before, is_used=is_used)
-        graph.is_proven = bool(self._graphs)  # the first one is compared on the next batch as well
+        graph.is_proven = self.count > 0  # one of the first is compared on a later batch as well
         self._graphs[request.describe(inputs)] = graph
         return graph.outcome.copy(request.weights)
 

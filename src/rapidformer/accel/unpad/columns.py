@@ -14,8 +14,10 @@ from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
 
-_SIDE_WIDTHS = {"least": 16, "sizes": 4}
-"""How both sides of an encoder-decoder model are rounded up, which compute on their padding."""
+_SIDE_WIDTHS = {"least": 16, "sizes": 2}
+"""How both sides of an encoder-decoder model are rounded up, which compute on their padding: there
+is a graph for each pair of widths.
+"""
 _LIMITS = (
     "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
     "max_source_positions", "max_target_positions",
