@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rapidformer.accel.cuda_graph.inputs import StaticInputs, read_inputs
+from rapidformer.accel.unpad.batches import Filling
+from rapidformer.accel.unpad.calls import Removal
+from rapidformer.overlay import put_fact
 
 
 def make_batch(seed: int) -> dict[str, Any]:
@@ -58,3 +63,21 @@ def test_a_step_may_change_one_of_its_inputs() -> None:
     (hidden * batch["labels"]).sum().backward()
     assert table.weight.grad is not None
     assert table.weight.grad.sum(1).tolist() == [0.0, 4.0, *[0.0] * 7]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pads_attention", "width"),
+    [([300, 9], False, 512), ([300, 9], True, 384), ([300, 300], False, 0), ([300], False, 512)],
+    ids=["unpadded", "attention is padded", "rows of one length", "one row"],
+)
+def test_batches_get_one_of_a_few_widths(
+    lengths: list[int], pads_attention: bool, width: int
+) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
+    put_fact(model, Filling(is_exact=True))
+    put_fact(model, Removal(pads_attention=pads_attention))
+    mask = (torch.arange(300) < torch.tensor(lengths)[:, None]).long()
+    batch = {"input_ids": mask, "attention_mask": mask, "labels": mask.masked_fill(mask == 0, -100)}
+    inputs = read_inputs(model, batch)
+    assert inputs is not None
+    assert inputs.sizes.columns == width

@@ -29,8 +29,8 @@ from rapidformer.training.run_folder import ARGUMENTS_FILE, PLAN_FILE
 _LAUNCHED = (
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RAPIDFORMER_",
 )  # fmt: skip
-_PATIENCE = 15.0
-"""Seconds that a run which is over waits for its prediction."""
+_PATIENCE, _PATIENCE_IN_NEED = 15.0, 90.0
+"""Seconds that a run waits for its prediction if it is over, and if its memory ran out."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathers", "buffers")
 GIB = 2**30
 
@@ -67,9 +67,9 @@ class PredictionReport(Callback):
         actual: dict[str, float] = {}
         if peak is not None:
             actual["memory_gib"] = peak
-            # The first line has what later steps reuse.
+            # The first line has what later steps reuse, and the next one may still record graphs.
             times = self._step_times[1:] or self._step_times
-            actual |= {"step_time": statistics.median(times)} if times else {}
+            actual |= {"step_time": statistics.median_low(times)} if times else {}
         self._reporter.say(f"plan      {compare(predicted, actual, found['devices'])}")
         line = {f"predicted_{name}": value for name, value in predicted.items()}
         line |= {f"actual_{name}": value for name, value in actual.items()}
@@ -108,13 +108,13 @@ def start_prediction(args: Settings, device: torch.device) -> subprocess.Popen[s
 
 
 def finish_prediction(
-    process: subprocess.Popen[str] | None, args: Settings
+    process: subprocess.Popen[str] | None, args: Settings, patience: float = _PATIENCE
 ) -> dict[str, Any] | str:
     """What was predicted, stored in the run's folder; or why there is nothing."""
     if process is None:
         return "it could not be started, or the run has no folder (--save)"
     try:
-        output, errors = process.communicate(timeout=_PATIENCE)
+        output, errors = process.communicate(timeout=patience)
         found: dict[str, Any] = json.loads(output)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -144,7 +144,7 @@ def advise_on_memory(error: BaseException, args: Settings, device: torch.device)
     if not isinstance(error, torch.OutOfMemoryError) or args.world_size > 1:
         return  # of several ranks, the launcher ends the others before an answer is there
     get_logger().info("GPU memory ran out: asking `rapidformer plan` what would fit ...")
-    found = finish_prediction(start_prediction(args, device), args)
+    found = finish_prediction(start_prediction(args, device), args, _PATIENCE_IN_NEED)
     if not isinstance(found, str):
         error.advice = describe_memory(found)  # type: ignore[attr-defined]
 

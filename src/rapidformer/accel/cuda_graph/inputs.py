@@ -147,6 +147,9 @@ def _read_padding(
     if not isinstance(labels, Tensor) and not reads_no_padding():
         return {}, None
     is_real = get_host_copy(mask).bool().numpy()
+    # Several rows without padding: as a rule, all others will be as long.
+    is_fixed = len(is_real) > 1 and bool(is_real.all()) and not is_encoder_decoder(model)
+    widens = widens and not is_fixed
     columns = find_columns(model, batch, least=least) if widens else {}
     wide = pad_array(is_real, columns.get("attention_mask"))
     if not is_encoder_decoder(model):

@@ -10,14 +10,16 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
+from rapidformer.overlay import find_fact
 
+_PADDED_WIDTHS = {"least": 64, "sizes": 2}
+"""How widths are rounded up on which attention is computed."""
 _SIDE_WIDTHS = {"least": 16, "sizes": 2}
-"""How both sides of an encoder-decoder model are rounded up, which compute on their padding: there
-is a graph for each pair of widths.
-"""
+"""The same for both sides of an encoder-decoder model: there is a graph for each pair."""
 _LIMITS = (
     "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
     "max_source_positions", "max_target_positions",
@@ -45,8 +47,12 @@ def choose_columns(
 ) -> Columns:
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
     width = max(math.ceil(factor * mask.shape[1]), least.columns)
-    # Padding is cheap in a batch that runs unpadded.
-    wide = _limit(model, mask.shape[1], round_width(width, len(mask)))
+    removal = find_fact(model, Removal)
+    if removal is not None and removal.pads_attention:
+        wide = round_up(width, **_PADDED_WIDTHS)
+    else:  # padding is cheap in a batch that runs unpadded
+        wide = round_width(width, len(mask))
+    wide = _limit(model, mask.shape[1], wide)
     fills = {"token_type_ids": 0, "labels": IGNORED_LABEL, **_list_fills(model, "")}
     shaped = {
         name

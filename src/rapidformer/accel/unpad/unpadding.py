@@ -108,8 +108,10 @@ def apply_unpadding(
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
     parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
     has_all_tokens = pipeline is None and sharing is None and not splits_tokens
-    difference: str | None = "it needs sdpa attention"
-    for pads_attention in _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled):
+    ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
+    if not ways:
+        return f"{type(model).__name__} needs sdpa attention to run without padding here"
+    for pads_attention in ways:
         restore = _extend_parts(model, stacks, pads_attention=pads_attention)
         trial = Removal(is_trial=True)
         unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
@@ -237,9 +239,9 @@ def _extend_model(
             if find_watched(inner_modules):
                 removal.is_missed |= is_staged
                 return run()
-            if removal.pads_attention and not _can_pad_attention(self):
-                return run()
             if not (removal.is_on or is_by_position):
+                return run()
+            if removal.pads_attention and not _can_pad_attention(self):
                 return run()
             if is_by_position:
                 rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
