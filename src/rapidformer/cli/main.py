@@ -246,6 +246,7 @@ def describe_exhaustion(error: BaseException) -> str | None:
     # torch's error for GPUs by name: importing torch here would make every command slow.
     if type(error).__name__ == "OutOfMemoryError":
         advice = getattr(error, "advice", f"To fit, {_MEMORY}.")
+        text = text.partition(" Of the allocated memory")[0]  # torch's own advice follows
         return f"GPU memory ran out: {text} {advice}"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"host memory ran out{': ' + text if text else ''}. To fit, {_MEMORY}."
