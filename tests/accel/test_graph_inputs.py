@@ -67,16 +67,19 @@ def test_a_step_may_change_one_of_its_inputs() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "pads_attention", "width"),
-    [([300, 9], False, 512), ([300, 9], True, 384), ([300, 300], False, 0), ([300], False, 512)],
-    ids=["unpadded", "attention is padded", "rows of one length", "one row"],
-)
+    [
+        ([300, 9], False, 512), ([300, 9], True, 384), ([320, 320], False, 0),
+        ([300, 300], False, 512), ([320], False, 512),
+    ],
+    ids=["unpadded", "attention is padded", "rows of one length", "by chance", "one row"],
+)  # fmt: skip
 def test_batches_get_one_of_a_few_widths(
     lengths: list[int], pads_attention: bool, width: int
 ) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
     put_fact(model, Filling(is_exact=True))
     put_fact(model, Removal(pads_attention=pads_attention))
-    mask = (torch.arange(300) < torch.tensor(lengths)[:, None]).long()
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     batch = {"input_ids": mask, "attention_mask": mask, "labels": mask.masked_fill(mask == 0, -100)}
     inputs = read_inputs(model, batch)
     assert inputs is not None

@@ -28,7 +28,7 @@ from rapidformer.accel.unpad.batches import (
 )
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
-from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
@@ -40,6 +40,8 @@ _ALIGNMENT = 256
 """In bytes: kernels are compiled for aligned inputs."""
 _LARGE = 2**20
 """In bytes: what is larger is not joined with other tensors."""
+_USUAL = 64
+"""Rows that are cut or packed to one length have a multiple of this, as a rule."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -147,9 +149,7 @@ def _read_padding(
     if not isinstance(labels, Tensor) and not reads_no_padding():
         return {}, None
     is_real = get_host_copy(mask).bool().numpy()
-    # Several rows without padding: as a rule, all others will be as long.
-    is_fixed = len(is_real) > 1 and bool(is_real.all()) and not is_encoder_decoder(model)
-    widens = widens and not is_fixed
+    widens = widens and (is_encoder_decoder(model) or not _has_fixed_length(is_real))
     columns = find_columns(model, batch, least=least) if widens else {}
     wide = pad_array(is_real, columns.get("attention_mask"))
     if not is_encoder_decoder(model):
@@ -164,6 +164,12 @@ def _read_padding(
     if not columns and removes_padding(model, batch):
         return None
     return columns, FixedRows(None, is_full=bool(wide.all()))
+
+
+def _has_fixed_length(is_real: Mask) -> bool:
+    """Whether rows seem to be cut or packed to one length: then there are no others to cover."""
+    rows, width = is_real.shape
+    return rows > 1 and width % _USUAL == 0 and bool(is_real.all())
 
 
 def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[str, Tensor]]:
