@@ -55,6 +55,8 @@ MANY_TOKENS = 4096
 """Above, a micro-batch takes so much memory that nothing is tried with all of it."""
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
+_DROPOUT = functional.dropout
+"""As modes see it, also where something else takes its place."""
 
 
 class Widths:
@@ -205,7 +207,7 @@ class _FactorsForDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not functional.dropout:
+        if func is not _DROPOUT:
             return result
         self._calls += 1
         return result * (1 + 0.5 * math.sin(self._calls))

@@ -16,10 +16,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.context.arguments import find_argument_names
 from rapidformer.accel.unpad.calls import note_packed, record_padded
+from rapidformer.accel.unpad.dropout import use_bits
 from rapidformer.accel.unpad.kernels import get_current_rows, inside
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
@@ -75,7 +77,8 @@ def extend_blocks(
                 extend(module, "unpad", _build_attention, is_shared=True)
                 extended.append(module)
             is_read = name == stack[-1] or not is_own
-            extend(block, "unpad", _build_block, is_shared=True)
+            is_on_cpu = all(p.device.type == "cpu" for p in block.parameters())
+            extend(block, "unpad", _build_cpu_block if is_on_cpu else _build_block, is_shared=True)
             names = find_argument_names(block)
             put_fact(block, _Place(is_read=is_read, names=names, pads_attention=pads_attention))
             extended.append(block)
@@ -91,11 +94,28 @@ def _build_block(cls: Any) -> dict[str, Any]:
     return {"__call__": functools.partialmethod(_run_block, cls)}
 
 
+def _build_cpu_block(cls: Any) -> dict[str, Any]:
+    # ``forward``, which runs again wherever a block is recomputed, by whomever.
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        masks = _find_masks(args, kwargs)
+        with use_bits(masks[0].rows if masks else _PACKED.get()):
+            return cls.forward(self, *args, **kwargs)
+
+    return {**_build_block(cls), "forward": forward}
+
+
+def _find_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowMask]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
+
+
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Pack a block's arguments, and unpack the last block's output, if padding is removed now."""
     place = get_fact(self, _Place)
     hidden: Any = args[0] if args else kwargs.get("hidden_states")
-    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
+    masks = _find_masks(args, kwargs)
     rows = masks[0].rows if masks else None
     within: AbstractContextManager[Any] = nullcontext()
     if place.pads_attention:

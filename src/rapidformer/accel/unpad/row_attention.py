@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional
 
 from rapidformer.accel.attention.learned_bias.interface import SIZES, fits
+from rapidformer.accel.unpad.dropout import drop
 from rapidformer.compat.triton import on_device, works
 
 LONGEST_ON_GPU = 128
@@ -49,8 +49,7 @@ def _try(device: torch.device) -> None:
 def suits(query: Tensor, dropout: float) -> bool:
     """Whether torch's own attention would be slower. Without dropout it is a fused kernel."""
     is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    is_slow = query.device.type == "cpu" and not torch.backends.mkl.is_available()
-    return dropout > 0 and is_fp32 and is_slow
+    return 0 < dropout < 1 and is_fp32 and query.device.type == "cpu"
 
 
 def attend_row(
@@ -64,7 +63,7 @@ def attend_row(
     if is_causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    weights = functional.dropout(scores.softmax(-1), dropout)
+    weights = drop(scores.softmax(-1), dropout)
     attended: Tensor = _Product.apply(weights, v, False)
     return attended[None]
 

@@ -1,0 +1,58 @@
+"""Dropout on a CPU by 16 random bits for each element: a third of the time of torch's own.
+
+Only where padding is removed: other numbers are drawn there than for a padded batch anyway. So a
+run that keeps its padding draws what a plain PyTorch loop does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.compat.patches import Entry, Patch
+
+_ALL = 1 << 16
+"""The rate is rounded to a multiple of 1/65,536."""
+
+
+def drop(tensor: Tensor, rate: float) -> Tensor:
+    """Dropout in training."""
+    count, dropped = tensor.numel(), min(round(rate * _ALL), _ALL - 1)
+    # From torch's generator, as recomputation and resuming expect.
+    words = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    is_kept = words.view(torch.int16)[:count].view(tensor.shape) >= dropped - _ALL // 2
+    # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
+    return tensor * is_kept.to(tensor.dtype).mul_(_ALL / (_ALL - dropped))
+
+
+def use_bits(rows: Rows | None) -> AbstractContextManager[None]:
+    """Inside a block's forward pass on these rows, ``functional.dropout`` is ``drop``."""
+    # Compiled blocks, whose rows are rounded, draw numbers of their own.
+    is_plain = rows is not None and rows.places.device.type == "cpu" and not rows.is_rounded
+    return _BITS if is_plain else nullcontext()
+
+
+def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(plain)
+    def dropout(
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        is_usual: Any = training and not inplace and type(input) is Tensor and 0 < p < 1
+        if is_usual and input.is_floating_point() and _BITS.is_inside():
+            return drop(input, p)
+        return plain(input, p, training, inplace)
+
+    return dropout
+
+
+_BITS = Patch(lambda: [Entry(functional, "dropout", _build_dropout)])
