@@ -42,11 +42,10 @@ def use_bits(rows: Rows | None) -> AbstractContextManager[None]:
 def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(plain)
     def dropout(
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
+        if torch.compiler.is_compiling():  # a part of a block, by its author
+            return plain(input, p, training, inplace)
         is_usual: Any = training and not inplace and type(input) is Tensor and 0 < p < 1
         if is_usual and input.is_floating_point() and _BITS.is_inside():
             return drop(input, p)
