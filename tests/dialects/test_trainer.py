@@ -443,7 +443,8 @@ def test_optimizers_given_and_created(tmp_path: Path) -> None:
 
     made = make_trainer(tmp_path / "made", cls=WithSgd)
     made.train()
-    assert isinstance(made.optimizer, torch.optim.SGD) and made.seen_steps == 8  # type: ignore[attr-defined]
+    assert isinstance(made, WithSgd)
+    assert isinstance(made.optimizer, torch.optim.SGD) and made.seen_steps == 8
     model = make_classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = make_trainer(

@@ -49,7 +49,7 @@ _CUDNN_LATE = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 )  # fmt: skip
-_MULTIPLE = 64
+MULTIPLE = 64
 """Lengths that are multiples of this count as fixed."""
 
 
@@ -113,7 +113,7 @@ def _build_attention(plain: Any) -> Any:
     def by_length(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
         # A compiled block chooses once for all sizes, and must not look at them.
         if torch.compiler.is_compiling() or not (
-            query.shape[2] % _MULTIPLE or key.shape[2] % _MULTIPLE
+            query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE
         ):
             return plain(module, query, key, *args, **options)
         with _use_order(_CUDNN_LATE):

@@ -269,9 +269,8 @@ class GraphedPasses:
         def work(before: Snapshot) -> Outcome:
             if waits:
                 return Passes(request, inputs, self._parameters, self._device).run_passes()
-            is_small = inputs[0].num_tokens <= MANY_TOKENS
-            is_proven = self.count > 0 and not self._looked_ahead
-            if is_proven and is_common and len(request.update) == 1 and is_small:
+            is_small = len(request.update) == 1 and inputs[0].num_tokens <= MANY_TOKENS
+            if self.count and is_common and is_small and not self._looked_ahead:
                 self._looked_ahead = True
                 self._record_larger(request, key, least, before)
             return self._record(request, inputs, before)

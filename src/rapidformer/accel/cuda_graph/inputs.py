@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from rapidformer.accel.attention.kernel_scope import MULTIPLE
 from rapidformer.accel.unpad.batches import (
     Filling,
     FixedRows,
@@ -40,8 +41,6 @@ _ALIGNMENT = 256
 """In bytes: kernels are compiled for aligned inputs."""
 _LARGE = 2**20
 """In bytes: what is larger is not joined with other tensors."""
-_USUAL = 64
-"""Rows that are cut or packed to one length have a multiple of this, as a rule."""
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -169,7 +168,7 @@ def _read_padding(
 def _has_fixed_length(is_real: Mask) -> bool:
     """Whether rows seem to be cut or packed to one length: then there are no others to cover."""
     rows, width = is_real.shape
-    return rows > 1 and width % _USUAL == 0 and bool(is_real.all())
+    return rows > 1 and width % MULTIPLE == 0 and bool(is_real.all())
 
 
 def _read_values(batch: Any, columns: Columns) -> tuple[dict[str, Array], dict[str, Tensor]]:

@@ -44,10 +44,10 @@ def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def dropout(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        if torch.compiler.is_compiling():  # a part of a block, by its author
-            return plain(input, p, training, inplace)
+        # A part of a block may be compiled by its author.
+        may_change = not torch.compiler.is_compiling() and _BITS.is_inside()
         is_usual: Any = training and not inplace and type(input) is Tensor and 0 < p < 1
-        if is_usual and input.is_floating_point() and _BITS.is_inside():
+        if may_change and is_usual and input.is_floating_point():
             return drop(input, p)
         return plain(input, p, training, inplace)
 
