@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,12 +23,19 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.unpad import calls
-from rapidformer.accel.unpad.batches import find_rows, find_sides
+from rapidformer.accel.unpad import calls, kernels
+from rapidformer.accel.unpad.batches import (
+    Filling,
+    find_rows,
+    find_sides,
+    fix_rows,
+    read_fixed_rows,
+    read_fixed_sides,
+)
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import find_plan
-from rapidformer.overlay import get_fact
+from rapidformer.overlay import get_fact, put_fact
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -185,6 +193,44 @@ def test_encoder_decoder_models(kind: str, is_recomputed: bool) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in ("t5", "bart", "mistral") for layout in ("right", "left", "wide")]
+    + [("bert", "right"), ("bert", "wide")],
+)
+def test_rows_of_a_graph_that_flash_attention_does_not_take(
+    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are put back at their places in the batch."""
+    monkeypatch.setattr(kernels, "_KERNELS", ((lambda call: True, kernels._attend_in_batch),))
+    is_pair = kind in ("t5", "bart")
+    make = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
+    make = AutoModelForCausalLM if kind == "mistral" else make
+    sizes = {**(PAIR if is_pair else {}), "max_position_embeddings": 128}
+    model = build(make, kind, **sizes)
+    batch = make_pair() if is_pair else make_batch(model)
+    if layout == "wide":  # by more than the bound of a row's length
+        fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        batch = {name: functional.pad(t, (0, 70), value=fills[name]) for name, t in batch.items()}
+    elif layout == "left":
+        batch |= {name: batch[name].flip(1) for name in ("input_ids", "attention_mask")}
+        is_first = batch["attention_mask"].cumsum(1) < 2  # nothing predicts it
+        batch |= {} if is_pair else {"labels": batch["input_ids"].masked_fill(is_first, -100)}
+    expected = run(model, batch)
+    plan = find_plan(model)
+    assert apply_unpadding(model, plan) is None
+    put_fact(model, Filling(is_exact=True))
+    mask = batch["attention_mask"]
+    if is_pair:
+        fixed = read_fixed_sides(model, batch)
+    else:
+        fixed = read_fixed_rows(model, mask.bool().numpy(), batch["labels"])
+    assert fixed.rows is not None
+    fix_rows(mask, fixed._replace(rows=fixed.rows.fix(*fixed.rows.tensors)))
+    for name, value in run(model, batch).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:

@@ -48,7 +48,8 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision
-from rapidformer.accel.unpad import batches
+from rapidformer.accel.unpad import batches, unpadding
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
@@ -56,6 +57,7 @@ from rapidformer.log import warn_once
 from rapidformer.objectives import Objective
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
+from rapidformer.overlay import find_fact
 from rapidformer.tasks.embedding.collate import ItemCollator
 from rapidformer.tasks.embedding.losses import LossSettings
 from rapidformer.tasks.embedding.objective import EmbeddingObjective
@@ -508,10 +510,10 @@ def test_embeddings_of_texts_of_different_lengths(monkeypatch: pytest.MonkeyPatc
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
 
 
-def make_t5(dropout: float) -> Any:
+def make_t5(dropout: float, d_kv: int = 4) -> Any:
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=60, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4,
+        vocab_size=60, d_model=16, d_kv=d_kv, d_ff=16, num_layers=1, num_heads=4,
         dropout_rate=dropout, decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -537,14 +539,19 @@ class Mixed(Run):
     is_16_bit = True
 
 
+@pytest.mark.parametrize("dynamic_shape", ["off", "on"])
 @pytest.mark.parametrize("make", [make_t5, make_bart])
-def test_an_encoder_decoder_with_rows_of_different_lengths(make: Callable[[float], Any]) -> None:
+def test_an_encoder_decoder_with_rows_of_different_lengths(
+    make: Callable[[float], Any], dynamic_shape: str
+) -> None:
     """A few graphs for all lengths of both sides, and the results of a run without."""
     plain = Run(make(0.0), make_pairs(48), None, dynamic_shape="off")
     plain.train()
-    capture = Again()
-    graphed = Mixed(make(0.0), make_pairs(48), capture, dynamic_shape="off")
+    capture, model = Again(), make(0.0)
+    graphed = Mixed(model, make_pairs(48), capture, dynamic_shape=dynamic_shape)
     graphed.train()
+    removal = find_fact(model, Removal)
+    assert (removal is not None and removal.has_removed) == (dynamic_shape == "on")
     assert graphed.engine.updates.graphs is not None
     assert graphed.engine.updates.graphs.problem is None
     assert capture.replayed > capture.recorded > 1
@@ -651,20 +658,27 @@ _READS = "the loss reads what the model returns for padding (leave it out: "
         (Outside, ""),
     ],
 )
+@pytest.mark.parametrize("dynamic_shape", ["off", "auto"])
 def test_a_loss_that_changes_with_the_width_of_its_batch(
-    kind: type[Run], message: str, caplog: pytest.LogCaptureFixture
+    kind: type[Run],
+    message: str,
+    dynamic_shape: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warn_once.cache_clear()
+    monkeypatch.setattr(unpadding, "_only_pays_in_graphs", lambda assembly: True)  # as on a GPU
     runs = []
     for capture in (None, Again()):
         model = make_t5(0.1)
         if kind is Learned:
             model.extra = torch.nn.Parameter(torch.zeros(()))
-        run = kind(model, make_pairs(24), capture, dynamic_shape="off")
+        run = kind(model, make_pairs(24), capture, dynamic_shape=dynamic_shape)
         run.train()
         runs.append(run.values.lines)
     assert runs[0] == runs[1]
     assert message in caplog.text
+    assert "--dynamic-shape" not in caplog.text, "one warning is enough"
 
 
 def test_a_classifier_with_as_many_classes_as_columns(caplog: pytest.LogCaptureFixture) -> None:

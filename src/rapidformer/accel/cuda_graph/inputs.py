@@ -25,12 +25,13 @@ from rapidformer.accel.unpad.batches import (
     FixedRows,
     fix_rows,
     read_fixed_rows,
+    read_fixed_sides,
     removes_padding,
 )
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
-from rapidformer.accel.unpad.sides import is_encoder_decoder
+from rapidformer.accel.unpad.sides import MASKS, Sides, is_encoder_decoder
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
 from rapidformer.errors import RapidformerError
@@ -73,21 +74,20 @@ class Inputs:
         return self.is_rounded or self.rows is not None
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> Rows | Sides | None:
         return self.fixed.rows if self.fixed is not None else None
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the model computes on; 0 if that is not known."""
-        return len(self.rows.places) if self.rows is not None else 0
+        return sum(self.rows.rounded[::2]) if self.rows is not None else 0
 
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
         names = ("attention_mask", "labels")
         columns, labels = (self.columns[n].width if n in self.columns else 0 for n in names)
-        bound = self.rows.bound if self.rows is not None else 0
-        return Sizes(columns, labels, self.num_tokens, bound)
+        return Sizes(columns, labels, *(self.rows.rounded if self.rows is not None else ()))
 
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
@@ -150,19 +150,24 @@ def _read_padding(
     is_real = get_host_copy(mask).bool().numpy()
     widens = widens and (is_encoder_decoder(model) or not _has_fixed_length(is_real))
     columns = find_columns(model, batch, least=least) if widens else {}
-    wide = pad_array(is_real, columns.get("attention_mask"))
+    padded = FixedRows(None, is_full=bool(is_real.all()))
     if not is_encoder_decoder(model):
         if labels is not None and labels.shape == mask.shape:
             labels = pad(get_host_copy(labels), columns.get("labels"))
-        fixed = read_fixed_rows(model, wide, labels, sizes_up, least if widens else NO_SIZES)
-        if fixed.rows is not None:
-            return columns, fixed
-        columns, wide = {}, is_real  # the padding stays, and more of it could change the loss
-    elif columns and sizes_up:
+        is_real = pad_array(is_real, columns.get("attention_mask"))
+        fixed = read_fixed_rows(model, is_real, labels, sizes_up, least if widens else NO_SIZES)
+        if fixed.rows is None:
+            columns, fixed = {}, padded  # the padding stays, and more of it could change the loss
+    elif sizes_up:
         return None
-    if not columns and removes_padding(model, batch):
+    elif widens:
+        wide = {n: pad(get_host_copy(batch[n]), columns.get(n)) for n in MASKS if n in batch}
+        fixed = read_fixed_sides(model, wide, least)
+    else:  # its loss reads padding
+        fixed = padded
+    if fixed.rows is None and not columns and removes_padding(model, batch):
         return None
-    return columns, FixedRows(None, is_full=bool(wide.all()))
+    return columns, fixed
 
 
 def _has_fixed_length(is_real: Mask) -> bool:
@@ -231,7 +236,9 @@ class StaticInputs:
         if "input_ids" in tensors:
             self.values = [tensors["input_ids"]]
         rows = inputs.rows
-        self._rows = rows.fix(*self._packed.tensors[-3:]) if rows is not None else None
+        self._rows = None
+        if rows is not None:
+            self._rows = rows.fix(*self._packed.tensors[-len(rows.tensors) :])
         if inputs.fixed is not None:
             fix_rows(self._batch["attention_mask"], inputs.fixed._replace(rows=self._rows))
 
@@ -246,7 +253,7 @@ class StaticInputs:
         for name, tensor in inputs.others.items():
             self._others[name].copy_(tensor, non_blocking=True)
         if self._rows is not None:
-            self._rows.packed.clear()  # those of an earlier batch
+            self._rows.forget_packed()
 
 
 def _describe(batch: Any, path: str, columns: Columns) -> Hashable:

@@ -18,7 +18,12 @@ from torch import Tensor
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.promises import find_labels, find_promise
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
+from rapidformer.accel.unpad.sides import (
+    Sides,
+    is_encoder_decoder,
+    read_filled_sides,
+    read_sides,
+)
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.watched import find_requested
@@ -39,7 +44,7 @@ class Filling:
 class FixedRows(NamedTuple):
     """What the model would read off its mask, the same for every replay."""
 
-    rows: Rows | None
+    rows: Rows | Sides | None
     """None if the batch runs padded."""
     is_full: bool = False
     """Whether there is no padding."""
@@ -68,7 +73,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
         return None
     fixed = get_fixed_rows(mask)
     if fixed is not None:
-        return fixed.rows
+        return fixed.rows if isinstance(fixed.rows, Rows) else None
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
     is_by_token = labels is not None and labels.shape == mask.shape
@@ -94,6 +99,15 @@ def read_fixed_rows(
         if rows.is_contiguous:
             return FixedRows(rows, labelled=_halve(model, rows, labels))
     return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def read_fixed_sides(model: Any, given: Mapping[str, Any], least: Sizes = NO_SIZES) -> FixedRows:
+    """As ``read_fixed_rows``, for both sides of a model."""
+    filling = find_fact(model, Filling)
+    is_proven = filling is not None and filling.is_exact
+    sides = read_filled_sides(given, _LEAST_PADDING, least) if is_proven and _is_on(model) else None
+    is_full = bool(get_host_copy(given["attention_mask"]).all())
+    return FixedRows(sides, is_full=is_full and sides is None)
 
 
 def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
@@ -151,13 +165,17 @@ def _is_removable(model: Any, is_real: Mask, labels: Tensor | None) -> bool:
 
 
 def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Sides | None:
-    """As ``find_rows``, for both sides of a model; None for a batch that a graph replays."""
+    """As ``find_rows``, for both sides of a model."""
     if find_requested(model, given) or given.get("past_key_values") is not None:
-        return None
-    if get_fixed_rows(given.get("attention_mask")) is not None:
         return None
     # No cache of unpadded tokens can be returned, and without it a tuple would be shorter.
     if given.get("use_cache") or given.get("return_dict") is False:
+        return None
+    fixed = get_fixed_rows(given.get("attention_mask"))
+    if fixed is not None:
+        return fixed.rows if isinstance(fixed.rows, Sides) else None
+    removal = find_fact(model, Removal)
+    if removal is not None and removal.only_in_graphs:
         return None
     return read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
 

@@ -45,8 +45,11 @@ class Removal:
         help_of_others: Help = Help.NONE,
         rounds_up: bool = False,
         pads_attention: bool = False,
+        only_in_graphs: bool = False,
     ) -> None:
         self.is_on = True
+        self.only_in_graphs = only_in_graphs
+        """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
         self.rounds_up = rounds_up
         """Whether the number of tokens is one of a few."""
         self.pads_attention = pads_attention

@@ -19,7 +19,8 @@ from rapidformer.overlay import find_fact
 _PADDED_WIDTHS = {"least": 64, "sizes": 2}
 """How widths are rounded up on which attention is computed."""
 _SIDE_WIDTHS = {"least": 16, "sizes": 2}
-"""The same for both sides of an encoder-decoder model: there is a graph for each pair."""
+"""The same for both sides of an encoder-decoder model that runs padded: there is a graph for each
+pair."""
 _LIMITS = (
     "max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings",
     "max_source_positions", "max_target_positions",
@@ -77,13 +78,17 @@ def choose_sides(
     if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
         return {}
     columns: dict[str, Column] = {}
+    removal = find_fact(model, Removal)
+    is_unpadded = removal is not None and removal.is_on
     sides = (encoder, "attention_mask", least.columns), (decoder, "labels", least.labels)
     for side, first, at_least in sides:
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
         width = max(math.ceil(factor * own), at_least)
-        wide = _limit(model, own, round_up(width, **_SIDE_WIDTHS))
+        rows = len(tensors[first])
+        wide = round_width(width, rows) if is_unpadded else round_up(width, **_SIDE_WIDTHS)
+        wide = _limit(model, own, wide)
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns
 

@@ -38,6 +38,8 @@ class Call:
     scaling: float | None = None
     bias: Tensor | None = None
     """Added to the scores: [1, heads, longest row of queries, longest row of keys]."""
+    plain: Callable[..., Any] | None = None
+    """What computes attention of padded rows, through the same interface."""
 
     @property
     def is_on_cpu(self) -> bool:
@@ -70,7 +72,8 @@ class Call:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: RowMask, dropout: float = 0.0,
-    scaling: float | None = None, position_bias: Tensor | None = None, **options: Any,
+    scaling: float | None = None, position_bias: Tensor | None = None,
+    plain: Callable[..., Any] | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """[1, heads, tokens, size] -> [1, tokens, heads, size].
 
@@ -79,7 +82,7 @@ def attend(
     query, key, value = (_cast(tensor) for tensor in (query, key, value))
     if position_bias is not None and position_bias.shape[-1] == 1:
         position_bias = None  # the same for all keys, so a softmax ignores it
-    call = Call(query, key, value, mask, dropout, scaling, position_bias)
+    call = Call(query, key, value, mask, dropout, scaling, position_bias, plain)
     for can_compute, compute in _KERNELS:
         if can_compute(call):
             return compute(call)
@@ -166,18 +169,35 @@ def attend_in_grid(call: Call) -> Tensor:
     return rows.from_grid(attended.transpose(1, 2))[None]
 
 
+def _attend_in_batch(call: Call) -> Tensor:
+    """Put tokens back at their places in the batch, for attention that takes any bias and dtype."""
+    queries, keys = call.mask.layouts
+    q, k, v = (
+        layout.spread(tokens[None], 0.0).view(*layout.grid, *tokens.shape[1:]).transpose(1, 2)
+        for layout, tokens in zip((queries, keys, keys), call.flatten(), strict=True)
+    )
+    assert call.plain is not None
+    output, _ = call.plain(
+        q, k, v, call.mask.in_batch,
+        dropout=call.dropout, scaling=call.scaling, position_bias=call.bias,
+    )  # fmt: skip
+    return queries.take(output.flatten(0, 1))
+
+
 def _refuse_fixed(call: Call) -> Tensor:
     # The other kernels read lengths on the host, and a replay would repeat those of one batch.
     raise ModelError("only flash attention takes lengths that change, and it needs 16 bits")
 
 
 _attend_in_grid_uncompiled: Callable[[Call], Tensor] = torch.compiler.disable(attend_in_grid)
+_attend_in_batch_uncompiled: Callable[[Call], Tensor] = torch.compiler.disable(_attend_in_batch)
 
 _KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = (
     (lambda call: call.is_compiled and call.is_on_cpu, _attend_with_operator),
     # 16 bits on a GPU; a full, causal or sliding mask, without a bias.
     (lambda call: not call.is_on_cpu and call.takes_short_rows, _attend_with_operator),
     (lambda call: not call.is_on_cpu and call.takes_flash, _attend_with_flash),
+    (lambda call: call.mask.rows.is_filled and call.plain is not None, _attend_in_batch_uncompiled),
     (lambda call: call.mask.rows.is_fixed, _refuse_fixed),
     (lambda call: call.is_compiled, _attend_in_grid_uncompiled),
     (lambda call: call.is_on_cpu and call.bias is None, _attend_row_by_row),
@@ -245,9 +265,10 @@ def _build_attention() -> Any:
         attention_mask: Any,
         **options: Any,
     ) -> Any:
+        plain = functools.partial(table["sdpa"], module)
         if isinstance(attention_mask, RowMask):
-            return attend(query, key, value, attention_mask, **options), None
-        return table["sdpa"](module, query, key, value, attention_mask, **options)
+            return attend(query, key, value, attention_mask, plain=plain, **options), None
+        return plain(query, key, value, attention_mask, **options)
 
     return attend_as_masked
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rapidformer.accel.unpad.row_attention import LONGEST_ON_GPU, can_run_on_gpu
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.errors import ModelError
 
 MayAttend = Callable[[Any, Any, Any, Any], Any]
@@ -92,6 +92,42 @@ class RowMask:
             )
         # Padding queries attend to anything: a softmax over no keys would be NaN.
         return (allowed | ~is_real[:, :, None])[:, None]
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Where queries and keys stand in the batch, without columns that no row reaches."""
+        return Layout.of_filled(self.rows), Layout.of_filled(self.key_rows)
+
+    @cached_property
+    def in_batch(self) -> Tensor:
+        """The mask of filled rows in these layouts, [rows, 1, queries, keys].
+
+        It is computed on the device, without reading a length: a graph can replay it.
+        """
+        queries, keys = self.layouts
+        end = self.key_rows.ends[keys.grid[0]]  # of all real tokens, which come first
+        is_real = torch.arange(len(keys.places), device=end.device) < end
+        allowed = keys.spread(is_real[None], 0.0).view(keys.grid)[:, None, None]
+        if self.is_full:
+            return allowed
+        assert self.window is not None
+        before, after = self.window
+        columns = torch.arange(keys.grid[1], device=end.device)
+        distance = columns - columns[: queries.grid[1], None]
+        if before >= 0:
+            allowed = allowed & (distance >= -before)
+        if after >= 0:
+            allowed = allowed & (distance <= after)
+        return allowed | (distance == 0)  # also padding: a softmax over no keys would be NaN
+
+    @property
+    def bias_shape(self) -> tuple[int, int]:
+        """Queries and keys of a position bias that all rows share."""
+        if self.rows.is_filled:
+            queries, keys = self.layouts
+            return queries.grid[1], keys.grid[1]
+        parts = self.parts  # of compiled blocks, they do not depend on lengths
+        return parts.longest, parts.longest_key
 
     @property
     def parts(self) -> Fused:

@@ -26,6 +26,8 @@ class Sizes(NamedTuple):
     tokens: int = 0
     bound: int = 0
     """Of a row's length, as ``Rows.bound``."""
+    label_tokens: int = 0
+    label_bound: int = 0
 
 
 NO_SIZES = Sizes()
@@ -85,7 +87,9 @@ class Rows:
         return (rows._round_up() if rounds_up else rows).move_to(device)
 
     @staticmethod
-    def read_filled(real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES) -> Rows:
+    def read_filled(
+        real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES, *, has_other_side: bool = False
+    ) -> Rows:
         """The rows of a mask in host memory, keeping enough padding to reach one of a few sizes.
 
         Unlike added zeros, padding has places in the batch. So there are as many places as tokens,
@@ -93,8 +97,9 @@ class Rows:
         than the tokens or ``least`` need.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
-        # The sum of few rows varies more: fewer sizes, so that each comes again.
-        sizes = 8 if len(real) >= _MANY_ROWS else 4
+        # The sum of few rows varies more: fewer sizes, so that each comes again. Of two sides there
+        # is a graph for each pair of sizes.
+        sizes = 2 if has_other_side else 8 if len(real) >= _MANY_ROWS else 4
         size = round_up(max(len(places), least.tokens), least=128, sizes=sizes)
         for _ in range(sizes_up):
             size = round_up(size + 1, least=128, sizes=sizes)
@@ -121,9 +126,18 @@ class Rows:
         return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rounded(self) -> tuple[int, int]:
+        """The number of tokens, and the bound of a row's length."""
+        return len(self.places), self.bound
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
         """Everything that differs between rows of the same ``sizes``."""
         return self.places, self.columns, self.ends
+
+    def forget_packed(self) -> None:
+        """Forget arguments of an earlier batch."""
+        self.packed.clear()
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
@@ -141,7 +155,10 @@ class Rows:
     def move_to(self, device: torch.device | None) -> Rows:
         """The same rows with their tensors on the device."""
         places, columns = send(self.places, device), send(self.columns, device)
-        return replace(self, places=places, columns=columns)
+        moved = replace(self, places=places, columns=columns)
+        if self.is_filled:  # what other rows have as well
+            vars(moved).update(bound=self.bound, ends=send(self.ends, device))
+        return moved
 
     @cached_property
     def longest(self) -> int:
@@ -244,6 +261,13 @@ class Layout:
     @staticmethod
     def of_rows(rows: Rows) -> Layout:
         return Layout(rows, rows.places, rows.shape)
+
+    @staticmethod
+    def of_filled(rows: Rows) -> Layout:
+        """Without columns beyond the bound of a row's length, if all rows begin on the left."""
+        layout = Layout.of_rows(rows)
+        is_cut = rows.starts_left and rows.bound < rows.shape[1]
+        return layout.cut(0, rows.bound) if is_cut else layout
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ which side it is for, since both may be equally long. So each stack announces it
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.kernels import use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 
@@ -29,7 +30,38 @@ class Sides:
     encoder: Rows
     decoder: Rows
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Everything that Python code can see of filled rows."""
+        return (*self.encoder.sizes, *self.decoder.sizes)
 
+    @property
+    def rounded(self) -> tuple[int, ...]:
+        """The number of tokens and the bound of a row's length, of both sides."""
+        return (*self.encoder.rounded, *self.decoder.rounded)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that differs between sides of the same ``sizes``."""
+        return (*self.encoder.tensors, *self.decoder.tensors)
+
+    def move_to(self, device: torch.device | None) -> Sides:
+        """The same sides with their tensors on the device."""
+        return Sides(self.encoder.move_to(device), self.decoder.move_to(device))
+
+    def fix(self, *tensors: Tensor) -> Sides:
+        """The same sides with these ``tensors``, which may be overwritten in place."""
+        half = len(tensors) // 2
+        return Sides(self.encoder.fix(*tensors[:half]), self.decoder.fix(*tensors[half:]))
+
+    def forget_packed(self) -> None:
+        """Forget arguments of an earlier batch."""
+        self.encoder.forget_packed()
+        self.decoder.forget_packed()
+
+
+MASKS = ("attention_mask", "labels", "decoder_attention_mask")
+"""The entries of a batch that show which of its tokens are real."""
 SIDES: ContextVar[Sides | None] = ContextVar("sides", default=None)
 """The rows on which a model's stacks compute now; None: on padded batches."""
 
@@ -39,11 +71,35 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def read_sides(
-    given: dict[str, Any], least_padding: float = 0.0, *, rounds_up: bool = False
+    given: Mapping[str, Any], least_padding: float = 0.0, *, rounds_up: bool = False
 ) -> Sides | None:
     """The rows of a batch; None if something in it needs padding, or there is too little of it."""
-    mask, labels = given.get("attention_mask"), given.get("labels")
-    decoder_mask = given.get("decoder_attention_mask")
+    masks = _read_masks(given, least_padding)
+    if masks is None:
+        return None
+    device = given["labels"].device
+    encoder, decoder = (Rows.read(mask, device, rounds_up=rounds_up) for mask in masks)
+    return _pair(encoder, decoder) if rounds_up else _keep_contiguous(encoder, decoder)
+
+
+def read_filled_sides(
+    given: Mapping[str, Any], least_padding: float = 0.0, least: Sizes = NO_SIZES
+) -> Sides | None:
+    """The same, keeping enough padding on both sides to reach one of a few sizes."""
+    masks = _read_masks(given, least_padding)
+    if masks is None:
+        return None
+    of_decoder = Sizes(tokens=least.label_tokens, bound=least.label_bound)
+    encoder, decoder = (
+        Rows.read_filled(mask, 0, at_least, has_other_side=True)
+        for mask, at_least in zip(masks, (least, of_decoder), strict=True)
+    )
+    return _pair(encoder, decoder)
+
+
+def _read_masks(given: Mapping[str, Any], least_padding: float) -> tuple[Mask, Mask] | None:
+    """Which tokens both sides compute on."""
+    mask, labels, decoder_mask = (given.get(name) for name in MASKS)
     if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
         return None
     if mask.dim() != 2 or labels.dim() != 2:
@@ -60,11 +116,17 @@ def read_sides(
     real, padded = is_real.sum() + is_needed.sum(), is_real.size + is_needed.size
     if not is_real.any(1).all() or real > (1 - least_padding) * padded:
         return None
-    encoder = Rows.read(is_real, mask.device, rounds_up=rounds_up)
-    decoder = Rows.read(is_needed, labels.device, rounds_up=rounds_up)
-    if rounds_up:  # compiled blocks take as many rows of keys as of queries
-        encoder.extend_ends(decoder)
-        decoder.extend_ends(encoder)
+    return is_real, is_needed
+
+
+def _pair(encoder: Rows, decoder: Rows) -> Sides | None:
+    """Both sides with as many rows of keys as of queries, as fused kernels need it."""
+    encoder.extend_ends(decoder)
+    decoder.extend_ends(encoder)
+    return _keep_contiguous(encoder, decoder)
+
+
+def _keep_contiguous(encoder: Rows, decoder: Rows) -> Sides | None:
     # A relative bias depends on distances in columns, which packing would change in rows with gaps.
     return Sides(encoder, decoder) if encoder.is_contiguous and decoder.is_contiguous else None
 
@@ -129,8 +191,8 @@ def _build_biased(cls: Any) -> dict[str, Any]:
 
 def _compute_bias(module: Any, mask: RowMask) -> Tensor:
     """The bias of the longest row, which all rows share; one zero if the layer has no bias."""
-    parts = mask.parts  # of compiled blocks, they do not depend on lengths
+    device = mask.rows.places.device
     if not module.has_relative_attention_bias:
-        return torch.zeros(1, 1, 1, 1, device=parts.ends.device)
-    bias: Tensor = module.compute_bias(parts.longest, parts.longest_key, device=parts.ends.device)
+        return torch.zeros(1, 1, 1, 1, device=device)
+    bias: Tensor = module.compute_bias(*mask.bias_shape, device=device)
     return bias

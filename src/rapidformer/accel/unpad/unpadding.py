@@ -31,6 +31,7 @@ from rapidformer.accel.unpad.sides import (
     find_biased,
     find_stacks,
     is_encoder_decoder,
+    read_filled_sides,
     read_sides,
 )
 from rapidformer.compat.torch_dispatch import tree_map_only
@@ -64,10 +65,11 @@ def apply(assembly: Assembly) -> str | None:
         assembly.model, assembly.whole_plan, assembly.precision.dtype, is_compiled=args.compile,
         applied=assembly.applied, help_of_others=help_of_others,
         splits_tokens=args.sequence_parallel, sharing=assembly.topology.get_group("context"),
-        pipeline=assembly.pipeline,
+        pipeline=assembly.pipeline, only_in_graphs=_only_pays_in_graphs(assembly),
     )  # fmt: skip
     if obstacle is None:
-        return "blocks compute on real tokens only"
+        in_graphs = " in CUDA graphs" if _only_pays_in_graphs(assembly) else ""
+        return f"blocks compute on real tokens only{in_graphs}"
     if is_asked:
         raise ConfigurationError(f"--dynamic-shape on: {obstacle}. Leave the flag out.")
     return None
@@ -79,12 +81,17 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "on a GPU, --compile needs flash attention, which takes no position bias"
     if assembly.args.compile and assembly.topology.context > 1:
         return "--compile with --context-parallel-size has not been tried without padding"
-    is_default = assembly.args.dynamic_shape == "auto"
-    if is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model):
-        return "on a GPU, it makes encoder-decoder models faster only with very large batches"
+    if _only_pays_in_graphs(assembly) and assembly.args.cuda_graph == "off":
+        return "on a GPU, it makes encoder-decoder models faster only as CUDA graphs"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
     return None
+
+
+def _only_pays_in_graphs(assembly: Assembly) -> bool:
+    """Whether launching more kernels would cost more than padding does, as far as is known."""
+    is_default = assembly.args.dynamic_shape == "auto"
+    return is_default and assembly.device.type == "cuda" and is_encoder_decoder(assembly.model)
 
 
 def apply_unpadding(
@@ -98,6 +105,7 @@ def apply_unpadding(
     splits_tokens: bool = False,
     sharing: dist.ProcessGroup | None = None,
     pipeline: Stages | None = None,
+    only_in_graphs: bool = False,
 ) -> str | None:
     """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
     problem = _find_problem(model, plan)
@@ -128,8 +136,9 @@ def apply_unpadding(
     if difference is not None:
         return f"{type(model).__name__} gives other results without padding ({difference})"
     removal = Removal(
-        help_of_others=help_of_others, rounds_up=is_compiled, pads_attention=pads_attention
-    )
+        help_of_others=help_of_others, rounds_up=is_compiled, pads_attention=pads_attention,
+        only_in_graphs=only_in_graphs,
+    )  # fmt: skip
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
     _extend_model(model, inner_modules, removal, packs=packs)
@@ -198,13 +207,10 @@ def _extend_parts(
 
 def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
     """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths."""
-    is_unpadded = find_fact(model, Removal) is not None
-    if is_encoder_decoder(model):
-        if is_unpadded or _find_problem(model, plan) is not None:
-            return
-        filled = functools.partial(_call_widened, model)
-    elif is_unpadded:
+    if find_fact(model, Removal) is not None:
         filled = functools.partial(_call_filled, model)
+    elif is_encoder_decoder(model) and _find_problem(model, plan) is None:
+        filled = functools.partial(_call_widened, model)
     else:
         return
     with uncompiled(model.modules()):
@@ -382,7 +388,9 @@ def _call_unpadded(
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
-    rows = Rows.read_filled(mask.bool().cpu().numpy()).move_to(mask.device)
+    is_two_sided = is_encoder_decoder(model)
+    rows: Rows | Sides | None = read_filled_sides(batch) if is_two_sided else None
+    rows = (rows or Rows.read_filled(mask.bool().cpu().numpy())).move_to(mask.device)
     run = functools.partial(model.forward, **batch)
     return _call_without_padding(model, run, rows, Removal(is_trial=True))
 
