@@ -136,9 +136,11 @@ class RowMask:
             return self.fused
         rows, keys = self.rows, self.key_rows
         device = rows.places.device
+        # One kernel for both sides: blocks are compiled again for another one.
+        bound = max(rows.bound, keys.bound, rows.other_bound)
         return Fused(
             rows.ends, rows.longest, keys.ends, keys.longest, self.window, get_largest_head(device),
-            are_short=max(rows.bound, keys.bound) <= LONGEST_ON_GPU and can_run_on_gpu(device),
+            are_short=bound <= LONGEST_ON_GPU and can_run_on_gpu(device),
         )  # fmt: skip
 
     @cached_property

@@ -55,6 +55,8 @@ class Rows:
     """Whether some of these tokens are padding, as rows of their own."""
     starts_left: bool = False
     """Whether every row has a real token in its first column."""
+    other_bound: int = 0
+    """The ``bound`` of the other side of an encoder-decoder model, if these rows are filled."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
     packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
@@ -88,7 +90,7 @@ class Rows:
 
     @staticmethod
     def read_filled(
-        real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES, *, has_other_side: bool = False
+        real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES, *, other_bound: int = 0
     ) -> Rows:
         """The rows of a mask in host memory, keeping enough padding to reach one of a few sizes.
 
@@ -99,19 +101,20 @@ class Rows:
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
         # The sum of few rows varies more: fewer sizes, so that each comes again. Of two sides there
         # is a graph for each pair of sizes.
-        sizes = 2 if has_other_side else 8 if len(real) >= _MANY_ROWS else 4
+        sizes = 2 if other_bound else 8 if len(real) >= _MANY_ROWS else 4
         size = round_up(max(len(places), least.tokens), least=128, sizes=sizes)
         for _ in range(sizes_up):
             size = round_up(size + 1, least=128, sizes=sizes)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
-        bound = max(round_width(max(lengths), len(real)), least.bound)
+        bound = find_bound(real, least.bound)
         places = np.concatenate([places, padding])
         rows = Rows(
             shape=(real.shape[0], real.shape[1]), places=torch.from_numpy(places),
             lengths=lengths + _cut(len(padding), bound),
             columns=torch.from_numpy(places % real.shape[1]), is_contiguous=_is_contiguous(real),
             is_rounded=True, is_filled=True, starts_left=bool(real[:, 0].all()),
+            other_bound=other_bound,
         )  # fmt: skip
         # As many as if all of it were padding: the same for every batch of these sizes.
         most = len(lengths) + -(-size // bound)
@@ -122,7 +125,7 @@ class Rows:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Everything that Python code can see of filled rows."""
-        sizes = (*self.shape, len(self.places), len(self.ends), self.bound)
+        sizes = (*self.shape, len(self.places), len(self.ends), self.bound, self.other_bound)
         return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
@@ -322,6 +325,11 @@ class Layout:
 def _is_contiguous(real: Mask) -> bool:
     starts = np.count_nonzero(real[:, 1:] & ~real[:, :-1]) + np.count_nonzero(real[:, 0])
     return bool(starts == np.count_nonzero(real.any(1)))
+
+
+def find_bound(real: Mask, least: int = 0) -> int:
+    """The ``Rows.bound`` of a mask's rows."""
+    return max(round_width(int(real.sum(1).max()), len(real)), least)
 
 
 def round_width(longest: int, rows: int) -> int:

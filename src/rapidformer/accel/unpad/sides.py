@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.kernels import use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes, find_bound
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 
@@ -90,10 +90,9 @@ def read_filled_sides(
     if masks is None:
         return None
     of_decoder = Sizes(tokens=least.label_tokens, bound=least.label_bound)
-    encoder, decoder = (
-        Rows.read_filled(mask, 0, at_least, has_other_side=True)
-        for mask, at_least in zip(masks, (least, of_decoder), strict=True)
-    )
+    bounds = [find_bound(masks[0], least.bound), find_bound(masks[1], least.label_bound)]
+    encoder = Rows.read_filled(masks[0], 0, least, other_bound=bounds[1])
+    decoder = Rows.read_filled(masks[1], 0, of_decoder, other_bound=bounds[0])
     return _pair(encoder, decoder)
 
 
