@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,12 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
-from rapidformer.accel import host_masks, sliced_heads
+from rapidformer import RapidformerEngine
+from rapidformer.accel import host_masks, parallelize, sliced_heads
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.host_masks import ANSWERS, make_masks_from_host
+from rapidformer.config.switches import get_switch
+from rapidformer.overlay import list_layers
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.accel.test_unpad import PAIR, SMALL
 from tests.gpu.test_unpad import MODELS as DECODERS_AND_ENCODERS
@@ -200,6 +204,25 @@ def test_falcon_takes_its_heads_without_lists(form: dict[str, Any]) -> None:
     assert [count for count, *_ in results] == [4, 0]
     for before, after in zip(results[0][1:], results[1][1:], strict=True):
         torch.testing.assert_close(after, before)
+
+
+def test_falcons_heads_are_sliced_in_rows_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both change its attention, and one of them must come first."""
+    row = get_switch("sliced heads")
+    changed = replace(row, devices=("cuda", "cpu"))
+    rows = [changed if other is row else other for other in parallelize.SWITCHES]
+    monkeypatch.setattr(parallelize, "SWITCHES", rows)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **sizes))
+    engine = RapidformerEngine(args={"save": "none"})
+    engine.compose(model, torch.optim.AdamW(model.parameters()))
+    attention = next(m for m in model.modules() if "Attention" in type(m).__name__)
+    assert [layer for layer in list_layers(attention) if layer in ("heads", "unpad")] == [
+        "heads",
+        "unpad",
+    ]
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -111,12 +111,6 @@ FINAL = register(
         devices=("cuda",), exact="up to rounding",
         gain="BERT's token types on an H200, 16 short rows: 0.1 of 4.8 ms",
     ),
-    Switch(
-        "sliced heads",
-        "Falcon's keys and values are taken by slices, for which the host does not wait",
-        kind="always", module="sliced_heads", moment="final", is_for_training=True,
-        devices=("cuda",), exact="yes",
-    ),
     # Its gates go outside everything applied so far.
     Switch(
         "stage gates", "a block of another pipeline stage passes on what it gets",

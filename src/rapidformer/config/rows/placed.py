@@ -49,6 +49,13 @@ PLACED = register(
         "compute the loss from logits that stay split over the ranks", kind="automatic",
         module="tensor.vocabulary_loss", needs=(Rule("tensor parallelism"),), exact="to 3e-6",
     ),
+    # Before unpadding, which pads rows around this attention.
+    Switch(
+        "sliced heads",
+        "Falcon's keys and values are taken by slices, for which the host does not wait",
+        kind="always", module="sliced_heads", is_for_training=True,
+        devices=("cuda",), exact="yes",
+    ),
     # Before everything that replaces a model's sdpa attention by its own.
     Switch(
         "bias layout", "a relative position bias is laid out as fused attention needs it",
