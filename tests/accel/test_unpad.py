@@ -307,9 +307,16 @@ def test_recomputed_blocks_have_their_rows_too(is_compiled: bool) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
-def test_packed_examples_need_no_mask_of_all_pairs(kind: str) -> None:
-    model = build(AutoModelForCausalLM, kind)
+@pytest.mark.parametrize("in_grid", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "llama4_text"])
+def test_packed_examples_need_no_mask_of_all_pairs(
+    kind: str, in_grid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4's masks look rows up: an example is not a row of the batch, as a GPU insists."""
+    if in_grid:  # as on a GPU in fp32
+        monkeypatch.setattr(kernels, "_KERNELS", ((lambda call: True, kernels.attend_in_grid),))
+    more = {"attention_chunk_size": 64, "num_local_experts": 2, "intermediate_size_mlp": 32}
+    model = build(AutoModelForCausalLM, kind, **more)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(5, 60, (2, 18), generator=generator)
     positions = torch.tensor([[*range(9), *range(6), *range(3)], [*range(2), *range(16)]])

@@ -71,7 +71,8 @@ class RowMask:
         if row not in self._masks:
             start = sum(self.rows.lengths[:row])
             columns = self.rows.columns[start : start + self.rows.lengths[row]]
-            mask = _evaluate(self.may_attend, row, columns[:, None], columns[None])
+            number = self.rows.numbers[row]
+            mask = _evaluate(self.may_attend, number, columns[:, None], columns[None])
             self._masks[row] = mask.expand(len(columns), len(columns))
         return self._masks[row]
 
@@ -84,8 +85,7 @@ class RowMask:
         )
         allowed = is_key[:, None, :].expand(-1, rows.longest, -1)
         if not self.is_full:
-            columns = rows.to_grid(rows.columns)
-            number = torch.arange(len(columns), device=columns.device)[:, None, None]
+            columns, number = rows.to_grid(rows.columns), rows.numbers[:, None, None]
             # Padding has column 0 here, so its answers are arbitrary: the other terms decide.
             allowed = allowed & self.may_attend(
                 number, number * 0, columns[:, :, None], columns[:, None, :]
@@ -175,9 +175,9 @@ def get_largest_head(device: torch.device) -> int:
     return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 128
 
 
-def _evaluate(may_attend: MayAttend, row: int, query: Tensor, key: Tensor) -> Tensor:
-    number = torch.zeros((), dtype=torch.long, device=key.device)
-    answer: Tensor = may_attend(number + row, number, query, key)
+def _evaluate(may_attend: MayAttend, row: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=torch.long, device=key.device)
+    answer: Tensor = may_attend(zero + row, zero, query, key)
     return answer
 
 

@@ -189,6 +189,13 @@ class Rows:
             vars(self)["ends"] = self._compute_ends(len(other.ends) - 1 - len(self.lengths))
 
     @cached_property
+    def numbers(self) -> Tensor:
+        """The batch's row that each row lies in: rows that are packed or padding share them."""
+        starts = torch.tensor(self.lengths).cumsum(0) - torch.tensor(self.lengths)
+        starts = send(starts.clamp(max=len(self.places) - 1), self.places.device)
+        return self.places[starts] // self.shape[1]
+
+    @cached_property
     def grid(self) -> Tensor:
         """The index of each token in a flattened grid of rows x ``longest``."""
         lengths = torch.tensor(self.lengths)
