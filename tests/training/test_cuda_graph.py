@@ -26,6 +26,8 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     T5Config,
@@ -212,6 +214,12 @@ class Run(Finetuner):
                 topology=engine.runtime.topology, reducer=reducer,
             )  # fmt: skip
         return model
+
+
+class Mixed(Run):
+    """A run in mixed precision, as far as CUDA graphs know."""
+
+    is_16_bit = True
 
 
 def make_bert(dropout: float) -> Any:
@@ -465,6 +473,59 @@ def test_rows_of_different_lengths_that_attention_gets_padded() -> None:
     assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
 
 
+def make_mamba() -> Any:
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=60, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0
+    )
+    return MambaForCausalLM(config)
+
+
+def make_varied_texts(*longest: int) -> Rows:
+    """Four rows for each number, of at most so many tokens."""
+    torch.manual_seed(1)
+    lengths = [int(torch.randint(most // 2, most, ())) for most in longest for _ in range(4)]
+    texts = [torch.randint(5, 60, (length,)).tolist() for length in lengths]
+    return [{"input_ids": ids, "labels": ids} for ids in texts]
+
+
+def test_rows_of_different_lengths_in_a_model_that_keeps_its_padding() -> None:
+    """A state-space model carries tokens along a row, so padding is computed; but after the row."""
+    rows = make_varied_texts(*range(20, 100, 4), *range(20, 100, 4))
+    plain = Run(make_mamba(), rows, None)
+    plain.train()
+    capture, model = Again(), make_mamba()
+    graphed = Mixed(model, rows, capture)
+    graphed.train()
+    assert find_fact(model, Removal) is None
+    assert capture.recorded <= 2 < capture.replayed
+    mine = [line["loss"] for line in graphed.values.lines]
+    assert mine == pytest.approx([line["loss"] for line in plain.values.lines], rel=1e-5)
+
+
+class OtherwiseIfLong(Mixed):
+    """Its loss depends on the width of a batch, as sparse attention does, but only of wide ones."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        width = batch["input_ids"].shape[1]
+        return model(**batch).loss * (1 if width <= 64 else width / 64)
+
+
+def test_each_width_is_compared_in_a_model_that_keeps_its_padding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_once.cache_clear()
+    rows = make_varied_texts(20, 24, 28, 32, 36, 40, 80, 90, 70, 84)
+    lines = []
+    for capture in (None, Again()):
+        run = OtherwiseIfLong(make_mamba(), rows, capture)
+        run.train()
+        lines.append([line["loss"] for line in run.values.lines])
+    assert capture is not None and capture.recorded
+    assert "so batches keep their widths" in caplog.text
+    assert lines[1] == pytest.approx(lines[0], rel=1e-5)
+
+
 class Embedded(Run):
     """Learns vectors of texts: batches without labels, of whose padding nothing is read."""
 
@@ -531,12 +592,6 @@ def make_pairs(count: int) -> Rows:
     lengths = torch.randint(5, 60, (count, 2)).tolist()
     ids = [[torch.randint(5, 60, (length,)).tolist() for length in pair] for pair in lengths]
     return [{"input_ids": source, "labels": target} for source, target in ids]
-
-
-class Mixed(Run):
-    """A run in mixed precision, as far as CUDA graphs know."""
-
-    is_16_bit = True
 
 
 @pytest.mark.parametrize("dynamic_shape", ["off", "on"])

@@ -5,7 +5,8 @@ run on a batch twice, as it is and with more columns, and must give the same los
 same bits in fp32, in which mixed precision is compared as well. What the model returns for added
 columns is NaN then. NaN times zero is NaN, so it also shows a term that has no weight yet. The
 result holds for later updates: a replay runs the same operations, and a number that the code reads
-from outside is part of the graph's key. With a tensor from outside, batches keep their widths.
+from outside is part of the graph's key. With a tensor from outside, batches keep their widths. If a
+model computes on padding, each width is compared.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
@@ -35,7 +37,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import list_layers, without_layer
+from rapidformer.overlay import find_fact, list_layers, without_layer
 
 _FACTOR = 1.25
 """How many times as wide the compared batch is, unless that is too long for the model: enough to
@@ -76,6 +78,9 @@ class Widths:
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
         self._left: dict[int, int] = {}
         """By the hash of what a loss depends on: how many batches are still to be compared."""
+        self._is_padded = find_fact(model, Removal) is None
+        self._compared: set[tuple[int, int]] = set()
+        """The same, with a width that batches were rounded up to."""
         self._is_exact = True
 
     def may_change(
@@ -97,14 +102,21 @@ class Widths:
         )
         if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
             return False
-        left = self._left.setdefault(hash(request.code), _COMPARED)
-        if self._is_exact and left:
+        code = hash(request.code)
+        left = self._left.setdefault(code, _COMPARED)
+        # Attention over padding may be another one from some width on.
+        widths = {
+            (code, column.width) for item in inputs if item for column in item.columns.values()
+        }
+        is_new = self._is_padded and not widths <= self._compared
+        self._compared |= widths
+        if self._is_exact and (left or is_new):
             if has_width_readers(self._model):
                 self._is_exact = False
                 return False
             compared = _keep_short_rows(grown[0])
             problem = self._compare(request.run_forward, compared, wider[0], take_snapshot())
-            self._left[hash(request.code)] -= 1
+            self._left[code] = max(left - 1, 0)
             if problem is not None:
                 self._is_exact = False
                 warn_once(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ def find_difference(
     """
     device = next(model.parameters()).device
     try:
-        with evaluation_mode(model), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with evaluation_mode(model), _keep_numbers(), torch.enable_grad():
             # Not torch.manual_seed: it also seeds GPUs, whose states are not restored here.
             torch.default_generator.manual_seed(0)
             batch = _make_batch(model, is_packed=is_packed)
@@ -61,6 +63,18 @@ def find_difference(
     except Exception as error:  # a model's code may raise anything on tensors it does not expect
         reason = str(error).splitlines()[0] if str(error) else ""
         return f"it fails with {type(error).__name__}: {reason}"
+
+
+@contextmanager
+def _keep_numbers() -> Iterator[None]:
+    """Afterwards, the host draws the same random numbers as if nothing had happened."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def call_plainly(model: nn.Module, batch: dict[str, Any]) -> Any:

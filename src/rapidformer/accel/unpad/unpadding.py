@@ -18,7 +18,7 @@ from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
 from rapidformer.accel.unpad.calls import Call, Help, Removal
-from rapidformer.accel.unpad.columns import choose_sides, widen
+from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
@@ -209,7 +209,7 @@ def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) 
     """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths."""
     if find_fact(model, Removal) is not None:
         filled = functools.partial(_call_filled, model)
-    elif is_encoder_decoder(model) and _find_problem(model, plan) is None:
+    elif _find_problem(model, plan) is None:
         filled = functools.partial(_call_widened, model)
     else:
         return
@@ -396,9 +396,17 @@ def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
-    columns = choose_sides(model, batch)
-    if not columns or columns["labels"].width == batch["labels"].shape[1]:
+    is_two_sided, lead = is_encoder_decoder(model), "attention_mask"
+    columns = choose_columns(model, batch, batch[lead])
+    if is_two_sided:
+        columns, lead = choose_sides(model, batch), "labels"
+    width = batch[lead].shape[1]
+    if not columns or columns[lead].width == width:
         raise ModelError("its rows cannot be any longer")
     outputs = call_plainly(model, widen(batch, columns))
-    outputs.logits = outputs.logits[:, : batch["labels"].shape[1]]
+    # A model without a head is used for its hidden states.
+    name = "logits" if hasattr(outputs, "logits") else "last_hidden_state"
+    values = getattr(outputs, name)
+    if values.dim() == 3:
+        setattr(outputs, name, values[:, :width])
     return outputs
