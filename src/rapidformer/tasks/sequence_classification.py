@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -238,22 +239,29 @@ def describe_outputs(config: Any) -> dict[str, Any]:
 
 def describe_record(record: Record, problem_type: str, names: Sequence[str]) -> dict[str, Any]:
     """A classifier's record as the user sees it: label, score, all scores, the true label."""
-    import numpy as np
-
-    logits = np.asarray(record["logits"], dtype=np.float64)
+    # Not with NumPy, whose calls take longer than a few classes do.
+    logits = [float(logit) for logit in record["logits"]]
     truth = record.get("label")
     if problem_type == REGRESSION:
-        shown: dict[str, Any] = {"score": round(float(logits[0]), 6)}
+        shown: dict[str, Any] = {"score": round(logits[0], 6)}
         return shown | ({"expected": truth} if truth is not None else {})
     if problem_type == MULTI:
-        scores = 1 / (1 + np.exp(-logits))
+        scores = [_squash(logit) for logit in logits]
         shown = {"labels": [name for name, score in zip(names, scores, strict=True) if score > 0.5]}
         expected: Any = truth and [n for n, on in zip(names, truth, strict=True) if on >= 0.5]
     else:
-        scores = np.exp(logits - logits.max())
-        scores /= scores.sum()
-        best = int(scores.argmax())
-        shown = {"label": names[best], "score": round(float(scores[best]), 6)}
+        largest = max(logits)
+        powers = [math.exp(logit - largest) for logit in logits]
+        total = sum(powers)
+        scores = [power / total for power in powers]
+        best = logits.index(largest)
+        shown = {"label": names[best], "score": round(scores[best], 6)}
         expected = names[truth] if truth is not None else None
-    shown["scores"] = {n: round(float(s), 6) for n, s in zip(names, scores, strict=True)}
+    shown["scores"] = {n: round(score, 6) for n, score in zip(names, scores, strict=True)}
     return shown | ({"expected": expected} if truth is not None else {})
+
+
+def _squash(logit: float) -> float:
+    """The logistic function, which exp() of a large number must not overflow."""
+    power = math.exp(-abs(logit))
+    return (1.0 if logit >= 0 else power) / (1 + power)
