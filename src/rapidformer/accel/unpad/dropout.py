@@ -24,12 +24,17 @@ _ALL = 1 << 16
 
 def drop(tensor: Tensor, rate: float) -> Tensor:
     """Dropout in training."""
-    count, dropped = tensor.numel(), min(round(rate * _ALL), _ALL - 1)
-    # From torch's generator, as recomputation and resuming expect.
-    words = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    is_kept = words.view(torch.int16)[:count].view(tensor.shape) >= dropped - _ALL // 2
     # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
-    return tensor * is_kept.to(tensor.dtype).mul_(_ALL / (_ALL - dropped))
+    return tensor * draw_factors(tensor, rate)
+
+
+def draw_factors(like: Tensor, rate: float, generator: torch.Generator | None = None) -> Tensor:
+    """What dropout multiplies by; without a generator, from torch's, as resuming expects."""
+    count, dropped = like.numel(), min(round(rate * _ALL), _ALL - 1)
+    words = torch.empty((count + 3) // 4, dtype=torch.int64)
+    words.random_(-(2**63), None, generator=generator)
+    is_kept = words.view(torch.int16)[:count].view(like.shape) >= dropped - _ALL // 2
+    return is_kept.to(like.dtype).mul_(_ALL / (_ALL - dropped))
 
 
 def use_bits(rows: Rows | None) -> AbstractContextManager[None]:

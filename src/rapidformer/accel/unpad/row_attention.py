@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rapidformer.accel.attention.learned_bias.interface import SIZES, fits
-from rapidformer.accel.unpad.dropout import drop
+from rapidformer.accel.unpad.dropout import draw_factors, drop
 from rapidformer.compat.triton import on_device, works
 
 LONGEST_ON_GPU = 128
@@ -236,12 +236,7 @@ def _draw(seed: Tensor, dropout: float) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(int(seed))
     while True:
         if dropout:
-            yield (
-                lambda weights: (
-                    torch.empty_like(weights).bernoulli_(1 - dropout, generator=generator)
-                    / (1 - dropout)
-                )
-            )
+            yield functools.partial(draw_factors, rate=dropout, generator=generator)
         else:
             yield torch.ones_like
 
