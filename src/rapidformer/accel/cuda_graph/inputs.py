@@ -28,7 +28,6 @@ from rapidformer.accel.unpad.batches import (
     read_fixed_sides,
     removes_padding,
 )
-from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
@@ -157,7 +156,8 @@ def _read_padding(
             labels = pad(get_host_copy(labels), columns.get("labels"))
         is_real = pad_array(is_real, columns.get("attention_mask"))
         fixed = read_fixed_rows(model, is_real, labels, sizes_up, least if widens else NO_SIZES)
-        if fixed.rows is None and find_fact(model, Removal) is not None:
+        filling = find_fact(model, Filling)
+        if fixed.rows is None and not (filling is not None and filling.computes_padding):
             columns, fixed = {}, padded  # the padding stays, and more of it could change the loss
     elif sizes_up:
         return None

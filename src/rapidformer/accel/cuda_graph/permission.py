@@ -29,7 +29,14 @@ def apply(assembly: Assembly) -> None:
         return
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
-        prove_filling(assembly.model, assembly.plan, assembly.precision.dtype)
+        is_default = assembly.args.dynamic_shape == "auto"
+        removes_padding = prove_filling(
+            assembly.model, assembly.plan, assembly.precision.dtype, may_keep_padding=is_default
+        )
+        if not removes_padding:
+            for row in assembly.applied.rows:
+                if row.name == "dynamic shape":
+                    row.line = "off, since only padded steps can be replayed as CUDA graphs"
         recomputes = assembly.is_meant(get_switch("recompute"))
         is_alone = isinstance(assembly.synchronizer, Alone)
         in_pieces = is_alone and not recomputes

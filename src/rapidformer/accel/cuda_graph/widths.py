@@ -27,7 +27,7 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
-from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.batches import Filling
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
@@ -78,7 +78,8 @@ class Widths:
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
         self._left: dict[int, int] = {}
         """By the hash of what a loss depends on: how many batches are still to be compared."""
-        self._is_padded = find_fact(model, Removal) is None
+        filling = find_fact(model, Filling)
+        self._computes_padding = filling is not None and filling.computes_padding
         self._compared: set[tuple[int, int]] = set()
         """The same, with a width that batches were rounded up to."""
         self._is_exact = True
@@ -108,7 +109,7 @@ class Widths:
         widths = {
             (code, column.width) for item in inputs if item for column in item.columns.values()
         }
-        is_new = self._is_padded and not widths <= self._compared
+        is_new = self._computes_padding and not widths <= self._compared
         self._compared |= widths
         if self._is_exact and (left or is_new):
             if has_width_readers(self._model):

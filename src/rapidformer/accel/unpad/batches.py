@@ -39,6 +39,8 @@ class Filling:
     """A fact on a model: whether padding added to a batch leaves its results unchanged."""
 
     is_exact: bool
+    computes_padding: bool = False
+    """Whether batches keep all of their padding, also what is added."""
 
 
 class FixedRows(NamedTuple):

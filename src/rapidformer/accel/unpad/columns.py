@@ -49,7 +49,7 @@ def choose_columns(
     """The next width of a batch with this mask, made ``factor`` times as wide; empty if unknown."""
     width = max(math.ceil(factor * mask.shape[1]), least.columns)
     removal = find_fact(model, Removal)
-    if removal is None or removal.pads_attention:
+    if removal is None or not removal.is_on or removal.pads_attention:
         wide = round_up(width, **_PADDED_WIDTHS)
     else:  # padding is cheap in a batch that runs unpadded
         wide = round_width(width, len(mask))

@@ -165,8 +165,13 @@ def attend_in_grid(call: Call) -> Tensor:
     allowed = None if is_causal else mask.grid
     if call.bias is not None:
         allowed = call.bias.to(q.dtype).masked_fill(~mask.grid, float("-inf"))
-    attended = _attend_with_torch(q, k, v, call, allowed, is_causal=is_causal)
-    return rows.from_grid(attended.transpose(1, 2))[None]
+    if call.plain is None:
+        attended = _attend_with_torch(q, k, v, call, allowed, is_causal=is_causal).transpose(1, 2)
+    else:  # which knows that cuDNN would prepare a plan for each size
+        attended, _ = call.plain(
+            q, k, v, allowed, dropout=call.dropout, scaling=call.scaling, is_causal=is_causal
+        )
+    return rows.from_grid(attended)[None]
 
 
 def _attend_in_batch(call: Call) -> Tensor:

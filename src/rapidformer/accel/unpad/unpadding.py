@@ -205,17 +205,35 @@ def _extend_parts(
     return restore
 
 
-def prove_filling(model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None) -> None:
-    """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths."""
-    if find_fact(model, Removal) is not None:
-        filled = functools.partial(_call_filled, model)
-    elif _find_problem(model, plan) is None:
-        filled = functools.partial(_call_widened, model)
-    else:
-        return
+def prove_filling(
+    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, *, may_keep_padding: bool = False
+) -> bool:
+    """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths.
+
+    With ``may_keep_padding``, a model whose batches may have more of it but not less keeps it from
+    now on: graphs save more. Returns False then.
+    """
+    removal = find_fact(model, Removal)
+    if removal is not None:
+        is_exact = _is_same(model, plan, dtype, functools.partial(_call_filled, model))
+        put_fact(model, batches.Filling(is_exact=is_exact))
+        if is_exact or not may_keep_padding:
+            return True
+        removal.is_on = False
+    widened = functools.partial(_call_widened, model)
+    is_exact = _find_problem(model, plan) is None and _is_same(model, plan, dtype, widened)
+    if removal is not None and not is_exact:
+        removal.is_on = True
+        return True
+    put_fact(model, batches.Filling(is_exact=is_exact, computes_padding=True))
+    return removal is None
+
+
+def _is_same(
+    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, call: Callable[..., Any]
+) -> bool:
     with uncompiled(model.modules()):
-        difference = find_difference(model, plan, filled, dtype)
-    put_fact(model, batches.Filling(is_exact=difference is None))
+        return find_difference(model, plan, call, dtype) is None
 
 
 def _extend_model(
