@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from rapidformer.accel.cuda_graph.inputs import StaticInputs, read_inputs
 from rapidformer.accel.unpad.batches import Filling
@@ -77,10 +77,36 @@ def test_batches_get_one_of_a_few_widths(
     lengths: list[int], pads_attention: bool, width: int
 ) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1))
-    put_fact(model, Filling(is_exact=True))
+    put_fact(model, Filling(fills=True, widens=False))
     put_fact(model, Removal(pads_attention=pads_attention))
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     batch = {"input_ids": mask, "attention_mask": mask, "labels": mask.masked_fill(mask == 0, -100)}
     inputs = read_inputs(model, batch)
     assert inputs is not None
     assert inputs.sizes.columns == width
+
+
+@pytest.mark.parametrize(
+    ("case", "width", "is_unpadded"),
+    [("padded", 256, True), ("full", 192, False), ("gap", 192, False), ("no value", 256, True)],
+)
+def test_both_sides_get_widths_for_how_they_run(case: str, width: int, is_unpadded: bool) -> None:
+    """Padding is only added if it is not computed."""
+    sizes: dict[str, Any] = {"d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=9, decoder_start_token_id=0, **sizes))
+    put_fact(model, Filling(fills=True, widens=True))
+    put_fact(model, Removal(only_in_graphs=True))
+    mask = (torch.arange(192) < torch.tensor([192, 60 if case != "full" else 192])[:, None]).long()
+    if case == "gap":
+        mask[1, 4] = 0
+    batch: Any = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "labels": mask.masked_fill(mask == 0, -100),
+    }
+    if case == "no value":
+        batch["decoder_attention_mask"] = None
+    inputs = read_inputs(model, batch)
+    assert inputs is not None
+    assert inputs.sizes.columns == inputs.sizes.labels == width
+    assert (inputs.rows is not None) == is_unpadded

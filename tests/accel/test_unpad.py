@@ -26,12 +26,13 @@ from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.unpad import calls, kernels
 from rapidformer.accel.unpad.batches import (
     Filling,
+    FixedRows,
     find_rows,
     find_sides,
     fix_rows,
     read_fixed_rows,
-    read_fixed_sides,
 )
+from rapidformer.accel.unpad.sides import read_filled_sides
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import find_plan
@@ -195,15 +196,16 @@ def test_encoder_decoder_models(kind: str, is_recomputed: bool) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in ("t5", "bart", "mistral") for layout in ("right", "left", "wide")]
     + [("bert", "right"), ("bert", "wide")],
 )
 def test_rows_of_a_graph_that_flash_attention_does_not_take(
-    kind: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tokens are put back at their places in the batch."""
+    """Their tokens are put back at their places; one row may have as many tokens as columns."""
     monkeypatch.setattr(kernels, "_KERNELS", ((lambda call: True, kernels._attend_in_batch),))
     is_pair = kind in ("t5", "bart")
     make = AutoModelForSeq2SeqLM if is_pair else AutoModelForMaskedLM
@@ -211,6 +213,7 @@ def test_rows_of_a_graph_that_flash_attention_does_not_take(
     sizes = {**(PAIR if is_pair else {}), "max_position_embeddings": 128}
     model = build(make, kind, **sizes)
     batch = make_pair() if is_pair else make_batch(model)
+    batch = {name: tensor[-count - 1 :][:count] for name, tensor in batch.items()}
     if layout == "wide":  # by more than the bound of a row's length
         fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
         batch = {name: functional.pad(t, (0, 70), value=fills[name]) for name, t in batch.items()}
@@ -221,10 +224,10 @@ def test_rows_of_a_graph_that_flash_attention_does_not_take(
     expected = run(model, batch)
     plan = find_plan(model)
     assert apply_unpadding(model, plan) is None
-    put_fact(model, Filling(is_exact=True))
+    put_fact(model, Filling(fills=True, widens=False))
     mask = batch["attention_mask"]
     if is_pair:
-        fixed = read_fixed_sides(model, batch)
+        fixed = FixedRows(read_filled_sides(batch))
     else:
         fixed = read_fixed_rows(model, mask.bool().numpy(), batch["labels"])
     assert fixed.rows is not None

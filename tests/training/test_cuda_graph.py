@@ -515,7 +515,7 @@ def test_a_model_keeps_its_padding_if_only_padded_steps_can_be_replayed(
     plain = Run(make_gpt2(128, 0.0), rows, None, dynamic_shape="off")
     plain.train()
     monkeypatch.setattr(RowMask, "window", None)
-    prove = functools.partial(prove_filling, may_keep_padding=True)
+    prove = functools.partial(prove_filling, may_yield=True)
     monkeypatch.setattr(sys.modules[__name__], "prove_filling", prove)
     capture, model = Again(), make_gpt2(128, 0.0)
     graphed = Mixed(model, rows, capture)
@@ -530,22 +530,35 @@ def test_a_model_keeps_its_padding_if_only_padded_steps_can_be_replayed(
 class OtherwiseIfLong(Mixed):
     """Its loss depends on the width of a batch, as sparse attention does, but only of wide ones."""
 
+    narrow = 64
+
     def run_forward_step(self, batch: Any, model: Any) -> Any:
-        width = batch["input_ids"].shape[1]
-        return model(**batch).loss * (1 if width <= 64 else width / 64)
+        return model(**batch).loss * (1 + (batch["input_ids"].shape[1] > self.narrow))
 
 
+@pytest.mark.parametrize(
+    ("narrow", "longest", "rows"),
+    [
+        (100, (20, 24, 28, 32, 36, 40, 80, 90, 70, 84), 4),
+        (100, (120, 124, 122, 74, 70, 120, 72), 4),  # wide ones first, which get the same width
+        (300, (74, 500, 72, 480, 70, 490), 8),  # narrow ones beside wide ones
+    ],
+)
 def test_each_width_is_compared_in_a_model_that_keeps_its_padding(
+    narrow: int,
+    longest: tuple[int, ...],
+    rows: int,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warn_once.cache_clear()
-    rows = make_varied_texts(20, 24, 28, 32, 36, 40, 80, 90, 70, 84)
+    monkeypatch.setattr(OtherwiseIfLong, "narrow", narrow)
     lines = []
     for capture in (None, Again()):
-        run = OtherwiseIfLong(make_mamba(), rows, capture)
+        texts = make_varied_texts(*longest)
+        run = OtherwiseIfLong(make_mamba(), texts, capture, global_batch_size=rows)
         run.train()
         lines.append([line["loss"] for line in run.values.lines])
-    assert capture is not None and capture.recorded
     assert "so batches keep their widths" in caplog.text
     assert lines[1] == pytest.approx(lines[0], rel=1e-5)
 

@@ -30,7 +30,7 @@ from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbe
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.unpad.batches import Filling
+from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
 from rapidformer.models.plan import runs_in_library_code
@@ -42,10 +42,10 @@ MOST_SIZES = 24
 
 def round_rows(model: nn.Module) -> None:
     """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
-    removal, filling = find_fact(model, Removal), find_fact(model, Filling)
+    removal = find_fact(model, Removal)
     if removal is not None and removal.pads_attention:
         removal.is_on = False  # a graph knows a block's arguments only
-    elif removal is not None and filling is not None and filling.is_exact:
+    elif removal is not None and find_filling(model).fills:
         removal.rounds_up = True
 
 

@@ -40,6 +40,7 @@ from rapidformer.accel.cuda_graph.recorder import (
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.dist.collectives import gather_objects, max_over_replicas
@@ -152,6 +153,9 @@ class GraphedPasses:
         if self.problem is not None:
             self._has_ended = True
             self._drop()
+            removal = find_fact(self._model, Removal)
+            if removal is not None:
+                removal.stop_yielding()
             if self._reducer is not None:
                 self._reducer.forget_places()
             return None

@@ -2,8 +2,8 @@
 
 A batch's key is everything that Python code can see of it except the values of its tensors, and
 there is a graph for each key. To keep keys few, a batch that runs unpadded is first padded to one
-of a few widths, and so is one for an encoder-decoder model: to those that the largest batch of the
-update needs, on any rank.
+of a few widths, and so is one of a model that keeps its padding, if that changes nothing: to those
+that the largest batch of the update needs, on any rank.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from torch.utils.dlpack import from_dlpack
 
 from rapidformer.accel.attention.kernel_scope import MULTIPLE
 from rapidformer.accel.unpad.batches import (
-    Filling,
     FixedRows,
+    are_removable,
+    find_filling,
     fix_rows,
+    is_on,
     read_fixed_rows,
-    read_fixed_sides,
     removes_padding,
 )
 from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
-from rapidformer.accel.unpad.sides import MASKS, Sides, is_encoder_decoder
+from rapidformer.accel.unpad.sides import (
+    MASKS,
+    Sides,
+    is_encoder_decoder,
+    read_filled_sides,
+)
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
 from rapidformer.errors import RapidformerError
-from rapidformer.overlay import find_fact
 
 Array = NDArray[Any]
 _ALIGNMENT = 256
@@ -80,7 +85,7 @@ class Inputs:
     @property
     def num_tokens(self) -> int:
         """How many tokens the model computes on; 0 if that is not known."""
-        return sum(self.rows.rounded[::2]) if self.rows is not None else 0
+        return self.rows.num_tokens if self.rows is not None else 0
 
     @property
     def sizes(self) -> Sizes:
@@ -123,16 +128,26 @@ def read_inputs(
 
 
 def find_columns(
-    model: nn.Module, batch: Any, *, factor: float = 1.0, least: Sizes = NO_SIZES
+    model: nn.Module,
+    batch: Any,
+    *,
+    factor: float = 1.0,
+    least: Sizes = NO_SIZES,
+    is_padded: bool = True,
 ) -> Columns:
-    """The columns that a batch may get, as far as is known without its loss."""
-    filling = find_fact(model, Filling)
-    if filling is None or not filling.is_exact:
+    """The columns that a batch may get, as far as is known without its loss.
+
+    ``is_padded``: both sides of an encoder-decoder model compute on their padding.
+    """
+    filling = find_filling(model)
+    is_two_sided = is_encoder_decoder(model)
+    fills = not is_padded if is_two_sided else is_on(model)
+    if not (filling.fills if fills else filling.widens):
         return {}
     if any(value.is_floating_point() for value in iterate_tensors(batch)):
         return {}  # a weight that is 0 today may hide what the loss reads tomorrow
-    if is_encoder_decoder(model):
-        return choose_sides(model, batch, factor=factor, least=least)
+    if is_two_sided:
+        return choose_sides(model, batch, factor=factor, least=least, is_padded=is_padded)
     mask = batch["attention_mask"]
     return choose_columns(model, batch, mask, factor=factor, least=least)
 
@@ -148,27 +163,45 @@ def _read_padding(
     if not isinstance(labels, Tensor) and not reads_no_padding():
         return {}, None
     is_real = get_host_copy(mask).bool().numpy()
-    widens = widens and (is_encoder_decoder(model) or not _has_fixed_length(is_real))
+    if is_encoder_decoder(model):
+        found = None if sizes_up else _read_sides(model, batch, is_real, least, widens=widens)
+    else:
+        found = _read_rows(model, batch, is_real, least, sizes_up, widens=widens)
+    if found is None or (not found[0] and found[1].rows is None and removes_padding(model, batch)):
+        return None
+    return found
+
+
+def _read_rows(
+    model: nn.Module, batch: Any, is_real: Mask, least: Sizes, sizes_up: int, *, widens: bool
+) -> tuple[Columns, FixedRows]:
+    widens = widens and not _has_fixed_length(is_real)
     columns = find_columns(model, batch, least=least) if widens else {}
-    padded = FixedRows(None, is_full=bool(is_real.all()))
-    if not is_encoder_decoder(model):
-        if labels is not None and labels.shape == mask.shape:
-            labels = pad(get_host_copy(labels), columns.get("labels"))
-        is_real = pad_array(is_real, columns.get("attention_mask"))
-        fixed = read_fixed_rows(model, is_real, labels, sizes_up, least if widens else NO_SIZES)
-        filling = find_fact(model, Filling)
-        if fixed.rows is None and not (filling is not None and filling.computes_padding):
-            columns, fixed = {}, padded  # the padding stays, and more of it could change the loss
-    elif sizes_up:
-        return None
-    elif widens:
-        wide = {n: pad(get_host_copy(batch[n]), columns.get(n)) for n in MASKS if n in batch}
-        fixed = read_fixed_sides(model, wide, least)
-    else:  # its loss reads padding
-        fixed = padded
-    if fixed.rows is None and not columns and removes_padding(model, batch):
-        return None
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == is_real.shape:
+        labels = pad(get_host_copy(labels), columns.get("labels"))
+    is_wide = pad_array(is_real, columns.get("attention_mask"))
+    fixed = read_fixed_rows(model, is_wide, labels, sizes_up, least if widens else NO_SIZES)
+    if fixed.rows is None and is_on(model):
+        # The padding stays, and more of it could change the loss.
+        return {}, FixedRows(None, is_full=bool(is_real.all()))
     return columns, fixed
+
+
+def _read_sides(
+    model: nn.Module, batch: Any, is_real: Mask, least: Sizes, *, widens: bool
+) -> tuple[Columns, FixedRows]:
+    """Without padding if both sides can be; a loss for which they may not get wider reads it."""
+    if widens and are_removable(model, batch):
+        columns = find_columns(model, batch, least=least, is_padded=False)
+        masks = {name: batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)}
+        wide = {n: pad(get_host_copy(mask), columns.get(n)) for n, mask in masks.items()}
+        sides = read_filled_sides(wide, least)
+        if sides is not None:
+            return columns, FixedRows(sides)
+    columns = find_columns(model, batch, least=least) if widens else {}
+    is_wide = pad_array(is_real, columns.get("attention_mask"))
+    return columns, FixedRows(None, is_full=bool(is_wide.all()))
 
 
 def _has_fixed_length(is_real: Mask) -> bool:

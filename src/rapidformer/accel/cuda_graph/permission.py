@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
-from rapidformer.overlay import list_layers, put_fact
+from rapidformer.overlay import find_fact, list_layers, put_fact
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,12 @@ def apply(assembly: Assembly) -> None:
         return
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
-        is_default = assembly.args.dynamic_shape == "auto"
-        removes_padding = prove_filling(
-            assembly.model, assembly.plan, assembly.precision.dtype, may_keep_padding=is_default
-        )
-        if not removes_padding:
-            for row in assembly.applied.rows:
-                if row.name == "dynamic shape":
-                    row.line = "off, since only padded steps can be replayed as CUDA graphs"
+        may_yield = assembly.args.dynamic_shape == "auto"
+        prove_filling(assembly.model, assembly.plan, assembly.precision.dtype, may_yield=may_yield)
+        removal = find_fact(assembly.model, Removal)
+        if removal is not None and removal.yields:
+            row = next(row for row in assembly.applied.rows if row.name == "dynamic shape")
+            row.line = "off while steps are replayed as CUDA graphs, which only padded ones can be"
         recomputes = assembly.is_meant(get_switch("recompute"))
         is_alone = isinstance(assembly.synchronizer, Alone)
         in_pieces = is_alone and not recomputes

@@ -6,14 +6,13 @@ same bits in fp32, in which mixed precision is compared as well. What the model 
 columns is NaN then. NaN times zero is NaN, so it also shows a term that has no weight yet. The
 result holds for later updates: a replay runs the same operations, and a number that the code reads
 from outside is part of the graph's key. With a tensor from outside, batches keep their widths. If a
-model computes on padding, each width is compared.
+model computes on padding, each width is compared, and again if a narrower batch gets it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,8 +26,8 @@ from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
-from rapidformer.accel.unpad.batches import Filling
 from rapidformer.accel.unpad.columns import Columns, widen
+from rapidformer.accel.unpad.rows import NO_SIZES
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
@@ -37,7 +36,7 @@ from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import find_fact, list_layers, without_layer
+from rapidformer.overlay import list_layers, without_layer
 
 _FACTOR = 1.25
 """How many times as wide the compared batch is, unless that is too long for the model: enough to
@@ -78,10 +77,8 @@ class Widths:
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
         self._left: dict[int, int] = {}
         """By the hash of what a loss depends on: how many batches are still to be compared."""
-        filling = find_fact(model, Filling)
-        self._computes_padding = filling is not None and filling.computes_padding
-        self._compared: set[tuple[int, int]] = set()
-        """The same, with a width that batches were rounded up to."""
+        self._narrowest: dict[Hashable, dict[str, int]] = {}
+        """By that hash and the sizes that batches get: the narrowest that was compared."""
         self._is_exact = True
 
     def may_change(
@@ -91,40 +88,65 @@ class Widths:
         take_snapshot: Callable[[], Snapshot],
     ) -> bool:
         """Whether these inputs may be wider: by code and sizes alone, as after a resume."""
-        grown = list(itertools.compress(request.update, map(_grows, inputs)))
-        if not grown:
-            return True
-        wider = [find_columns(self._model, each.batch, factor=_FACTOR) for each in grown]
-        # How much wider the tensor becomes that grows least.
-        factor = min(
-            float(column.width / micro_batch.batch[name].shape[1])
-            for micro_batch, columns in zip(grown, wider, strict=True)
-            for name, column in columns.items()
-        )
-        if 1 - 1 / factor < max(_LEAST_CHANGE, _MARGIN * self._limit):
-            return False
+        pairs = zip(request.update, inputs, strict=True)
+        grown = [(each, item) for each, item in pairs if item is not None and _grows(item)]
         code = hash(request.code)
-        left = self._left.setdefault(code, _COMPARED)
-        # Attention over padding may be another one from some width on.
-        widths = {
-            (code, column.width) for item in inputs if item for column in item.columns.values()
-        }
-        is_new = self._computes_padding and not widths <= self._compared
-        self._compared |= widths
-        if self._is_exact and (left or is_new):
-            if has_width_readers(self._model):
-                self._is_exact = False
+        for micro_batch, item in grown:
+            is_padded = item.rows is None
+            wider = find_columns(
+                self._model, micro_batch.batch, factor=_FACTOR, is_padded=is_padded,
+                least=item.sizes if is_padded else NO_SIZES,
+            )  # fmt: skip
+            if not self._shows_enough(micro_batch, wider):
                 return False
-            compared = _keep_short_rows(grown[0])
-            problem = self._compare(request.run_forward, compared, wider[0], take_snapshot())
-            self._left[code] = max(left - 1, 0)
-            if problem is not None:
-                self._is_exact = False
-                warn_once(
-                    f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
-                    is_local=True,
-                )
-        return self._is_exact
+            left = self._left.setdefault(code, _COMPARED)
+            if self._is_exact and (left or self._is_news(code, item)):
+                self._is_exact = self._find_out(request, micro_batch, wider, take_snapshot)
+                self._left[code] = max(left - 1, 0)
+                self._note(code, item)
+        return self._is_exact or not grown
+
+    def _is_news(self, code: int, item: Inputs) -> bool:
+        """Whether no batch as narrow as this one was compared with what it gets.
+
+        Only in a model that computes on padding: from some width on, it may use another attention.
+        """
+        if item.rows is not None:
+            return False
+        narrowest = self._narrowest.get((code, item.sizes), {})
+        return any(
+            item.batch[name].shape[1] < narrowest.get(name, math.inf) for name in item.columns
+        )
+
+    def _note(self, code: int, item: Inputs) -> None:
+        narrowest = self._narrowest.setdefault((code, item.sizes), {})
+        for name in item.columns:
+            width = item.batch[name].shape[1]
+            narrowest[name] = min(width, narrowest.get(name, width))
+
+    def _shows_enough(self, micro_batch: MicroBatch, columns: Columns) -> bool:
+        """Whether what grows becomes so much wider that a loss which depends on it would show."""
+        widths = ((c.width, micro_batch.batch[name].shape[1]) for name, c in columns.items())
+        shares = [1 - own / wide for wide, own in widths if wide > own]
+        return bool(shares) and min(shares) >= max(_LEAST_CHANGE, _MARGIN * self._limit)
+
+    def _find_out(
+        self,
+        request: Request,
+        micro_batch: MicroBatch,
+        columns: Columns,
+        take_snapshot: Callable[[], Snapshot],
+    ) -> bool:
+        if has_width_readers(self._model):
+            return False
+        compared = _keep_short_rows(micro_batch)
+        problem = self._compare(request.run_forward, compared, columns, take_snapshot())
+        if problem is not None:
+            warn_once(
+                f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
+                is_local=True,
+            )
+        return problem is None
 
     def _compare(
         self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
@@ -185,10 +207,9 @@ def _halve(micro_batch: MicroBatch) -> MicroBatch | None:
     return micro_batch._replace(batch=map_tensors(micro_batch.batch, lambda _, t: t[:half]))
 
 
-def _grows(inputs: Inputs | None) -> bool:
-    return inputs is not None and any(
-        column.width > inputs.batch[name].shape[1] for name, column in inputs.columns.items()
-    )
+def _grows(inputs: Inputs) -> bool:
+    columns = inputs.columns.items()
+    return any(column.width > inputs.batch[name].shape[1] for name, column in columns)
 
 
 def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:

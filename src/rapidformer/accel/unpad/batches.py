@@ -21,7 +21,7 @@ from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import (
     Sides,
     is_encoder_decoder,
-    read_filled_sides,
+    read_masks,
     read_sides,
 )
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
@@ -38,9 +38,15 @@ _FIXED = "rapidformer_fixed_rows"
 class Filling:
     """A fact on a model: whether padding added to a batch leaves its results unchanged."""
 
-    is_exact: bool
-    computes_padding: bool = False
-    """Whether batches keep all of their padding, also what is added."""
+    fills: bool
+    """If a part of it runs as rows of its own."""
+    widens: bool
+    """If all of it is computed."""
+
+
+def find_filling(model: Any) -> Filling:
+    """What was found out about a model."""
+    return find_fact(model, Filling) or Filling(fills=False, widens=False)
 
 
 class FixedRows(NamedTuple):
@@ -94,22 +100,18 @@ def read_fixed_rows(
     least: Sizes = NO_SIZES,
 ) -> FixedRows:
     """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
-    filling = find_fact(model, Filling)
-    is_proven = filling is not None and filling.is_exact
-    if _is_on(model) and is_proven and _is_removable(model, is_real, labels):
+    is_proven = find_filling(model).fills
+    if is_on(model) and is_proven and _is_removable(model, is_real, labels):
         rows = Rows.read_filled(is_real, sizes_up, least)
         if rows.is_contiguous:
             return FixedRows(rows, labelled=_halve(model, rows, labels))
     return FixedRows(None, is_full=bool(is_real.all()))
 
 
-def read_fixed_sides(model: Any, given: Mapping[str, Any], least: Sizes = NO_SIZES) -> FixedRows:
-    """As ``read_fixed_rows``, for both sides of a model."""
-    filling = find_fact(model, Filling)
-    is_proven = filling is not None and filling.is_exact
-    sides = read_filled_sides(given, _LEAST_PADDING, least) if is_proven and _is_on(model) else None
-    is_full = bool(get_host_copy(given["attention_mask"]).all())
-    return FixedRows(sides, is_full=is_full and sides is None)
+def are_removable(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether both sides of a batch have padding that can be removed in a graph."""
+    is_possible = find_filling(model).fills and is_on(model)
+    return is_possible and read_masks(batch, _LEAST_PADDING) is not None
 
 
 def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
@@ -142,10 +144,11 @@ def count_labelled(model: Any, given: dict[str, Any]) -> int | None:
 def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:
     """Whether the model removes padding from this batch."""
     find = find_sides if is_encoder_decoder(model) else find_rows
-    return _is_on(model) and find(model, dict(batch)) is not None
+    return is_on(model) and find(model, dict(batch)) is not None
 
 
-def _is_on(model: Any) -> bool:
+def is_on(model: Any) -> bool:
+    """Whether a model's padding is removed now."""
     removal = find_fact(model, Removal)
     return removal is not None and removal.is_on
 

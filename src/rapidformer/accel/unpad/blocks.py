@@ -39,6 +39,8 @@ class _Place:
 
     is_read: bool
     """Whether other code than the next block may get its output: it is in its padded shape then."""
+    gets_padded: bool
+    """Whether its input may be in that shape."""
     names: tuple[str, ...]
     """The block's positional arguments."""
     pads_attention: bool
@@ -79,8 +81,13 @@ def extend_blocks(
             is_read = name == stack[-1] or not is_own
             is_on_cpu = all(p.device.type == "cpu" for p in block.parameters())
             extend(block, "unpad", _build_cpu_block if is_on_cpu else _build_block, is_shared=True)
-            names = find_argument_names(block)
-            put_fact(block, _Place(is_read=is_read, names=names, pads_attention=pads_attention))
+            place = _Place(
+                is_read=is_read,
+                gets_padded=name == stack[0] or not is_own,
+                names=find_argument_names(block),
+                pads_attention=pads_attention,
+            )
+            put_fact(block, place)
             extended.append(block)
 
     def restore() -> None:
@@ -137,7 +144,9 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
             if _has_tokens(value, rows):
                 return value.tokens
             value = settle(value)
-            return rows.pack(value) if rows.is_padded(value) else value
+            # One row may have as many tokens as columns.
+            is_packed = rows.is_packed(value) and not place.gets_padded
+            return rows.pack(value) if rows.is_padded(value) and not is_packed else value
         side = encoder if encoder is not None and name == "encoder_hidden_states" else rows
         return value.tokens if _has_tokens(value, side) else side.pack_argument(settle(value))
 

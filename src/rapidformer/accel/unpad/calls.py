@@ -48,6 +48,8 @@ class Removal:
         only_in_graphs: bool = False,
     ) -> None:
         self.is_on = True
+        self.yields = False
+        """Whether it is off for the sake of CUDA graphs."""
         self.only_in_graphs = only_in_graphs
         """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
         self.rounds_up = rounds_up
@@ -84,6 +86,11 @@ class Removal:
         if self.is_on and not self._is_trial:
             self.warn(step, is_late=is_late)
         self.is_on = False
+
+    def stop_yielding(self) -> None:
+        """Remove padding again: there are no CUDA graphs."""
+        self.is_on |= self.yields
+        self.yields = False
 
     def warn(self, step: int, *, is_late: bool = False) -> None:
         """Say why padding is kept."""

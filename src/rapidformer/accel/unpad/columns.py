@@ -66,7 +66,12 @@ def choose_columns(
 
 
 def choose_sides(
-    model: Any, batch: Mapping[str, Any], *, factor: float = 1.0, least: Sizes = NO_SIZES
+    model: Any,
+    batch: Mapping[str, Any],
+    *,
+    factor: float = 1.0,
+    least: Sizes = NO_SIZES,
+    is_padded: bool = True,
 ) -> Columns:
     """As ``choose_columns``, for both sides of an encoder-decoder model."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -78,16 +83,13 @@ def choose_sides(
     if any(name not in known or value.dim() != 2 for name, value in tensors.items()):
         return {}
     columns: dict[str, Column] = {}
-    removal = find_fact(model, Removal)
-    is_unpadded = removal is not None and removal.is_on
     sides = (encoder, "attention_mask", least.columns), (decoder, "labels", least.labels)
     for side, first, at_least in sides:
         own = tensors[first].shape[1]
         if any(tensors[name].shape[1] != own for name in side if name in tensors):
             return {}
         width = max(math.ceil(factor * own), at_least)
-        rows = len(tensors[first])
-        wide = round_width(width, rows) if is_unpadded else round_up(width, **_SIDE_WIDTHS)
+        wide = round_up(width, **_SIDE_WIDTHS) if is_padded else round_width(width)
         wide = _limit(model, own, wide)
         columns |= {name: Column(wide, fill) for name, fill in side.items() if name in tensors}
     return columns

@@ -167,7 +167,7 @@ def attend_in_grid(call: Call) -> Tensor:
         allowed = call.bias.to(q.dtype).masked_fill(~mask.grid, float("-inf"))
     if call.plain is None:
         attended = _attend_with_torch(q, k, v, call, allowed, is_causal=is_causal).transpose(1, 2)
-    else:  # which knows that cuDNN would prepare a plan for each size
+    else:  # this one avoids cuDNN, which would prepare a plan for each size
         attended, _ = call.plain(
             q, k, v, allowed, dropout=call.dropout, scaling=call.scaling, is_causal=is_causal
         )

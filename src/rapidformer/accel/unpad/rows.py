@@ -90,31 +90,31 @@ class Rows:
 
     @staticmethod
     def read_filled(
-        real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES, *, other_bound: int = 0
+        real: Mask, sizes_up: int = 0, least: Sizes = NO_SIZES, bounds: tuple[int, int] = (0, 0)
     ) -> Rows:
         """The rows of a mask in host memory, keeping enough padding to reach one of a few sizes.
 
         Unlike added zeros, padding has places in the batch. So there are as many places as tokens,
         and no tensor's size depends on how many of them are real. ``sizes_up`` picks a later size
-        than the tokens or ``least`` need.
+        than the tokens or ``least`` need. ``bounds`` are those of both sides, if there are two.
         """
         places, padding = np.flatnonzero(real), np.flatnonzero(~real)
         # The sum of few rows varies more: fewer sizes, so that each comes again. Of two sides there
         # is a graph for each pair of sizes.
-        sizes = 2 if other_bound else 8 if len(real) >= _MANY_ROWS else 4
+        sizes = 2 if any(bounds) else 8 if len(real) >= _MANY_ROWS else 4
         size = round_up(max(len(places), least.tokens), least=128, sizes=sizes)
         for _ in range(sizes_up):
             size = round_up(size + 1, least=128, sizes=sizes)
         padding = padding[: min(size, real.size) - len(places)]
         lengths: list[int] = real.sum(1).tolist()
-        bound = find_bound(real, least.bound)
+        bound = bounds[0] or max(round_width(max(lengths), len(real)), least.bound)
         places = np.concatenate([places, padding])
         rows = Rows(
             shape=(real.shape[0], real.shape[1]), places=torch.from_numpy(places),
             lengths=lengths + _cut(len(padding), bound),
             columns=torch.from_numpy(places % real.shape[1]), is_contiguous=_is_contiguous(real),
             is_rounded=True, is_filled=True, starts_left=bool(real[:, 0].all()),
-            other_bound=other_bound,
+            other_bound=bounds[1],
         )  # fmt: skip
         # As many as if all of it were padding: the same for every batch of these sizes.
         most = len(lengths) + -(-size // bound)
@@ -127,6 +127,10 @@ class Rows:
         """Everything that Python code can see of filled rows."""
         sizes = (*self.shape, len(self.places), len(self.ends), self.bound, self.other_bound)
         return (*sizes, self.is_contiguous, self.starts_left)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.places)
 
     @property
     def rounded(self) -> tuple[int, int]:
@@ -159,7 +163,7 @@ class Rows:
         """The same rows with their tensors on the device."""
         places, columns = send(self.places, device), send(self.columns, device)
         moved = replace(self, places=places, columns=columns)
-        if self.is_filled:  # what other rows have as well
+        if self.is_filled:  # others compute these from their lengths
             vars(moved).update(bound=self.bound, ends=send(self.ends, device))
         return moved
 
@@ -334,12 +338,7 @@ def _is_contiguous(real: Mask) -> bool:
     return bool(starts == np.count_nonzero(real.any(1)))
 
 
-def find_bound(real: Mask, least: int = 0) -> int:
-    """The ``Rows.bound`` of a mask's rows."""
-    return max(round_width(int(real.sum(1).max()), len(real)), least)
-
-
-def round_width(longest: int, rows: int) -> int:
+def round_width(longest: int, rows: int = _MANY_ROWS) -> int:
     """A power of two, at least 64; of few rows, whose longest varies more, every second one."""
     bits = max(6, (longest - 1).bit_length())
     return 1 << (bits + 1 if rows < _MANY_ROWS and bits > 7 and bits % 2 == 0 else bits)

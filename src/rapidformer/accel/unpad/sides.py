@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.kernels import use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes, find_bound
+from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes, round_width
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 
@@ -34,6 +34,11 @@ class Sides:
     def sizes(self) -> tuple[int, ...]:
         """Everything that Python code can see of filled rows."""
         return (*self.encoder.sizes, *self.decoder.sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both sides."""
+        return self.encoder.num_tokens + self.decoder.num_tokens
 
     @property
     def rounded(self) -> tuple[int, ...]:
@@ -74,7 +79,7 @@ def read_sides(
     given: Mapping[str, Any], least_padding: float = 0.0, *, rounds_up: bool = False
 ) -> Sides | None:
     """The rows of a batch; None if something in it needs padding, or there is too little of it."""
-    masks = _read_masks(given, least_padding)
+    masks = read_masks(given, least_padding)
     if masks is None:
         return None
     device = given["labels"].device
@@ -82,22 +87,22 @@ def read_sides(
     return _pair(encoder, decoder) if rounds_up else _keep_contiguous(encoder, decoder)
 
 
-def read_filled_sides(
-    given: Mapping[str, Any], least_padding: float = 0.0, least: Sizes = NO_SIZES
-) -> Sides | None:
+def read_filled_sides(given: Mapping[str, Any], least: Sizes = NO_SIZES) -> Sides | None:
     """The same, keeping enough padding on both sides to reach one of a few sizes."""
-    masks = _read_masks(given, least_padding)
+    masks = read_masks(given)
     if masks is None:
         return None
     of_decoder = Sizes(tokens=least.label_tokens, bound=least.label_bound)
-    bounds = [find_bound(masks[0], least.bound), find_bound(masks[1], least.label_bound)]
-    encoder = Rows.read_filled(masks[0], 0, least, other_bound=bounds[1])
-    decoder = Rows.read_filled(masks[1], 0, of_decoder, other_bound=bounds[0])
+    longest = (int(mask.sum(1).max()) for mask in masks)
+    # Powers of two also for few rows: with a position bias, attention is computed on all of them.
+    first, second = map(max, map(round_width, longest), (least.bound, least.label_bound))
+    encoder = Rows.read_filled(masks[0], 0, least, (first, second))
+    decoder = Rows.read_filled(masks[1], 0, of_decoder, (second, first))
     return _pair(encoder, decoder)
 
 
-def _read_masks(given: Mapping[str, Any], least_padding: float) -> tuple[Mask, Mask] | None:
-    """Which tokens both sides compute on."""
+def read_masks(given: Mapping[str, Any], least_padding: float = 0.0) -> tuple[Mask, Mask] | None:
+    """Which tokens both sides compute on; None as for ``read_sides``."""
     mask, labels, decoder_mask = (given.get(name) for name in MASKS)
     if not isinstance(mask, Tensor) or not isinstance(labels, Tensor):
         return None
@@ -119,7 +124,7 @@ def _read_masks(given: Mapping[str, Any], least_padding: float) -> tuple[Mask, M
 
 
 def _pair(encoder: Rows, decoder: Rows) -> Sides | None:
-    """Both sides with as many rows of keys as of queries, as fused kernels need it."""
+    """Both sides with as many rows of keys as of queries, as fused kernels require."""
     encoder.extend_ends(decoder)
     decoder.extend_ends(encoder)
     return _keep_contiguous(encoder, decoder)

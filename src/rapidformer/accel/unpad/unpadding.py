@@ -82,7 +82,7 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     if assembly.args.compile and assembly.topology.context > 1:
         return "--compile with --context-parallel-size has not been tried without padding"
     if _only_pays_in_graphs(assembly) and assembly.args.cuda_graph == "off":
-        return "on a GPU, it makes encoder-decoder models faster only as CUDA graphs"
+        return "on a GPU, it makes encoder-decoder models faster only in CUDA graphs"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
     return None
@@ -206,34 +206,28 @@ def _extend_parts(
 
 
 def prove_filling(
-    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, *, may_keep_padding: bool = False
-) -> bool:
+    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, *, may_yield: bool = False
+) -> None:
     """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths.
 
-    With ``may_keep_padding``, a model whose batches may have more of it but not less keeps it from
-    now on: graphs save more. Returns False then.
+    With ``may_yield``, padding is kept from now on if a graph can add it but not remove it, since
+    graphs save more.
     """
     removal = find_fact(model, Removal)
-    if removal is not None:
-        is_exact = _is_same(model, plan, dtype, functools.partial(_call_filled, model))
-        put_fact(model, batches.Filling(is_exact=is_exact))
-        if is_exact or not may_keep_padding:
-            return True
-        removal.is_on = False
-    widened = functools.partial(_call_widened, model)
-    is_exact = _find_problem(model, plan) is None and _is_same(model, plan, dtype, widened)
-    if removal is not None and not is_exact:
-        removal.is_on = True
-        return True
-    put_fact(model, batches.Filling(is_exact=is_exact, computes_padding=True))
-    return removal is None
 
+    def is_same(call: Callable[..., Any]) -> bool:
+        with uncompiled(model.modules()):
+            return find_difference(model, plan, functools.partial(call, model), dtype) is None
 
-def _is_same(
-    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, call: Callable[..., Any]
-) -> bool:
-    with uncompiled(model.modules()):
-        return find_difference(model, plan, call, dtype) is None
+    fills = removal is not None and is_same(_call_filled)
+    if removal is not None and not fills and may_yield:
+        removal.is_on, removal.yields = False, True
+    # Of an encoder-decoder model, some batches keep their padding.
+    may_widen = is_encoder_decoder(model) or not batches.is_on(model)
+    widens = may_widen and _find_problem(model, plan) is None and is_same(_call_widened)
+    put_fact(model, batches.Filling(fills=fills, widens=widens))
+    if removal is not None and not widens:
+        removal.stop_yielding()
 
 
 def _extend_model(
@@ -406,18 +400,19 @@ def _call_unpadded(
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     mask = batch["attention_mask"]
-    is_two_sided = is_encoder_decoder(model)
-    rows: Rows | Sides | None = read_filled_sides(batch) if is_two_sided else None
-    rows = (rows or Rows.read_filled(mask.bool().cpu().numpy())).move_to(mask.device)
+    rows: Rows | Sides | None = Rows.read_filled(mask.bool().cpu().numpy())
+    if is_encoder_decoder(model):
+        rows = read_filled_sides(batch)
+    assert rows is not None
     run = functools.partial(model.forward, **batch)
-    return _call_without_padding(model, run, rows, Removal(is_trial=True))
+    return _call_without_padding(model, run, rows.move_to(mask.device), Removal(is_trial=True))
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
-    is_two_sided, lead = is_encoder_decoder(model), "attention_mask"
-    columns = choose_columns(model, batch, batch[lead])
-    if is_two_sided:
+    if is_encoder_decoder(model):
         columns, lead = choose_sides(model, batch), "labels"
+    else:
+        columns, lead = choose_columns(model, batch, batch["attention_mask"]), "attention_mask"
     width = batch[lead].shape[1]
     if not columns or columns[lead].width == width:
         raise ModelError("its rows cannot be any longer")
