@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
-from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
 from tests.training import test_cuda_graph as whole
 from tests.training.test_cuda_graph import Rows, make_bert, make_gpt2, make_rows, make_texts

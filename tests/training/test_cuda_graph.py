@@ -53,8 +53,8 @@ from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.unpad import batches, unpadding
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.unpadding import prove_filling
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once

@@ -21,7 +21,7 @@ from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
-from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.log import say_once
 

@@ -8,7 +8,7 @@ from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.unpadding import prove_filling
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import find_fact, list_layers, put_fact

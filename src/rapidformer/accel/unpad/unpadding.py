@@ -18,11 +18,10 @@ from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
 from rapidformer.accel.unpad.calls import Call, Help, Removal
-from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
-from rapidformer.accel.unpad.proof import call_plainly, find_difference
+from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
     SIDES,
@@ -31,19 +30,18 @@ from rapidformer.accel.unpad.sides import (
     find_biased,
     find_stacks,
     is_encoder_decoder,
-    read_filled_sides,
     read_sides,
 )
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.dist.collectives import max_over_all
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ConfigurationError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
 from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
-from rapidformer.overlay import extend, find_fact, get_own_class, list_layers, put_fact, remove
+from rapidformer.overlay import extend, get_own_class, list_layers, put_fact, remove
 
 _UNPADDED = {"sdpa": NAME, PREFIX + "sdpa": PREFIX + NAME}
 """What takes the place of a model's attention."""
@@ -108,7 +106,7 @@ def apply_unpadding(
     only_in_graphs: bool = False,
 ) -> str | None:
     """Unpad a model's batches, under autocast to ``dtype``; returns why not, if it cannot."""
-    problem = _find_problem(model, plan)
+    problem = find_problem(model, plan)
     if problem is not None:
         return problem
     register()
@@ -205,31 +203,6 @@ def _extend_parts(
     return restore
 
 
-def prove_filling(
-    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, *, may_yield: bool = False
-) -> None:
-    """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths.
-
-    With ``may_yield``, padding is kept from now on if a graph can add it but not remove it, since
-    graphs save more.
-    """
-    removal = find_fact(model, Removal)
-
-    def is_same(call: Callable[..., Any]) -> bool:
-        with uncompiled(model.modules()):
-            return find_difference(model, plan, functools.partial(call, model), dtype) is None
-
-    fills = removal is not None and is_same(_call_filled)
-    if removal is not None and not fills and may_yield:
-        removal.is_on, removal.yields = False, True
-    # Of an encoder-decoder model, some batches keep their padding.
-    may_widen = is_encoder_decoder(model) or not batches.is_on(model)
-    widens = may_widen and _find_problem(model, plan) is None and is_same(_call_widened)
-    put_fact(model, batches.Filling(fills=fills, widens=widens))
-    if removal is not None and not widens:
-        removal.stop_yielding()
-
-
 def _extend_model(
     model: nn.Module,
     inner_modules: Mapping[str, nn.Module],
@@ -281,7 +254,7 @@ def _extend_model(
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
             is_promised = promise is not None
-            return _call_without_padding(
+            return call_without_padding(
                 self, run, rows, removal, is_promised=is_promised,
                 labelled=batches.count_labelled(self, kwargs),
             )  # fmt: skip
@@ -291,7 +264,7 @@ def _extend_model(
     extend(model, "unpad", build)
 
 
-def _call_without_padding(
+def call_without_padding(
     model: nn.Module, run: Any, rows: Rows | Sides, removal: Removal, *, is_promised: bool = False,
     labelled: int | None = None,
 ) -> Any:  # fmt: skip
@@ -356,7 +329,7 @@ def _call_packed(run: Any, rows: Rows, batch: dict[str, Any]) -> Any:
         return run(attention_mask=mask)
 
 
-def _find_problem(model: Any, plan: ModelPlan) -> str | None:
+def find_problem(model: Any, plan: ModelPlan) -> str | None:
     """Why a model cannot be unpadded, as far as its configuration shows."""
     config = getattr(model, "config", None)
     if config is None or not plan.blocks or not find_configs(model):
@@ -392,34 +365,7 @@ def _call_unpadded(
     if is_encoder_decoder(model):
         sides = read_sides(batch, rounds_up=rounds_up)
         assert sides is not None
-        return _call_without_padding(model, run, sides, trial)
+        return call_without_padding(model, run, sides, trial)
     mask = batch["attention_mask"]
     rows = Rows.read(mask.bool().cpu().numpy(), mask.device, rounds_up=rounds_up)
-    return _call_without_padding(model, run, rows, trial)
-
-
-def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
-    mask = batch["attention_mask"]
-    rows: Rows | Sides | None = Rows.read_filled(mask.bool().cpu().numpy())
-    if is_encoder_decoder(model):
-        rows = read_filled_sides(batch)
-    assert rows is not None
-    run = functools.partial(model.forward, **batch)
-    return _call_without_padding(model, run, rows.move_to(mask.device), Removal(is_trial=True))
-
-
-def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
-    if is_encoder_decoder(model):
-        columns, lead = choose_sides(model, batch), "labels"
-    else:
-        columns, lead = choose_columns(model, batch, batch["attention_mask"]), "attention_mask"
-    width = batch[lead].shape[1]
-    if not columns or columns[lead].width == width:
-        raise ModelError("its rows cannot be any longer")
-    outputs = call_plainly(model, widen(batch, columns))
-    # A model without a head is used for its hidden states.
-    name = "logits" if hasattr(outputs, "logits") else "last_hidden_state"
-    values = getattr(outputs, name)
-    if values.dim() == 3:
-        setattr(outputs, name, values[:, :width])
-    return outputs
+    return call_without_padding(model, run, rows, trial)

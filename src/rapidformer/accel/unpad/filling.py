@@ -1,0 +1,74 @@
+"""Whether a batch may get padding, so that a few CUDA graphs replay all lengths: tried once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.unpad.batches import Filling, is_on
+from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
+from rapidformer.accel.unpad.proof import call_plainly, find_difference
+from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_filled_sides
+from rapidformer.accel.unpad.unpadding import call_without_padding, find_problem
+from rapidformer.compat.torch_modules import uncompiled
+from rapidformer.errors import ModelError
+from rapidformer.models.plan import ModelPlan
+from rapidformer.overlay import find_fact, put_fact
+
+
+def prove_filling(
+    model: nn.Module, plan: ModelPlan, dtype: torch.dtype | None, *, may_yield: bool = False
+) -> None:
+    """Find out whether a batch may get padding, so that a few CUDA graphs replay all lengths.
+
+    With ``may_yield``, padding is kept from now on if a graph can add it but not remove it, since
+    graphs save more.
+    """
+    removal = find_fact(model, Removal)
+
+    def is_same(call: Callable[..., Any]) -> bool:
+        with uncompiled(model.modules()):
+            return find_difference(model, plan, functools.partial(call, model), dtype) is None
+
+    fills = removal is not None and is_same(_call_filled)
+    if removal is not None and not fills and may_yield:
+        removal.is_on, removal.yields = False, True
+    # Of an encoder-decoder model, some batches keep their padding.
+    may_widen = is_encoder_decoder(model) or not is_on(model)
+    widens = may_widen and find_problem(model, plan) is None and is_same(_call_widened)
+    put_fact(model, Filling(fills=fills, widens=widens))
+    if removal is not None and not widens:
+        removal.stop_yielding()
+
+
+def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
+    mask = batch["attention_mask"]
+    rows: Rows | Sides | None = Rows.read_filled(mask.bool().cpu().numpy())
+    if is_encoder_decoder(model):
+        rows = read_filled_sides(batch)
+    assert rows is not None
+    run = functools.partial(model.forward, **batch)
+    return call_without_padding(model, run, rows.move_to(mask.device), Removal(is_trial=True))
+
+
+def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
+    if is_encoder_decoder(model):
+        columns, lead = choose_sides(model, batch), "labels"
+    else:
+        columns, lead = choose_columns(model, batch, batch["attention_mask"]), "attention_mask"
+    width = batch[lead].shape[1]
+    if not columns or columns[lead].width == width:
+        raise ModelError("its rows cannot be any longer")
+    outputs = call_plainly(model, widen(batch, columns))
+    # A model without a head is used for its hidden states.
+    name = "logits" if hasattr(outputs, "logits") else "last_hidden_state"
+    values = getattr(outputs, name)
+    if values.dim() == 3:
+        setattr(outputs, name, values[:, :width])
+    return outputs
