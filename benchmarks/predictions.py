@@ -1,10 +1,10 @@
 """``rapidformer predict`` beside Hugging Face's pipeline and ``generate``, on one GPU in bf16.
 
-    python benchmarks/predictions.py [--rows 100000] [--prompts 512] [--peer-part 0.1]
+    python benchmarks/predictions.py [--rows 100000] [--prompts 512] [--peer-part 0.1] [--batch 64]
 
 Classification: BERT-base, texts of 5 to 60 words. Generation: 256 tokens each with a Llama of 1.2
-billion weights, prompts of 16 to 256 words. All in batches of 64, in the order of the rows for the
-peer, which gets a part of them; times include tokenizing, ours includes loading the model.
+billion weights, prompts of 16 to 256 words. All in batches of one size, for the peer in the order of
+the rows, of which it gets a part; times include tokenizing, ours includes loading the model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from workloads import build_word_tokenizer, list_workloads, make_bert_config
 
 from rapidformer import predict
 
-BATCH = 64
 WORDS = 20_000 if HAS_GPU else 500
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-OURS: dict[str, Any] = {"eval_micro_batch_size": BATCH, "progress": False}
+
+
+def get_settings(options: argparse.Namespace) -> dict[str, Any]:
+    precision = "bf16" if HAS_GPU else None
+    return {
+        "eval_micro_batch_size": options.batch, "progress": False, "mixed_precision": precision
+    }  # fmt: skip
 
 
 def make_texts(count: int, shortest: int, longest: int) -> list[str]:
@@ -50,14 +55,14 @@ def classify(folder: Path, options: argparse.Namespace) -> None:
         assert isinstance(config, BertConfig)
         where = save(BertForSequenceClassification(config), folder, classifies=True)
     texts = make_texts(options.rows, 5, 60)
-    part = texts[: max(int(len(texts) * options.peer_part), BATCH)]
+    part = texts[: max(int(len(texts) * options.peer_part), options.batch)]
     peer = pipeline("text-classification", model=where, device=DEVICE, dtype=DTYPE)
-    peer(part[:BATCH], batch_size=BATCH)
+    peer(part[: options.batch], batch_size=options.batch)
     wait()
     started = time.perf_counter()
-    theirs = peer(part, batch_size=BATCH)
+    theirs = peer(part, batch_size=options.batch)
     theirs_rate = len(part) / (time.perf_counter() - started)
-    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None}
+    settings = get_settings(options)
     started = time.perf_counter()
     mine = predict(texts, task="sequence_classification", load=where, **settings)
     seconds = time.perf_counter() - started
@@ -74,14 +79,14 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     where = save(model, folder, classifies=False)
     prompts = make_texts(options.prompts, 16, 256 if HAS_GPU else 32)
-    part = prompts[: max(int(len(prompts) * options.peer_part), BATCH)]
+    part = prompts[: max(int(len(prompts) * options.peer_part), options.batch)]
     tokenizer = build_word_tokenizer(WORDS, has_frame=False, length=512)
     tokenizer.padding_side = "left"
     model.eval()
     wait()
     started = time.perf_counter()
-    for first in range(0, len(part), BATCH):
-        batch = tokenizer(part[first : first + BATCH], padding=True, return_tensors="pt")
+    for first in range(0, len(part), options.batch):
+        batch = tokenizer(part[first : first + options.batch], padding=True, return_tensors="pt")
         batch.pop("token_type_ids", None)
         ids = model.generate(
             **batch.to(DEVICE), max_new_tokens=options.tokens, min_new_tokens=options.tokens,
@@ -91,7 +96,7 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     wait()
     theirs_rate = len(part) * options.tokens / (time.perf_counter() - started)
     del model
-    settings = {**OURS, "mixed_precision": "bf16" if HAS_GPU else None}
+    settings = get_settings(options)
     started = time.perf_counter()
     predict(
         prompts, task="causal_lm", load=where, max_new_tokens=options.tokens, do_sample=False,
@@ -112,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--peer-part", type=float, default=0.1)
     options = parser.parse_args()
     print("| | Hugging Face | rapidformer | ratio | |\n|---|---|---|---|---|", flush=True)

@@ -66,6 +66,27 @@ def test_the_same_logits_without_padding() -> None:
     assert all(get_compiled_call(block) is None for block in blocks)
 
 
+@torch.no_grad()
+def test_batches_with_little_padding_share_a_graph() -> None:
+    model = make_bert(0.1).eval()
+    batches = []
+    for width in (30, 31, 32):  # sorted by length: rows of a batch have nearly the same
+        mask = torch.ones(4, width, dtype=torch.long)
+        mask[0, -1] = 0
+        batches.append({"input_ids": torch.randint(5, 60, (4, width)), "attention_mask": mask})
+    expected = [model(**batch).logits for batch in batches]
+    assert apply_unpadding(model, find_plan(model), is_compiled=True) is None
+    capture = OneTensor()
+    graphs = build(model, capture)
+    with reading_no_padding():
+        model(**batches[0])  # the first pass is not recorded
+        found = [model(**batch).logits for batch in batches]
+    assert graphs.problem is None
+    assert capture.recorded == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_training_runs_as_it_is() -> None:
     model = make_bert(0.0)
     capture = OneTensor()

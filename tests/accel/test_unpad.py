@@ -432,6 +432,12 @@ def test_a_batch_whose_loss_would_change_stays_padded() -> None:
     assert find_rows(model, with_gap, rounds_up=True) is None, "a sliding window would have gaps"
     full = {name: value[:1] for name, value in batch.items()}
     assert find_rows(model, full) is None, "there is nothing to remove"
+    assert find_rows(model, full, rounds_up=True) is None
+    little = {name: value[:1].repeat(4, 6) for name, value in batch.items()}
+    little["attention_mask"][0, -1] = 0
+    little["labels"][0, -1] = -100
+    assert find_rows(model, little) is None, "removing it costs more than it saves"
+    assert find_rows(model, little, rounds_up=True) is not None, "one of a few sizes is replayed"
 
 
 def test_a_classifier_that_reads_padding_stays_padded() -> None:

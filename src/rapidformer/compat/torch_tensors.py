@@ -14,6 +14,7 @@ PRIVATE_NAMES = {
     "torch._foreach_mul_": "scaling all gradients in one kernel",
     "torch._foreach_copy_": "copying all gradients in one kernel",
     "torch._foreach_norm": "the norms of all gradients in one kernel",
+    "torch._utils._unflatten_dense_tensors": "the gradients in one piece of memory, by one call",
     "torch._assert_async": "refusing bad ids without waiting for the device",
     "torch.Tensor._backward_hooks": "users' hooks on parameters, which a CUDA graph would not run",
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
@@ -69,6 +70,11 @@ def compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The Euclidean norm of each tensor."""
     norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), 2.0)
     return list(norms)
+
+
+def cut_like(whole: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``whole`` that follow each other and have the templates' shapes."""
+    return list(torch._utils._unflatten_dense_tensors(whole, templates))
 
 
 def check_later(condition: Tensor, message: str) -> None:

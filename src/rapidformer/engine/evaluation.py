@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -33,6 +34,23 @@ GROUP_BATCHES = 16
 T = TypeVar("T")
 Step = Callable[[Any], Sequence[Any] | torch.Tensor]
 """From a batch to one result per row, in order."""
+
+
+class LateResults(Sequence[Any]):
+    """A batch's results, read off the device when somebody asks: until then, nothing waits."""
+
+    def __init__(self, read: Callable[[], list[Any]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _results(self) -> list[Any]:
+        return self._read()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._results[index]
+
+    def __len__(self) -> int:
+        return len(self._results)
 
 
 def predict_rows(
@@ -87,15 +105,17 @@ def predict_in_groups(
     done, end = 0, 0
     for count in groups:
         end += count
-        rounds = []
+        rounds: list[tuple[Sequence[Any], int]] = []  # results with the number of rows
         with model.evaluating():
             needed = -(-(end - done) // loader.samples_per_round)
             for micro_batch, result in islice(batches, needed):
-                rounds.append(_take_rows(result, micro_batch.info.rows))
+                rows = micro_batch.info.rows
+                held = result if isinstance(result, LateResults) else _take_rows(result, rows)
+                rounds.append((held, rows))
                 done += loader.samples_per_round
                 # The very last round may be padded to the same size on all ranks.
                 advance(loader.samples_per_round - max(done - loader.num_samples, 0))
-        results += gather_rounds(rounds, data.topology)
+        results += gather_rounds([_take_rows(*each) for each in rounds], data.topology)
         places = order[end - count : end]
         pairs = sorted(zip(places, results, strict=False), key=itemgetter(0))
         yield [result for _, result in pairs]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.compat.torch_modules import list_hooks
+from rapidformer.compat.torch_modules import list_hook_tables, list_hooks
 from rapidformer.models.weight_names import list_some
 
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -38,6 +38,18 @@ def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
         for name, module in modules.items()
         if any(is_from_user(hook) for hook in list_hooks(module))
     ]
+
+
+class Watching:
+    """Asks for the watched ones of the same modules again and again: most often, none has hooks."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._tables = [table for module in modules.values() for table in list_hook_tables(module)]
+
+    def find_watched(self) -> list[str]:
+        """The names of those that have a user's hook now."""
+        return find_watched(self._modules) if any(self._tables) else []
 
 
 def has_width_readers(model: nn.Module) -> bool:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = "dict[str, torch.Tensor]"
 Record = dict[str, Any]
+Records = Sequence[Record]
+"""Those of a batch, one per row, perhaps not yet read off the device."""
 Row = dict[str, Any] | str
 """A row to predict on; a plain string is the text of a row."""
 Answers = list[dict[str, Any]]
@@ -139,7 +141,7 @@ class Task(ABC):
         return replace(prepared, extras=extras)
 
     @abstractmethod
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
         """One small record per row of the batch, in order."""
 
     @abstractmethod

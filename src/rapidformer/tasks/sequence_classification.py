@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.base import (
+    Answers,
+    Batch,
+    PreparedData,
+    Record,
+    Records,
+    Row,
+    Task,
+    check_row_texts,
+)
 from rapidformer.tasks.labels.labels import (
     MULTI,
     REGRESSION,
@@ -77,7 +86,7 @@ class Classifier(Task):
     greater_is_better = True
     learns_classes = True
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
         from rapidformer.accel.unpad.promises import reading_no_padding
         from rapidformer.tasks.evaluation.scoring import score_classes
 
@@ -221,7 +230,10 @@ def _encode(
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         values = [check_row_texts(columns[name], name, split, indices[0]) for name in texts]
-        result = dict(parts.tokenizer(*values, truncation=True, max_length=parts.length))
+        # Masks of nothing but ones: batches get them when they are padded.
+        result = dict(parts.tokenizer(
+            *values, truncation=True, max_length=parts.length, return_attention_mask=False
+        ))  # fmt: skip
         if space is not None:
             result["labels"] = [space.encode(value) for value in columns[space.column]]
         return result

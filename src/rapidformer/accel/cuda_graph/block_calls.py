@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from rapidformer.accel.unpad.masks import Fused, RowMask
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 
 _PLAIN = (type(None), bool, int, float, str)
+_VALUE = "a tensor or a mask"
+"""Where one stands among the constants of a call."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,18 @@ class BlockCall:
     kwargs: dict[str, Any]
     values: list[Any]
     """The tensors and row masks among its arguments, in order."""
-    form: Hashable
-    """Everything that Python code can see of the arguments except the values of tensors."""
-    constants: Hashable
-    """The same without anything about tensors."""
-    is_rounded: bool
-    """Whether it has one of a few sizes."""
+    constants: tuple[Hashable, ...]
+    """Everything that Python code can see of its arguments except for tensors."""
+
+    @cached_property
+    def form(self) -> Hashable:
+        """The same with what can be seen of tensors, except their values."""
+        return (*self.constants, *map(_describe, self.values))
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it has one of a few sizes."""
+        return any(isinstance(value, RowMask) for value in self.values)
 
     @property
     def trained(self) -> list[Tensor]:
@@ -39,23 +48,29 @@ class BlockCall:
 
 def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall | None:
     """A call that can be replayed; None if something in it may hold more than its values."""
-    leaves = tree_leaves((args, kwargs))
-    form: list[Hashable] = []
-    for leaf in leaves:
-        if isinstance(leaf, RowMask) and leaf.fused is not None:
-            fused = leaf.fused
-            form.append((fused.sizes, fused.window, fused.largest_head, fused.are_short))
-        elif type(leaf) in (Tensor, nn.Parameter) and leaf.layout == torch.strided:
-            form.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, _PLAIN):
-            form.append(leaf)
+    values: list[Any] = []
+    constants: list[Hashable] = [len(args), *kwargs]
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, _PLAIN):
+            constants.append(leaf)
+        elif _is_plain_tensor(leaf) or (isinstance(leaf, RowMask) and leaf.fused is not None):
+            values.append(leaf)
+            constants.append(_VALUE)
         else:
             return None
-    values = [leaf for leaf in leaves if isinstance(leaf, (Tensor, RowMask))]
-    is_rounded = any(isinstance(value, RowMask) for value in values)
-    plain = (leaf for leaf in leaves if isinstance(leaf, _PLAIN))
-    constants = (len(args), *kwargs, *plain)
-    return BlockCall(args, kwargs, values, (*constants, *form), constants, is_rounded)
+    return BlockCall(args, kwargs, values, tuple(constants))
+
+
+def _is_plain_tensor(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.layout == torch.strided
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, RowMask):
+        assert value.fused is not None
+        fused = value.fused
+        return fused.sizes, fused.window, fused.largest_head, fused.are_short
+    return value.shape, value.stride(), value.dtype, value.requires_grad
 
 
 class StaticCall:

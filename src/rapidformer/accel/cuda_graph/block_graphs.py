@@ -40,6 +40,20 @@ MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
 
 
+_IS_TRAINED = operator.attrgetter("requires_grad")
+
+
+def _list_ways(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Every step of the ways from a model to some of its modules: from where, by which name."""
+    steps = {}
+    for name in names:
+        above = model
+        for part in name.split(".") if name else ():
+            steps[above, part] = below = getattr(above, part)
+            above = below
+    return [(above, part, below) for (above, part), below in steps.items()]
+
+
 def round_rows(model: nn.Module) -> None:
     """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
     removal = find_fact(model, Removal)
@@ -99,8 +113,9 @@ class BlockGraphs:
         self._code = ReplayedCode((), nn.ModuleList(blocks))
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
         self._gradients = GradientMemory(device)
-        self._model, found = model, {module: name for name, module in model.named_modules()}
-        self._names = [found[block] for block in blocks]
+        self._model, names = model, {module: name for name, module in model.named_modules()}
+        self._names = [names[block] for block in blocks]
+        self._ways = _list_ways(model, self._names)
         self._may_chain = self._find_whether_chained()
         self._recorded: dict[Hashable, _Together] = {}
         self._seen: set[int] = set()
@@ -259,9 +274,13 @@ class BlockGraphs:
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
             return _Together()  # those of transformers collect what was asked for
-        if any(map(operator.is_not, map(self._model.get_submodule, self._names), self.blocks)):
+        if any(getattr(above, name) is not below for above, name, below in self._ways):
             return _Together()  # something stands in a block's place
-        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        addresses, trained = (
+            map(Tensor.data_ptr, self._parameters),
+            map(_IS_TRAINED, self._parameters),
+        )
+        places = hash((*addresses, *trained))
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places

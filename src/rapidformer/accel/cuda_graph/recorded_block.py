@@ -19,7 +19,7 @@ from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
-from rapidformer.compat.torch_tensors import copy_all
+from rapidformer.compat.torch_tensors import copy_all, cut_like
 
 _ALIGNMENT = 128
 """In elements: where a gradient begins."""
@@ -32,35 +32,35 @@ class GradientMemory:
         self._device = device
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def reserve(self, parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, Tensor]:
-        """Memory for the gradients of these, by dtype."""
-        for dtype, size in _measure(parameters).items():
+    def reserve(self, layout: _Layout) -> dict[torch.dtype, Tensor]:
+        """Memory for the gradients of these parameters, by dtype."""
+        for dtype, size in layout.sizes.items():
             if dtype not in self._memory or len(self._memory[dtype]) < size:
                 self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return {dtype: self._memory[dtype][:size] for dtype, size in _measure(parameters).items()}
+        return {dtype: self._memory[dtype][:size] for dtype, size in layout.sizes.items()}
 
 
-def _round_up(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
+class _Layout:
+    """Where the gradients of some parameters lie, one after the other for each dtype."""
 
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._places: list[tuple[torch.dtype, int]] = []
+        """For each parameter, its number among the templates of its dtype."""
+        self._templates: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        """Parameters, and gaps that align the next one."""
+        for parameter in parameters:
+            templates, gap = self._templates[parameter.dtype], -parameter.numel() % _ALIGNMENT
+            self._places.append((parameter.dtype, len(templates)))
+            templates.append(torch.empty(parameter.shape, device="meta"))
+            if gap:
+                templates.append(torch.empty(gap, device="meta"))
+        self.sizes = {d: sum(t.numel() for t in some) for d, some in self._templates.items()}
+        """In elements."""
 
-def _measure(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, int]:
-    sizes: dict[torch.dtype, int] = defaultdict(int)
-    for parameter in parameters:
-        sizes[parameter.dtype] += _round_up(parameter.numel())
-    return sizes
-
-
-def _lay_out(parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
-    """The place of each parameter's gradient."""
-    places: dict[int, Tensor] = {}
-    for dtype, whole in memory.items():
-        own = [parameter for parameter in parameters if parameter.dtype == dtype]
-        counts = [parameter.numel() for parameter in own]
-        sizes = [size for count in counts for size in (count, _round_up(count) - count)]
-        for parameter, part in zip(own, whole.split(sizes)[::2], strict=True):
-            places[id(parameter)] = part.view(parameter.shape)
-    return [places[id(parameter)] for parameter in parameters]
+    def cut(self, memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
+        """The place of each parameter's gradient."""
+        parts = {d: cut_like(whole, self._templates[d]) for d, whole in memory.items()}
+        return [parts[dtype][number] for dtype, number in self._places]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ class RecordedBlock:
         self._chain, self._static, self._capture = chain, chain.static, capture
         self._device, self._rounding, self._before = before.device, rounding, before
         self.parameters = chain.parameters
-        self._memory = memory.reserve(chain.parameters)
+        if not all(parameter.numel() for parameter in chain.parameters):
+            raise NotRepeatableError("a block has an empty parameter")
+        self._layout = _Layout(chain.parameters)
+        self._memory = memory.reserve(self._layout)
         self._live: list[Tensor] = []
         """The output tensors with what autograd saved for them, until they are released."""
         self._form: Any = None
@@ -123,7 +126,7 @@ class RecordedBlock:
         found = self._differentiate()
         self._has_gradient = [gradient is not None for gradient in found]
         count = len(self._static.trained)
-        pairs = zip(_lay_out(self.parameters, self._memory), found[count:], strict=True)
+        pairs = zip(self._layout.cut(self._memory), found[count:], strict=True)
         held = [(place, gradient) for place, gradient in pairs if gradient is not None]
         copy_all([place for place, _ in held], [gradient for _, gradient in held])
         return [gradient for gradient in found[:count] if gradient is not None]
@@ -204,7 +207,7 @@ class RecordedBlock:
             next(of_inputs) if has_gradient else None for has_gradient in self._has_gradient[:count]
         ]
         fresh = {dtype: whole.clone() for dtype, whole in self._memory.items()}
-        copied = _lay_out(self.parameters, fresh)
+        copied = self._layout.cut(fresh)
         pairs = zip(copied, self._has_gradient[count:], strict=True)
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 

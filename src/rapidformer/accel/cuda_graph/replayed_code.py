@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.models.watched import describe_watched, find_watched
+
+_IS_TRAINING = operator.attrgetter("training")
 
 
 class ReplayedCode:
@@ -54,7 +57,7 @@ class ReplayedCode:
 
     def describe(self) -> tuple[Hashable, ...]:
         """What a forward pass depends on, apart from its batch and the weights."""
-        training = tuple(module.training for module in self.examination.modules)
+        training = tuple(map(_IS_TRAINING, self.examination.modules))
         dropouts = tuple(module.p for module in self._dropouts)
         return training, dropouts, self.examination.read_values()
 

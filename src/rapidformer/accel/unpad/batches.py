@@ -85,7 +85,9 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
     is_by_token = labels is not None and labels.shape == mask.shape
-    if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None):
+    # A graph of a rounded size serves many batches; one that stays padded has a size of its own.
+    least = 0.0 if rounds_up else _LEAST_PADDING
+    if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None, least):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks take a sliding window only, and rows with gaps have none.
@@ -153,9 +155,12 @@ def is_on(model: Any) -> bool:
     return removal is not None and removal.is_on
 
 
-def _is_removable(model: Any, is_real: Mask, labels: Tensor | None) -> bool:
+def _is_removable(
+    model: Any, is_real: Mask, labels: Tensor | None, least: float = _LEAST_PADDING
+) -> bool:
     """Whether there is enough padding, and removing it cannot change what is read."""
-    if np.count_nonzero(is_real) > (1 - _LEAST_PADDING) * is_real.size:
+    padding = is_real.size - np.count_nonzero(is_real)
+    if not padding or padding < least * is_real.size:
         return False
     is_causal = shifts_labels(model)
     # Every label must be predicted from a real token.

@@ -40,7 +40,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
-from rapidformer.models.watched import find_requested, find_watched, list_inner_modules
+from rapidformer.models.watched import Watching, find_requested, list_inner_modules
 from rapidformer.overlay import extend, get_own_class, list_layers, put_fact, remove
 
 _UNPADDED = {"sdpa": NAME, PREFIX + "sdpa": PREFIX + NAME}
@@ -215,7 +215,7 @@ def _extend_model(
     ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
     it would see without the switch. With ``packs``, packed examples are computed apart as well.
     """
-    is_two_sided = is_encoder_decoder(model)
+    is_two_sided, watching = is_encoder_decoder(model), Watching(inner_modules)
     find: Any = batches.find_sides if is_two_sided else batches.find_rows
 
     def build(cls: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _extend_model(
             is_staged = removal.help_of_others is Help.TOGETHER
             if is_staged and not torch.is_grad_enabled():
                 return run()  # nothing would repeat such a call
-            if find_watched(inner_modules):
+            if watching.find_watched():
                 removal.is_missed |= is_staged
                 return run()
             if not (removal.is_on or is_by_position):

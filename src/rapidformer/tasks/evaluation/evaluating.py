@@ -81,16 +81,21 @@ def _score(
     advance: Callable[[int], None],
 ) -> None:
     """Every rank adds the records of all rows, in order."""
-    held: list[list[Record]] = []
+    held: list[tuple[Sequence[Record], int]] = []
+
+    def add_held() -> None:
+        records = [list(records[:rows]) for records, rows in held]
+        add(gather_rounds(records, engine.runtime.topology))
+        held.clear()
+
     limit = max(1, _HELD_EXAMPLES // loader.samples_per_round)
     step = partial(task.evaluate_step, model, prepared=prepared)
     for micro_batch, records in run_batches(loader, step):
-        held.append(records[: micro_batch.info.rows])
+        held.append((records, micro_batch.info.rows))
         advance(loader.samples_per_round)
         if len(held) == limit:
-            add(gather_rounds(held, engine.runtime.topology))
-            held = []
-    add(gather_rounds(held, engine.runtime.topology))
+            add_held()
+    add_held()
 
 
 def evaluate_task(

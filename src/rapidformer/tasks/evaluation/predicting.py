@@ -22,6 +22,7 @@ from rapidformer.models.location import get_model_location, is_checkpoint_model,
 from rapidformer.tasks.base import Answers, PreparedData, Row, Task
 from rapidformer.tasks.evaluation.generating import cut_at_stops
 from rapidformer.tasks.registry import get_task
+from rapidformer.training.garbage import GarbageCollection
 
 _ROWS_AT_ONCE = 64
 """Rows per batch and rank, unless the settings say how many."""
@@ -36,15 +37,25 @@ def iterate_predictions(
     engine: RapidformerEngine, rows: Sequence[Row], *, start: int = 0
 ) -> Iterator[Answers]:
     """As ``predict_task``, group by group; rows before ``start``, a group's first, are left out."""
+    size = get_batch_size(engine)
+    garbage = GarbageCollection(len(rows) // size)
+    with garbage:
+        yield from _iterate(engine, rows, start, size, garbage)
+
+
+def _iterate(
+    engine: RapidformerEngine, rows: Sequence[Row], start: int, size: int,
+    garbage: GarbageCollection,
+) -> Iterator[Answers]:  # fmt: skip
     args = engine.args
     task = get_task(args.task or "")
-    prepared = task.prepare_for_prediction(args, rows)
+    with garbage.held_back():
+        prepared = task.prepare_for_prediction(args, rows)
     if args.stream and engine.is_main:
         prepared = _with_streamer(prepared, rows, args)
     model = compose_task_model(engine, task, prepared)
     features = prepared.test
     assert features is not None
-    size = get_batch_size(engine)
     ends = list(accumulate(cut_into_groups(len(rows) - start, size), initial=start))
     counts = task.count_features(prepared) or [1] * len(rows)
     wanted = args.progress if engine.is_main and not args.stream else False

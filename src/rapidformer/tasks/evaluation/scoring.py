@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from rapidformer.engine.evaluation import LateResults
 from rapidformer.tasks.base import IGNORED_LABEL
 
 
 def score_classes(
     logits: torch.Tensor, labels: torch.Tensor | None, problem_type: str
-) -> list[dict[str, Any]]:
+) -> Sequence[dict[str, Any]]:
     """One record per row: the logits and, if there are labels, the label and its loss."""
     logits = logits.float()
+    losses = None if labels is None else _class_losses(logits, labels, problem_type)
+    return LateResults(partial(_record_classes, logits, labels, losses))
+
+
+def _record_classes(
+    logits: torch.Tensor, labels: torch.Tensor | None, losses: torch.Tensor | None
+) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = [{"logits": row} for row in logits.cpu().numpy()]
-    if labels is None:
+    if labels is None or losses is None:
         return records
-    losses = _class_losses(logits, labels, problem_type).cpu().tolist()
-    for record, loss, label in zip(records, losses, labels.cpu().numpy(), strict=True):
+    numbers = losses.cpu().tolist()
+    for record, loss, label in zip(records, numbers, labels.cpu().numpy(), strict=True):
         record |= {"loss": loss, "count": 1, "label": label.tolist()}
     return records
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Batch, PreparedData, Record, Row
+from rapidformer.tasks.base import Batch, PreparedData, Records, Row
 from rapidformer.tasks.labels.labels import SINGLE, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
@@ -92,7 +92,7 @@ class AudioClassification(FileClassifier):
             freeze_feature_encoder(model, args)
         return model
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
         from rapidformer.tasks.speech.spec_augment import drop_seeds
 
         return super().evaluate_step(model, drop_seeds(batch), prepared)
