@@ -3,8 +3,8 @@
     python benchmarks/predictions.py [--rows 100000] [--prompts 512] [--peer-part 0.1] [--batch 64]
 
 Classification: BERT-base, texts of 5 to 60 words. Generation: 256 tokens each with a Llama of 1.2
-billion weights, prompts of 16 to 256 words. All in batches of one size, for the peer in the order of
-the rows, of which it gets a part; times include tokenizing, ours includes loading the model.
+billion weights, prompts of 16 to 256 words. All in batches of one size. The peer gets a part of the
+rows, in their order; times include tokenizing, ours includes loading the model.
 """
 
 from __future__ import annotations
