@@ -1,4 +1,4 @@
-"""Blocks that are replayed one by one on a GPU: the same bits as without graphs.
+"""Models and blocks that are replayed by themselves on a GPU: the same bits as without graphs.
 
 With deterministic kernels: otherwise two runs without a graph already differ in the last bits.
 """
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.accel.cuda_graph import block_graphs
+from rapidformer.accel.cuda_graph import block_graphs, model_graphs
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from tests.gpu.test_cuda_graph import Run, deterministic
 from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
 
@@ -57,16 +59,34 @@ def test_fixed_shapes(more: dict[str, Any]) -> None:
     assert count(on) == 1
 
 
-def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+class Twice(Counting):
+    """Calls its model twice, so that blocks are replayed."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        loss = (model(**batch).loss + model(**batch).loss) / 2
+        self.losses.append(loss.item())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces"), [(Counting, ModelGraphs), (Twice, BlockGraphs)], ids=["model", "blocks"]
+)
+@pytest.mark.parametrize("more", [{}, {"global_batch_size": 8}, {"mixed_precision": None}])
+def test_rows_of_different_lengths(
+    kind: type[Counting], pieces: type, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With dropout, against the same steps without a graph; and against the padded model."""
-    on = Counting(make_bert(0.1), make_rows(96))
+    on = kind(make_bert(0.1), make_rows(96), **more)
     lines = on.run_and_list()
+    assert on.engine.updates.graphs is not None
+    assert isinstance(on.engine.updates.graphs.in_pieces, pieces)
     assert 1 < count(on) <= block_graphs.MOST_SIZES
     with monkeypatch.context() as patch:
         patch.setattr(block_graphs, "MOST_SIZES", 0)
-        never = Counting(make_bert(0.1), make_rows(96))
+        patch.setattr(model_graphs, "MOST_SIZES", 0)
+        never = kind(make_bert(0.1), make_rows(96), **more)
         assert never.run_and_list() == lines
         assert count(never) == 0
-    off = Counting(make_bert(0.0), make_rows(32), cuda_graph="off").run_and_list()
-    mine = [line["loss"] for line in Counting(make_bert(0.0), make_rows(32)).run_and_list()]
+    off = kind(make_bert(0.0), make_rows(32), cuda_graph="off", **more).run_and_list()
+    mine = [line["loss"] for line in kind(make_bert(0.0), make_rows(32), **more).run_and_list()]
     assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)

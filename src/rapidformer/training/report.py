@@ -244,7 +244,7 @@ class GraphReport(Callback):
         if graphs.problem is not None and in_pieces is not None and in_pieces.problem is None:
             if in_pieces.count and not self._is_in_pieces:
                 loop.say(
-                    f"graphs    the {in_pieces.num_blocks} blocks are replayed as CUDA graphs from "
+                    f"graphs    {in_pieces.description} are replayed as CUDA graphs from "
                     f"step {loop.step + 1} on, but not the whole step: {graphs.problem}"
                 )
                 self._is_in_pieces = True

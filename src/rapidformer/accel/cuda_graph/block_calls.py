@@ -91,6 +91,18 @@ class StaticCall:
             each for each in self._values if isinstance(each, Tensor) and each.requires_grad
         ]
 
+    @contextmanager
+    def shifted(self) -> Iterator[None]:
+        """Inside, each token has the values of the one before it: a replay must see that."""
+        values = [(tensor, tensor.detach().clone()) for tensor in self.trained]
+        for tensor, value in values:
+            write(tensor, value.roll(1, -2) if value.dim() > 1 else value)
+        try:
+            yield
+        finally:
+            for tensor, value in values:
+                write(tensor, value)
+
     def fill(self, call: BlockCall) -> None:
         """Copy in the arguments of another call of the same form."""
         for static, value in zip(self._values, call.values, strict=True):

@@ -159,8 +159,9 @@ class BlockGraphs:
         return sum(bool(each.chains) for each in self._recorded.values())
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
+    def description(self) -> str:
+        """What is replayed."""
+        return f"the {len(self.blocks)} blocks"
 
     def close(self) -> None:
         """Let blocks run as they did before."""

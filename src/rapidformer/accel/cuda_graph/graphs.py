@@ -22,6 +22,7 @@ from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.finishing import Finishing
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import (
     GraphedUpdate,
     Outcome,
@@ -110,14 +111,24 @@ class GraphedPasses:
         """Why no step is replayed any more; None while it may be."""
         self._has_ended = False
         """Whether every rank knows that none is."""
-        self.in_pieces: BlockGraphs | None = None
-        """What replays blocks instead of whole steps."""
+        self._in_pieces: ModelGraphs | BlockGraphs | None = None
 
     @property
     def count(self) -> int:
         """Graphs in use: recorded, and found to give the right results."""
         is_proven = any(graph.is_proven for graph in self._graphs.values())
         return len(self._graphs) if is_proven else 0
+
+    @property
+    def in_pieces(self) -> ModelGraphs | BlockGraphs | None:
+        """What replays the model's passes instead of whole steps, or else its blocks."""
+        pieces = self._in_pieces
+        if isinstance(pieces, ModelGraphs) and pieces.problem is not None:
+            self._in_pieces = BlockGraphs(
+                self._model, self._blocks, self._device, self._capture,
+                is_16_bit=self._is_16_bit, compiles=self._compiles,
+            )  # fmt: skip
+        return self._in_pieces
 
     @property
     def updates(self) -> bool:
@@ -199,8 +210,8 @@ class GraphedPasses:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._drop()
-        if self.in_pieces is not None:
-            self.in_pieces.close()
+        if self._in_pieces is not None:
+            self._in_pieces.close()
         self._capture.close()
 
     def _drop(self) -> None:
@@ -354,8 +365,8 @@ class GraphedPasses:
         if self._is_asked:
             raise ConfigurationError(f"--cuda-graph on: {problem}. Leave the flag out.")
         if in_pieces and self._blocks:
-            self.in_pieces = BlockGraphs(
-                self._model, self._blocks, self._device, self._capture,
+            self._in_pieces = ModelGraphs(
+                self._model, self._parameters, self._device, self._capture,
                 is_16_bit=self._is_16_bit, compiles=self._compiles,
             )  # fmt: skip
 

@@ -9,7 +9,8 @@ that the largest batch of the update needs, on any rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,10 +266,12 @@ class StaticInputs:
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
         self._batch = map_tensors(inputs.batch, lambda name, tensor: tensors[name])
-        self.values = [t for name, t in tensors.items() if name != "attention_mask" and t.dim()][:1]
+        self._values = [
+            t for name, t in tensors.items() if name != "attention_mask" and t.dim()
+        ][:1]  # fmt: skip
         """A tensor that any values of its own kind may stand in: the tokens, as a rule."""
         if "input_ids" in tensors:
-            self.values = [tensors["input_ids"]]
+            self._values = [tensors["input_ids"]]
         rows = inputs.rows
         self._rows = None
         if rows is not None:
@@ -280,6 +283,19 @@ class StaticInputs:
     def batch(self) -> Any:
         """A copy of the containers, since a forward step may add and remove entries."""
         return map_tensors(self._batch, lambda name, tensor: tensor)
+
+    @contextmanager
+    def shifted(self) -> Iterator[None]:
+        """Inside, it is another batch: each row has the tokens of the one before it."""
+        values = [(tensor, tensor.clone()) for tensor in self._values]
+        # By ``data``: autograd may have saved them, and a graph's saved tensors change with them.
+        for tensor, value in values:
+            tensor.data.copy_(value.roll(1, 0) if len(value) > 1 else value.flip(-1))
+        try:
+            yield
+        finally:
+            for tensor, value in values:
+                tensor.data.copy_(value)
 
     def fill(self, inputs: Inputs) -> None:
         """Copy in a batch with the same key."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,15 +145,11 @@ class Passes:
 
     @contextmanager
     def shifted(self) -> Iterator[None]:
-        """Inside, the inputs are another batch: each row has the tokens of the one before it."""
-        values = [(tensor, tensor.clone()) for static in self._inputs for tensor in static.values]
-        for tensor, value in values:
-            tensor.copy_(value.roll(1, 0) if len(value) > 1 else value.flip(-1))
-        try:
+        """Inside, the inputs are another batch."""
+        with ExitStack() as stack:
+            for static in self._inputs:
+                stack.enter_context(static.shifted())
             yield
-        finally:
-            for tensor, value in values:
-                tensor.copy_(value)
 
     def fill(self, inputs: Sequence[Inputs], weights: Sequence[float]) -> None:
         """Copy in another update with the same keys."""

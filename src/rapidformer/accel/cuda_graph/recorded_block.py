@@ -1,20 +1,19 @@
-"""The graphs of a chain of blocks: recorded, compared with the blocks, and replayed."""
+"""The graphs of a chain of blocks or a model: recorded, compared with it, and replayed."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, without_cast_cache, write
-from rapidformer.accel.cuda_graph.chains import Chain
+from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
@@ -63,6 +62,46 @@ class _Layout:
         return [parts[dtype][number] for dtype, number in self._places]
 
 
+class Call(Protocol):
+    """A call with arguments of its own."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """Those of its arguments that need a gradient."""
+
+
+class Static(Protocol):
+    """Arguments whose tensors keep their addresses."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """Those that need a gradient."""
+
+    def shifted(self) -> AbstractContextManager[None]:
+        """Inside, they have other values: a replay must see that."""
+
+    def fill(self, call: Any) -> None:
+        """Copy in the arguments of another call of the same form."""
+
+
+class Recordable(Protocol):
+    """Something to record: a chain of blocks, or a model."""
+
+    @property
+    def static(self) -> Static: ...
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    def run(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Stands for an output tensor."""
@@ -75,7 +114,7 @@ class RecordedBlock:
 
     def __init__(
         self,
-        chain: Chain,
+        chain: Recordable,
         capture: CudaCapture,
         memory: GradientMemory,
         before: Snapshot,
@@ -102,13 +141,13 @@ class RecordedBlock:
         self._has_gradient: list[bool] = []
         self._replay_backward: Callable[[], None]
         with without_cast_cache():
-            with self._shifted():
+            with self._static.shifted():
                 rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
             before.host_numbers.count_unused(0)
             before.restore()
             self.outputs, self._replay_forward = capture.record(self._run_forward)
             before.restore()
-            with self._shifted():
+            with self._static.shifted():
                 self._replay_forward()
                 self._check(self.outputs, rehearsed[0], "outputs")
         before.restore()
@@ -145,23 +184,11 @@ class RecordedBlock:
             raise NotRepeatableError("a block has no gradients")
         return outputs, self._differentiate()
 
-    @contextmanager
-    def _shifted(self) -> Iterator[None]:
-        """Inside, each token has the values of the one before it: a replay must see that."""
-        values = [(tensor, tensor.detach().clone()) for tensor in self._static.trained]
-        for tensor, value in values:
-            write(tensor, value.roll(1, -2) if value.dim() > 1 else value)
-        try:
-            yield
-        finally:
-            for tensor, value in values:
-                write(tensor, value)
-
     def record_backward(self) -> None:
         """Record the backward pass."""
         with without_cast_cache():
             self._of_inputs, self._replay_backward = self._capture.record(self._run_backward)
-            with self._shifted():
+            with self._static.shifted():
                 self._before.restore()
                 self._replay_forward()
                 self._replay_backward()
@@ -185,7 +212,7 @@ class RecordedBlock:
         """Let other recordings use the memory of what autograd saved."""
         self._live = []
 
-    def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+    def replay(self, call: Call, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call, which begins with these random numbers."""
         self._static.fill(call)
         again = functools.partial(self._run_again, call, numbers)
@@ -212,7 +239,7 @@ class RecordedBlock:
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
     def _run_again(
-        self, call: BlockCall, numbers: Tensor, gradients: Sequence[Tensor]
+        self, call: Call, numbers: Tensor, gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
         creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
@@ -220,6 +247,8 @@ class RecordedBlock:
 
         def alias(tensor: Tensor) -> Tensor:
             # Hooks on the tensor itself run when the caller computes its gradient, not here.
+            if not tensor.requires_grad:
+                return tensor
             return aliases.setdefault(id(tensor), tensor.view_as(tensor))
 
         set_numbers(numbers, self._device)
