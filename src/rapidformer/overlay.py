@@ -48,6 +48,7 @@ ORDER = {
     "stages": "runs only the blocks of this rank's stage",
     "saving": "saves sharded weights whole",
     "recording": "records a block's inputs while the model is examined",
+    "replay": "runs as CUDA graphs, inside a step or a prediction",
     "retired": "refuses to be used, since the model has another parameter instead",
     "update": "steps when an update is due (optimizers and schedulers)",
 }

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs
+from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs, ForwardModel
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.accel.unpad.unpadding import apply_unpadding
+from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_compiled_call
 from rapidformer.models.plan import find_plan
+from rapidformer.overlay import list_layers
 from tests.training.test_block_graphs import Again
 from tests.training.test_cuda_graph import make_bert
 
@@ -22,6 +25,20 @@ class OneTensor(Again):
     def record(self, function: Any) -> Any:
         (first,), replay = super().record(lambda: [function()])
         return first, replay
+
+
+class AnyOutput(Again):
+    """Its functions return anything that holds tensors."""
+
+    def record(self, function: Any) -> Any:
+        kept: list[Any] = []
+
+        def run() -> list[torch.Tensor]:
+            kept.append(function())
+            return [leaf for leaf in tree_leaves(kept[-1]) if isinstance(leaf, torch.Tensor)]
+
+        _, replay = super().record(run)
+        return kept[0], replay
 
 
 def build(model: Any, capture: Any) -> ForwardGraphs:
@@ -85,6 +102,41 @@ def test_batches_with_little_padding_share_a_graph() -> None:
     assert capture.recorded == 1
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [[20, 9, 7, 3], [20, 20, 20, 20]])
+def test_a_model_is_replayed_whole(counts: list[int]) -> None:
+    model = make_bert(0.1).eval()
+    plan = find_plan(model)
+    blocks = plan.get_blocks(model)
+    mask = (torch.arange(20) < torch.tensor(counts)[:, None]).long()
+    batches = [
+        {"input_ids": torch.randint(5, 60, (4, 20)), "attention_mask": mask} for _ in range(4)
+    ]
+    expected = [model(**batch).logits for batch in batches]
+    assert apply_unpadding(model, plan) is None
+    prove_filling(model, plan, None)
+    capture = AnyOutput()
+    graphs = ForwardModel(model, blocks, torch.device("cpu"), capture, is_16_bit=False)
+    with reading_no_padding():
+        found = [model(**batch).logits for batch in batches]
+        assert graphs.problem is None
+        assert graphs.count == capture.recorded == 1
+        assert capture.replayed == 1 + len(batches) - 1, "compared once, and not used at first"
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        model.train()
+        model(**batches[0])
+        assert capture.replayed == len(batches)
+        model.eval()
+        # What it returns then is not for rows: its blocks are replayed from now on.
+        model(**batches[0], output_hidden_states=True)
+        assert graphs.of_blocks is not None
+        assert graphs.of_blocks.problem is None
+    assert "replay" not in list_layers(model)
+    graphs.close()
+    assert all(get_compiled_call(block) is None for block in blocks)
 
 
 def test_training_runs_as_it_is() -> None:

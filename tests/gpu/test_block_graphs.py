@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.accel.cuda_graph import block_graphs, model_graphs
+from rapidformer.accel.cuda_graph import block_graphs, forward_graphs
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.forward_graphs import ForwardModel
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
+from rapidformer.accel.unpad.promises import reading_no_padding
+from rapidformer.data.batch import move_to_device
+from rapidformer.engine import RapidformerEngine
+from rapidformer.overlay import list_layers
 from tests.gpu.test_cuda_graph import Run, deterministic
 from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
 
@@ -71,7 +76,7 @@ class Twice(Counting):
 @pytest.mark.parametrize(
     ("kind", "pieces"), [(Counting, ModelGraphs), (Twice, BlockGraphs)], ids=["model", "blocks"]
 )
-@pytest.mark.parametrize("more", [{}, {"global_batch_size": 8}, {"mixed_precision": None}])
+@pytest.mark.parametrize("more", [{}, {"global_batch_size": 8}], ids=["plain", "accumulated"])
 def test_rows_of_different_lengths(
     kind: type[Counting], pieces: type, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,10 +88,49 @@ def test_rows_of_different_lengths(
     assert 1 < count(on) <= block_graphs.MOST_SIZES
     with monkeypatch.context() as patch:
         patch.setattr(block_graphs, "MOST_SIZES", 0)
-        patch.setattr(model_graphs, "MOST_SIZES", 0)
+        patch.setattr(ModelGraphs, "most_sizes", 0)
         never = kind(make_bert(0.1), make_rows(96), **more)
         assert never.run_and_list() == lines
         assert count(never) == 0
     off = kind(make_bert(0.0), make_rows(32), cuda_graph="off", **more).run_and_list()
     mine = [line["loss"] for line in kind(make_bert(0.0), make_rows(32), **more).run_and_list()]
     assert mine == pytest.approx([line["loss"] for line in off], rel=2e-2)
+
+
+@torch.no_grad()
+def test_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A classifier is replayed whole in prediction, with the logits of the plain model."""
+    built: list[ForwardModel] = []
+
+    class Noted(ForwardModel):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            built.append(self)
+
+    monkeypatch.setattr(forward_graphs, "ForwardModel", Noted)
+    model, rows = make_bert(0.1).cuda().eval(), make_rows(64, longest=90)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    order = lengths.argsort()
+    batches = []
+    for some in order.view(-1, 8):
+        width = int(lengths[some].max())
+        ids = torch.zeros(8, width, dtype=torch.long)
+        mask = (torch.arange(width) < lengths[some][:, None]).long()
+        for number, row in enumerate(some.tolist()):
+            ids[number, : lengths[row]] = torch.tensor(rows[row]["input_ids"])
+        batches.append(
+            move_to_device({"input_ids": ids, "attention_mask": mask}, torch.device("cuda"))
+        )
+    with torch.autocast("cuda", torch.bfloat16):
+        expected = [model(**batch).logits for batch in batches]
+        engine = RapidformerEngine(args={"mixed_precision": "bf16", "save": "none"})
+        composed = engine.model.compose_for_evaluation(model)
+        with reading_no_padding(), engine.model.evaluating():
+            found = [composed(**batch).logits for _ in range(2) for batch in batches]
+    assert len(built) == 1
+    assert built[0].problem is None
+    assert 1 <= built[0].count < len(batches)
+    for mine, theirs in zip(found, expected * 2, strict=True):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+    engine.close()
+    assert "replay" not in list_layers(composed)

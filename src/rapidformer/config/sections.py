@@ -193,9 +193,9 @@ class AccelerationArguments:
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """replay a step (forward, backward, clipping, AdamW) as one CUDA graph, which saves launching
     each kernel; with data parallelism as two, before and after the exchange of gradients. If your
-    own Python prevents that, the model's blocks are replayed, and so they are in prediction: auto =
-    if launches matter and a replay gives the same result. Padded batches are rounded to a few
-    sizes, so dropout draws other masks for them than with off"""
+    own Python prevents that, the model or its blocks are replayed, and so they are in prediction:
+    auto = if launches matter and a replay gives the same result. Padded batches are rounded to a
+    few sizes, so dropout draws other masks for them than with off"""
     onnx_runtime_training: bool = False
     """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "inductor"

@@ -282,6 +282,8 @@ class Updates:
                     beat("update")
                     passes.finish()
             results.append(replace(result, loss=result.loss.detach()))
+            # It holds nodes of autograd that belong to this stream, and the next pass may record.
+            del result, started
             if after_micro_batch is not None and not is_last:
                 after_micro_batch()
         return results

@@ -43,6 +43,11 @@ MOST_SIZES = 24
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
+def hash_places(parameters: Sequence[nn.Parameter]) -> int:
+    """Where weights are in memory, and whether they are trained: a graph is valid for that."""
+    return hash((*map(Tensor.data_ptr, parameters), *map(_IS_TRAINED, parameters)))
+
+
 def _list_ways(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str, nn.Module]]:
     """Every step of the ways from a model to some of its modules: from where, by which name."""
     steps = {}
@@ -83,9 +88,9 @@ class _Together:
 
 
 class Recorded(Protocol):
-    """The graphs of a chain of blocks."""
+    """The graphs of a chain of blocks, or of a model."""
 
-    def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call, which begins with these random numbers.
 
         ``is_current`` says whether its forward pass is still the last one.
@@ -277,11 +282,7 @@ class BlockGraphs:
             return _Together()  # those of transformers collect what was asked for
         if any(getattr(above, name) is not below for above, name, below in self._ways):
             return _Together()  # something stands in a block's place
-        addresses, trained = (
-            map(Tensor.data_ptr, self._parameters),
-            map(_IS_TRAINED, self._parameters),
-        )
-        places = hash((*addresses, *trained))
+        places = hash_places(self._parameters)
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places

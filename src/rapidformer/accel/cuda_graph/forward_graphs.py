@@ -1,4 +1,4 @@
-"""Replay a model's blocks in evaluation and prediction, where nothing learns.
+"""Replay a model, or else its blocks, in evaluation and prediction, where nothing learns.
 
 Rows are short and sorted by length, so that launching kernels takes longer than running them. The
 number of tokens is rounded up, and a few graphs serve all batches.
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, without_cast_cache
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, Recorded
 from rapidformer.accel.cuda_graph.chains import Chain
-from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, Passes
 from rapidformer.accel.cuda_graph.passes import Snapshot
+from rapidformer.accel.cuda_graph.recorded_block import Recordable
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
@@ -36,13 +38,67 @@ def apply(assembly: Assembly) -> str | None:
         return None
     prove_filling(model, plan, assembly.precision.dtype)
     is_16_bit = assembly.precision.dtype is not None
-    graphs = ForwardGraphs(
-        model, blocks, device, CudaCapture(device), is_16_bit=is_16_bit, compiles=False
-    )
-    if graphs.problem is not None:
-        return None
+    graphs = ForwardModel(model, blocks, device, CudaCapture(device), is_16_bit=is_16_bit)
     assembly.applied.on_close(graphs.close)
-    return "blocks are replayed as CUDA graphs"
+    if graphs.of_blocks is not None and graphs.of_blocks.problem is not None:
+        return None
+    return "the model or its blocks are replayed as CUDA graphs"
+
+
+class ForwardModel(ModelGraphs):
+    """The graphs of a model's forward pass, in evaluation, or else those of its blocks."""
+
+    most_weights, most_sizes = math.inf, 32
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        capture: CudaCapture,
+        *,
+        is_16_bit: bool,
+    ) -> None:
+        super().__init__(model, (), device, capture, is_16_bit=is_16_bit, compiles=False)
+        self._blocks, self._is_16_bit = blocks, is_16_bit
+        self.of_blocks: ForwardGraphs | None = None
+        """What replays the blocks, if the model is not."""
+        if self.problem is not None:
+            self._replay_blocks()
+
+    def is_replayed(self) -> bool:
+        """Whether the model may be replayed if it is called now."""
+        if torch.is_grad_enabled() or self.model.training or self.problem is not None:
+            return False
+        self.begin()
+        return True
+
+    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
+        """More padding changes nothing, or it would not be added."""
+        return True
+
+    def record(self, passes: Passes, before: Snapshot) -> Recorded:
+        """Record the forward pass."""
+        with without_cast_cache():
+            return _Forward(passes, self.capture, before, MARGIN * self.rounding)
+
+    def give_up(self, problem: str) -> None:
+        """Replay blocks from now on."""
+        super().give_up(problem)
+        self._replay_blocks()
+
+    def _replay_blocks(self) -> None:
+        self.of_blocks = ForwardGraphs(
+            self.model, self._blocks, self.device, self.capture,
+            is_16_bit=self._is_16_bit, compiles=False,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let the model run as it did before."""
+        super().close()
+        if self.of_blocks is not None:
+            self.of_blocks.close()
+        self.capture.close()
 
 
 class ForwardGraphs(BlockGraphs):
@@ -74,19 +130,22 @@ class ForwardGraphs(BlockGraphs):
         """Let blocks run as they did before."""
         self.problem = self.problem or "the engine is closed"
         super().close()
-        self.capture.close()
 
 
 class _Forward:
-    """The forward pass of a chain of blocks as a graph."""
+    """The forward pass of a chain of blocks, or of a model, as a graph."""
 
-    def __init__(self, chain: Chain, capture: CudaCapture, before: Snapshot, limit: float) -> None:
+    def __init__(
+        self, chain: Recordable, capture: CudaCapture, before: Snapshot, limit: float
+    ) -> None:
         self._static = chain.static
         run = functools.partial(chain.run, *self._static.args, **self._static.kwargs)
-        expected = capture.warm_up(run, forbids_reads=True)
+        with self._static.shifted():
+            expected = capture.warm_up(run, forbids_reads=True)
         before.host_numbers.count_unused(0)
         self._output, self._replay = capture.record(run)
-        self._replay()
+        with self._static.shifted():
+            self._replay()
         mine, theirs = ([x for x in tree_leaves(o) if isinstance(x, Tensor)] for o in
                         (self._output, expected))  # fmt: skip
         difference = max(measure_differences(mine, theirs), default=0.0)
@@ -96,7 +155,7 @@ class _Forward:
                 "relative)"
             )
 
-    def replay(self, call: BlockCall, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call."""
         self._static.fill(call)
         self._replay()

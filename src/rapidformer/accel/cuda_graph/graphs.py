@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
 from rapidformer.accel.cuda_graph.finishing import Finishing
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -176,7 +176,7 @@ class GraphedPasses:
         known = [item for item in inputs if item is not None]
         if len(known) < len(inputs):
             return None  # it must run as it is
-        places = hash(tuple((p.data_ptr(), p.requires_grad) for p in self._parameters))
+        places = hash_places(self._parameters)
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._drop()
             self._places = places

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
+from rapidformer.accel.cuda_graph.block_graphs import Recorded, hash_places
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
@@ -37,11 +38,10 @@ from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.data.batch import NO_BATCH
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.optim.gradients import take_gradients
+from rapidformer.overlay import extend, list_layers, remove
 
-MOST_SIZES = 16
-"""For how many sizes of a micro-batch a model is recorded."""
-MOST_WEIGHTS = 2**31
-"""In bytes: gradients lie in memory twice."""
+_MOST_UNROUNDED = 4
+"""How many sizes may have been seen when one comes that is new, and not one of a few."""
 
 
 class _Call:
@@ -51,12 +51,12 @@ class _Call:
     trained: Sequence[Tensor] = ()
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        self.inputs, self._device = inputs, device
+        self.inputs, self.device = inputs, device
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The batch in memory of its own, with the sizes that a graph has."""
-        batch: dict[str, Any] = StaticInputs(self.inputs, self._device).batch
+        batch: dict[str, Any] = StaticInputs(self.inputs, self.device).batch
         return batch
 
 
@@ -81,7 +81,7 @@ class _Static:
         self._inputs.fill(call.inputs)
 
 
-class _Passes:
+class Passes:
     """A model on inputs of one size, in the precision that it is called in."""
 
     def __init__(
@@ -102,6 +102,11 @@ class _Passes:
 class ModelGraphs:
     """The graphs of a model's passes, in training."""
 
+    most_weights: float = 2**31
+    """In bytes: gradients lie in memory twice."""
+    most_sizes = 16
+    """For how many sizes of a micro-batch a model is recorded."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -112,37 +117,37 @@ class ModelGraphs:
         is_16_bit: bool,
         compiles: bool,
     ) -> None:
-        self._model, self._device, self.capture = model, device, capture
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._compiles, self._rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
+        self.model, self.device, self.capture = model, device, capture
+        self._weights = list(model.parameters())
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), model)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._gradients = GradientMemory(device)
-        self._recorded: dict[Hashable, RecordedBlock] = {}
+        self._recorded: dict[Hashable, Recorded] = {}
         self._seen: set[int] = set()
         self._places: Hashable = None
-        self._number = 0
+        self.number = 0
         self._is_running = self._has_run = False
         self._run: Callable[..., Any] = model.forward
-        self._forward_before = vars(model).get("forward")
         self.problem: str | None = None
         """Why the model is not replayed; None while it may be."""
-        effect, size = self._code.examination.effect, sum(p.nbytes for p in self._parameters)
+        effect, size = self._code.examination.effect, sum(p.nbytes for p in self._weights)
         if effect is not None:
             self.problem = str(effect)
-        elif size > MOST_WEIGHTS:
+        elif size > self.most_weights:
             self.problem = "it is large, so launching kernels costs little"
-        else:
-            self._install()
+        else:  # inside its hooks and autocast, which surround ``forward``
+            extend(model, "replay", self._build)
 
-    def _install(self) -> None:
-        """Take the place of the model's forward pass, inside its hooks and autocast."""
-
-        @functools.wraps(self._run)  # trainers read the signature
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def _build(self, cls: Any) -> dict[str, Any]:
+        @functools.wraps(cls.forward)  # trainers read the signature
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is not self.model:  # a copy of it
+                return cls.forward(model, *args, **kwargs)
             return self._call(*args, **kwargs)
 
-        vars(self._model)["forward"] = forward
+        return {"forward": forward}
 
     @property
     def count(self) -> int:
@@ -156,42 +161,54 @@ class ModelGraphs:
 
     def close(self) -> None:
         """Let the model run as it did before."""
-        if vars(self._model).get("forward") is not None and self.problem is None:
-            del vars(self._model)["forward"]
-            if self._forward_before is not None:
-                vars(self._model)["forward"] = self._forward_before
-        self.problem = self.problem or "the engine is closed"
+        self._stop("the engine is closed")
+
+    def give_up(self, problem: str) -> None:
+        """Run the model as it is from now on."""
+        self._stop(problem)
+
+    def _stop(self, problem: str) -> None:
+        if self.problem is not None:
+            return
+        self.problem, self._is_running = problem, False
         self._recorded.clear()
+        if "replay" in list_layers(self.model):
+            remove(self.model, "replay")
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs, which a backward pass follows."""
-        self._number += 1
-        self._is_running, self._has_run = self.problem is None, False
+        self.begin()
+        self._is_running = self.problem is None
         try:
             yield
         finally:
             self._is_running = False
+        if not self._has_run and not self._recorded:
+            self.give_up("a step does not call it")
 
-    def give_up(self, problem: str) -> None:
-        """Run the model as it is from now on."""
-        self.close()
-        self.problem = problem
-        self._is_running = False
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.number += 1
+        self._has_run = False
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        if not self._is_running or not torch.is_grad_enabled():
+        if not self.is_replayed():
             return self._run(*args, **kwargs)
         try:
             self._check_call(args, kwargs)
-            if self._number == 1:
+            if self.number == 1:
                 return self._run_first(**kwargs)
             inputs = self._read(kwargs)
             return self._run(**kwargs) if inputs is None else self._replay(inputs)
         except NotRepeatableError as problem:
             self.give_up(str(problem))
         return self._run(*args, **kwargs)
+
+    def is_replayed(self) -> bool:
+        """Whether the model may be replayed if it is called now."""
+        return self._is_running and torch.is_grad_enabled()
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if args:
@@ -214,60 +231,68 @@ class ModelGraphs:
 
     def _read(self, kwargs: dict[str, Any]) -> Inputs | None:
         """The inputs of a call; None if it must run as it is."""
-        places = hash((*map(Tensor.data_ptr, self._parameters), *self._list_trained()))
+        places = hash_places(self._weights)
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places
-        inputs = read_inputs(self._model, kwargs)
-        batch = MicroBatch(kwargs, NO_BATCH, False, True, 0, 0)
-        request = Request(self._run_compared, Update((batch,)), [1.0], self._code.describe(), None)
-        held = take_gradients(self._parameters)  # of other micro-batches
-        is_exact = self._widths.may_change(request, [inputs], self._take_snapshot)
-        for parameter, gradient in zip(self._parameters, held, strict=True):
-            parameter.grad = gradient
-        if not is_exact:
+        inputs = read_inputs(self.model, kwargs)
+        if not self.may_change(kwargs, inputs):
             raise NotRepeatableError("what it returns depends on the width of a batch")
         return inputs
 
-    def _list_trained(self) -> Iterator[bool]:
-        return (parameter.requires_grad for parameter in self._parameters)
+    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
+        """Whether a call may have these inputs instead of its own, which may be narrower."""
+        batch = MicroBatch(kwargs, NO_BATCH, False, True, 0, 0)
+        request = Request(self._run_compared, Update((batch,)), [1.0], self._code.describe(), None)
+        held = take_gradients(self.parameters)  # of other micro-batches
+        is_exact = self._widths.may_change(request, [inputs], self._take_snapshot)
+        for parameter, gradient in zip(self.parameters, held, strict=True):
+            parameter.grad = gradient
+        return is_exact
 
     def _take_snapshot(self) -> Snapshot:
-        return Snapshot(self._code.examination.list_tensors(), self._device)
+        return Snapshot(self._code.examination.list_tensors(), self.device)
 
     def _run_compared(self, micro_batch: MicroBatch) -> MicroBatchResult:
-        """A sum of all that the model returns, to see whether more columns change something."""
+        """All that the model returns as one number: do more columns change it?"""
         output = self._run(**micro_batch.batch)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        sums = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point()]
-        return MicroBatchResult(loss=torch.stack(sums).sum(), weight=1.0)
+        values = torch.cat([t.float().flatten() for t in tensors if t.is_floating_point()])
+        factors = torch.arange(1.0, len(values) + 1, device=values.device).cos()
+        return MicroBatchResult(loss=values @ factors, weight=1.0)
 
     def _replay(self, inputs: Inputs) -> Any:
-        key = (inputs.key, self._code.describe(), describe_mode(self._device))
-        call = _Call(inputs, self._device)
+        key = (inputs.key, self._code.describe(), describe_mode(self.device))
+        call = _Call(inputs, self.device)
         if key not in self._recorded:
             is_due = inputs.is_rounded or hash(key) in self._seen
+            if not is_due and len(self._seen) >= _MOST_UNROUNDED:
+                raise NotRepeatableError("its batches have many sizes")
             self._seen.add(hash(key))
-            if not is_due or len(self._recorded) >= MOST_SIZES:
+            if not is_due or len(self._recorded) >= self.most_sizes:
                 return self._run(**(call.kwargs if inputs.is_changed else inputs.batch))
             self._recorded[key] = self._record(inputs)
-        number, numbers = self._number, get_numbers(self._device)
-        return self._recorded[key].replay(call, numbers, lambda: number == self._number)
+        number, numbers = self.number, get_numbers(self.device)
+        return self._recorded[key].replay(call, numbers, lambda: number == self.number)
 
-    def _record(self, inputs: Inputs) -> RecordedBlock:
-        static, before = _Static(inputs, self._device), self._take_snapshot()
-        passes = _Passes(self._run, static, self._parameters, self._device)
+    def _record(self, inputs: Inputs) -> Recorded:
+        static, before = _Static(inputs, self.device), self._take_snapshot()
+        passes = Passes(self._run, static, self.parameters, self.device)
         try:
-            recorded = RecordedBlock(
-                passes, self.capture, self._gradients, before, rounding=self._rounding,
-                forbids_reads=not self._compiles,
-            )  # fmt: skip
-            recorded.record_backward()
+            return self.record(passes, before)
         except Exception as error:
             # Whatever it is, the model itself runs next: if it fails, too, the user sees that.
             raise NotRepeatableError(describe_error(error)) from None
         finally:
             before.restore()
+
+    def record(self, passes: Passes, before: Snapshot) -> Recorded:
+        """Record passes; ``before`` is the state in which they begin."""
+        recorded = RecordedBlock(
+            passes, self.capture, self._gradients, before, rounding=self.rounding,
+            forbids_reads=not self._compiles,
+        )  # fmt: skip
+        recorded.record_backward()
         recorded.release()
         return recorded
 

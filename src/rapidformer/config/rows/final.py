@@ -83,7 +83,7 @@ FINAL = register(
     ),
     Switch(
         "forward graphs",
-        "blocks are replayed as CUDA graphs in prediction",
+        "the model or its blocks are replayed as CUDA graphs in prediction",
         kind="automatic", module="cuda_graph.forward_graphs", moment="final", devices=("cuda",),
         under_deepspeed="not applied", excludes=_NOT_REPLAYED_FORWARD,
         needs=(Rule("CUDA graph"),), exact="up to rounding",
