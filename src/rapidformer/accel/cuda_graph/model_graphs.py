@@ -41,7 +41,7 @@ from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import extend, list_layers, remove
 
 _MOST_UNROUNDED = 4
-"""How many sizes may have been seen when one comes that is new, and not one of a few."""
+"""With more sizes than these, blocks are better: they round up the number of tokens alone."""
 
 
 class _Call:
@@ -125,7 +125,8 @@ class ModelGraphs:
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._gradients = GradientMemory(device)
         self._recorded: dict[Hashable, Recorded] = {}
-        self._seen: set[int] = set()
+        self._unrounded: set[int] = set()
+        """Hashes of keys whose sizes are not of the few that batches are rounded up to."""
         self._places: Hashable = None
         self.number = 0
         self._is_running = self._has_run = False
@@ -265,10 +266,11 @@ class ModelGraphs:
         key = (inputs.key, self._code.describe(), describe_mode(self.device))
         call = _Call(inputs, self.device)
         if key not in self._recorded:
-            is_due = inputs.is_rounded or hash(key) in self._seen
-            if not is_due and len(self._seen) >= _MOST_UNROUNDED:
+            is_due = inputs.is_rounded or hash(key) in self._unrounded
+            if not is_due:
+                self._unrounded.add(hash(key))
+            if len(self._unrounded) > _MOST_UNROUNDED:
                 raise NotRepeatableError("its batches have many sizes")
-            self._seen.add(hash(key))
             if not is_due or len(self._recorded) >= self.most_sizes:
                 return self._run(**(call.kwargs if inputs.is_changed else inputs.batch))
             self._recorded[key] = self._record(inputs)

@@ -20,7 +20,7 @@ WHOLE = register(
     Switch(
         "host masks",
         "transformers' questions about padding and positions are answered from host memory",
-        kind="always", module="host_masks", moment="whole", is_for_training=True, exact="yes",
+        kind="always", module="host_masks", moment="whole", exact="yes",
     ),
     Switch(
         "adapted layers", "torch's fused encoder layer, which would bypass adapters, is not used",
