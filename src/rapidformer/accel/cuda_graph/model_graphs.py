@@ -119,7 +119,8 @@ class ModelGraphs:
     ) -> None:
         self.model, self.device, self.capture = model, device, capture
         self._weights = list(model.parameters())
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters: list[nn.Parameter] = []
+        """Those that are trained."""
         self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), model)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
@@ -236,6 +237,7 @@ class ModelGraphs:
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places
+            self.parameters = [weight for weight in self._weights if weight.requires_grad]
         inputs = read_inputs(self.model, kwargs)
         if not self.may_change(kwargs, inputs):
             raise NotRepeatableError("what it returns depends on the width of a batch")
