@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs, ForwardModel
 from rapidformer.accel.unpad.filling import prove_filling
@@ -137,6 +138,55 @@ def test_a_model_is_replayed_whole(counts: list[int]) -> None:
     assert "replay" not in list_layers(model)
     graphs.close()
     assert all(get_compiled_call(block) is None for block in blocks)
+
+
+def test_inference_mode_and_no_grad_take_turns() -> None:
+    model = make_bert(0.1).eval()
+    plan = find_plan(model)
+    assert apply_unpadding(model, plan) is None
+    prove_filling(model, plan, None)
+    graphs = ForwardModel(
+        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
+    )
+    batch = {"input_ids": torch.randint(5, 60, (4, 20)), "attention_mask": torch.ones(4, 20).long()}
+    with reading_no_padding():
+        for mode in (torch.inference_mode, torch.no_grad) * 2:
+            with mode():
+                found = [model(**batch).logits for _ in range(3)]
+            for logits in found[1:]:
+                torch.testing.assert_close(logits, found[0], rtol=1e-4, atol=1e-5)
+    assert graphs.problem is None
+    assert graphs.count == 2
+
+
+class Wide(BertForSequenceClassification):
+    """Returns something of the width of its batch."""
+
+    def forward(self, input_ids: Any, **more: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **more)
+        output.logits = output.logits + input_ids.ne(0).float().mean()
+        return output
+
+
+@torch.no_grad()
+def test_a_models_own_code_sees_the_width_of_its_batches() -> None:
+    model = make_bert(0.1).eval()
+    model.__class__ = Wide
+    plan = find_plan(model)
+    batches = [
+        {"input_ids": torch.randint(5, 60, (4, w)), "attention_mask": torch.ones(4, w).long()}
+        for w in (20, 30, 20, 30, 20)
+    ]
+    expected = [model(**batch).logits for batch in batches]
+    apply_unpadding(model, plan)
+    prove_filling(model, plan, None)
+    graphs = ForwardModel(
+        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
+    )
+    with reading_no_padding():
+        for batch, theirs in zip(batches, expected, strict=True):
+            torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=1e-5)
+    graphs.close()
 
 
 def test_training_runs_as_it_is() -> None:

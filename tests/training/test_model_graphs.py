@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.overlay import list_layers
 from tests.training.test_block_graphs import Again, Counting, Stale, Twice, train
-from tests.training.test_cuda_graph import Rows, make_bert, make_rows
+from tests.training.test_cuda_graph import Rows, make_bert, make_gpt2, make_rows, make_texts
 
 
 class OwnLoss(Counting):
@@ -84,6 +86,73 @@ class Unfreezing(Counting):
         self.steps += 1
         model.bert.encoder.layer[0].requires_grad_(self.steps > 4)
         return model(**batch).loss
+
+
+class TwoHeads(BertForSequenceClassification):
+    """Returns the answers of two heads, and can be given tensors in a list."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.second = torch.nn.Linear(config.hidden_size, 2)
+
+    def forward(self, input_ids: Any, attention_mask: Any, more: Any = (), **_: Any) -> Any:
+        pooled = self.bert(input_ids, attention_mask)[1]
+        for tensor in more:
+            pooled = pooled + tensor
+        return {"first": self.classifier(pooled), "second": self.second(pooled)}
+
+
+class Heads(Counting):
+    """Trains one of two heads."""
+
+    def run_compute_metrics(self, model: Any, eval_dataloader: Any) -> Any:
+        return {}
+
+
+class Alternating(Heads):
+    """Trains one head, then the other: the optimizer must leave the unused one alone."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        labels = batch.pop("labels")
+        outputs = model(**batch)
+        name = "first" if self.steps % 4 < 2 else "second"
+        return functional.cross_entropy(outputs[name], labels)
+
+
+class Prompted(Heads):
+    """Passes a tensor with a gradient in a list."""
+
+    prompt: Any = None
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        if self.prompt is None:
+            self.prompt = torch.ones(model.config.hidden_size, requires_grad=True)
+        labels = batch.pop("labels")
+        loss = functional.cross_entropy(model(**batch, more=[self.prompt])["first"], labels)
+        loss.backward(retain_graph=True, inputs=[self.prompt])
+        return loss + 0 * model.second.weight.sum()
+
+
+class Marking(BertForSequenceClassification):
+    """Leaves labels out, in its batch."""
+
+    def forward(self, input_ids: Any, labels: Any, **more: Any) -> Any:  # type: ignore[override]
+        labels[:1] = -100
+        return super().forward(input_ids=input_ids, labels=labels, **more)
+
+
+class Marked(Counting):
+    """Counts the labels that its model left out."""
+
+    left_out = 0
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        loss = model(**batch).loss
+        self.left_out += int((batch["labels"] == -100).sum())
+        return loss
 
 
 class Embedded(Counting):
@@ -201,3 +270,91 @@ def test_hooks_inside_the_model_run_in_every_step() -> None:
     replayed = train(Counting, model, rows, Again())
     assert isinstance(replayed.in_pieces, BlockGraphs)
     assert len(seen) >= replayed.steps
+
+
+def make_heads() -> TwoHeads:
+    torch.manual_seed(0)
+    return TwoHeads(make_bert(0.0).config)
+
+
+def test_an_output_that_is_not_used_has_no_gradient() -> None:
+    rows = [{**row, "input_ids": (20 * row["input_ids"])[:20]} for row in make_rows(48)]
+    more = {"weight_decay": 0.1}
+    plain = train(Alternating, make_heads(), rows, None, dynamic_shape="off", **more)
+    replayed = train(Alternating, make_heads(), rows, Again(), **more)
+    assert isinstance(replayed.in_pieces, ModelGraphs)
+    assert replayed.in_pieces.count > 0
+    check_same(replayed, plain, 1e-4)
+
+
+def test_gradients_of_tensors_in_lists_are_kept() -> None:
+    rows = make_rows(24, longest=60)
+    plain = train(Prompted, make_heads(), rows, None)
+    replayed = train(Prompted, make_heads(), rows, Again())
+    assert torch.allclose(replayed.prompt.grad, plain.prompt.grad, 1e-4)
+    check_same(replayed, plain, 1e-4)
+
+
+def test_a_model_that_changes_its_batch_runs_as_it_is() -> None:
+    rows = make_rows(24, longest=60)
+    runs = []
+    for capture in (None, Again()):
+        torch.manual_seed(0)
+        runs.append(train(Marked, Marking(make_bert(0.0).config), rows, capture))
+    assert runs[0].left_out == runs[1].left_out == runs[0].steps
+    check_same(runs[1], runs[0], 1e-4)
+
+
+@pytest.mark.parametrize("make", [make_bert, make_gpt2])
+def test_hooks_on_parameters_run_once(make: Any) -> None:
+    rows = make_rows(24, longest=60) if make is make_bert else make_texts(24)
+    runs, seen = [], list[int]()
+    for capture in (None, Again()):
+        model = make(0.0) if make is make_bert else make()
+        weight = next(p for name, p in model.named_parameters() if name.endswith("weight"))
+        weight.register_hook(lambda gradient: seen.append(1) or 0.5 * gradient)
+        runs.append(train(Counting, model, rows, capture))
+        assert len(seen) == runs[-1].steps
+        seen.clear()
+    check_same(runs[1], runs[0], 1e-4)
+
+
+def test_a_resumed_run_draws_the_same_numbers(tmp_path: Any) -> None:
+    """With dropout: sizes do not depend on when a run began."""
+    rows, more = make_rows(32, longest=60), {"save_interval": 4, "no_save_optim": False}
+    whole = train(Counting, make_bert(0.1), rows, Again(), save=str(tmp_path / "a"), **more)
+    first = train(
+        Counting, make_bert(0.1), rows, Again(), save=str(tmp_path / "b"), exit_interval=4, **more
+    )
+    assert first.steps == 4
+    second = train(
+        Counting, make_bert(0.1), rows, Again(), save=str(tmp_path / "b"), resume="auto", **more
+    )
+    assert second.steps == 4
+    assert second.values.lines == whole.values.lines[4:]
+
+
+def test_replaced_weights_are_noticed() -> None:
+    rows = make_rows(48, longest=20)
+
+    class Replacing(Counting):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            if self.steps == 6:
+                model.classifier.weight = torch.nn.Parameter(torch.zeros(2, 32))
+            return super().run_forward_step(batch, model)
+
+    capture = Again()
+    replayed = train(Replacing, make_bert(0.0), rows, capture)
+    assert isinstance(replayed.in_pieces, ModelGraphs)
+    assert capture.recorded > 2 * replayed.in_pieces.count
+
+
+def test_a_copy_of_the_model_keeps_nothing_alive() -> None:
+    replayed = train(Copied, make_bert(0.0), make_rows(24, longest=60), Again())
+    graphs = weakref.ref(replayed.in_pieces)
+    replayed.engine.close()
+    kept = replayed.copy
+    del replayed
+    gc.collect()
+    assert graphs() is None
+    assert kept(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.shape == (1, 2)

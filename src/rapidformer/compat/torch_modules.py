@@ -11,6 +11,7 @@ from torch import Tensor, nn
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PRIVATE_NAMES = {
     "torch.nn.Module._parameters": "replacing whole parameters by split ones",
+    "torch.nn.Module._modules": "seeing whether a module was replaced",
     "torch.nn.Module._call_impl": "running a module under torch.compile",
     "torch.nn.Module._compiled_call_impl": "letting a call run compiled",
     **{
@@ -28,6 +29,11 @@ WEIGHT_TABLES = ("_parameters", "_buffers")
 def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters as stored; ``getattr`` would ask a split layer's properties."""
     return module._parameters
+
+
+def get_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameters and children as stored; the same objects for as long as it is."""
+    return module._parameters, module._modules
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

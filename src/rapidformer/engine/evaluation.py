@@ -40,11 +40,14 @@ class LateResults(Sequence[Any]):
     """A batch's results, read off the device when somebody asks: until then, nothing waits."""
 
     def __init__(self, read: Callable[[], list[Any]]) -> None:
-        self._read = read
+        self._read: Callable[[], list[Any]] | None = read
 
     @cached_property
     def _results(self) -> list[Any]:
-        return self._read()
+        assert self._read is not None
+        results = self._read()
+        self._read = None  # it holds tensors
+        return results
 
     def __getitem__(self, index: Any) -> Any:
         return self._results[index]

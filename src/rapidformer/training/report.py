@@ -115,7 +115,7 @@ class Reporter(Callback):
             )
             what = "test data" if any(key.startswith("test_") for key in results) else "evaluation"
             self.say(f"{what} at step {line['step']} | {values}")
-        elif self._bar is None:
+        elif self._bar is None and "lr" in line:  # not an evaluation that has measured nothing
             self.say(format_training_line(line, self._total))
 
     def record(self, line: dict[str, Any]) -> None:

@@ -137,9 +137,12 @@ def _list_ends(mask: RowMask) -> tuple[Tensor, Tensor]:
 
 
 def describe_mode(device: torch.device) -> Hashable:
-    """What decides the precision of an operation here and now."""
+    """What decides here and now in which precision operations run, and which tensors they make."""
     kind = device.type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return (
+        torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
+        torch.is_inference_mode_enabled(),  # whose tensors cannot be overwritten elsewhere
+    )  # fmt: skip
 
 
 @contextmanager

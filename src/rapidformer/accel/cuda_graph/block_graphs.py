@@ -102,6 +102,8 @@ class BlockGraphs:
 
     most_chained: float = 2**31
     """In bytes of weights: the gradients of a chain lie in memory twice."""
+    learns = True
+    """Whether there are gradients."""
 
     def __init__(
         self,
@@ -274,11 +276,13 @@ class BlockGraphs:
 
     def _choose(self, call: BlockCall) -> _Together:
         """The recordings of this pass, by its first block."""
+        try:
+            # Hooks on parameters would run twice: inside a graph, too.
+            self._code.check_hooks(self._parameters if self.learns else ())
+        except NotRepeatableError as problem:
+            self.give_up(str(problem))
+            return _Together()
         if self._code.has_hooks:
-            try:
-                self._code.check_hooks(())
-            except NotRepeatableError as problem:
-                self.give_up(str(problem))
             return _Together()  # those of transformers collect what was asked for
         if any(getattr(above, name) is not below for above, name, below in self._ways):
             return _Together()  # something stands in a block's place

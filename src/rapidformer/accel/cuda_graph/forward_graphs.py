@@ -18,14 +18,15 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, Recorded
 from rapidformer.accel.cuda_graph.chains import Chain
-from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError
+from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, Passes
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import Recordable
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.accel.unpad.filling import prove_filling
+from rapidformer.accel.unpad.unpadding import is_library_code
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
-from rapidformer.log import say_once
+from rapidformer.log import get_logger, say_once
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -68,13 +69,19 @@ class ForwardModel(ModelGraphs):
 
     def is_replayed(self) -> bool:
         """Whether the model may be replayed if it is called now."""
-        if torch.is_grad_enabled() or self.model.training or self.problem is not None:
-            return False
+        is_learning = torch.is_grad_enabled() or self.model.training
+        return self.problem is None and not is_learning
+
+    def begin_call(self) -> None:
+        """Each call is a pass of its own."""
         self.begin()
-        return True
+
+    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
+        """The inputs of a call; code of the user's own may return something of their width."""
+        return read_inputs(self.model, kwargs, widens=is_library_code(self.model))
 
     def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
-        """More padding changes nothing, or it would not be added."""
+        """It was found out that more padding changes nothing, or it would not be added."""
         return True
 
     def record(self, passes: Passes, before: Snapshot) -> Recorded:
@@ -85,6 +92,7 @@ class ForwardModel(ModelGraphs):
     def give_up(self, problem: str) -> None:
         """Replay blocks from now on."""
         super().give_up(problem)
+        get_logger().debug("the model is not replayed as a CUDA graph: %s", problem)
         self._replay_blocks()
 
     def _replay_blocks(self) -> None:
@@ -105,6 +113,7 @@ class ForwardGraphs(BlockGraphs):
     """The graphs of all blocks of a model, in evaluation. A pass begins with the first block."""
 
     most_chained = math.inf
+    learns = False
 
     def is_replayed(self, block: nn.Module) -> bool:
         """Whether a block that is called now may be replayed."""
@@ -151,8 +160,7 @@ class _Forward:
         difference = max(measure_differences(mine, theirs), default=0.0)
         if not difference <= limit:
             raise NotRepeatableError(
-                f"replaying blocks gave other outputs than running them (by {difference:.1e}, "
-                "relative)"
+                f"a replay gave other outputs than running it (by {difference:.1e}, relative)"
             )
 
     def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:

@@ -121,7 +121,7 @@ class GraphedPasses:
 
     @property
     def in_pieces(self) -> ModelGraphs | BlockGraphs | None:
-        """What replays the model's passes instead of whole steps, or else its blocks."""
+        """Replays the model's passes, or else its blocks, if whole steps cannot be replayed."""
         pieces = self._in_pieces
         if isinstance(pieces, ModelGraphs) and pieces.problem is not None:
             self._in_pieces = BlockGraphs(

@@ -12,6 +12,8 @@ their memory, so one call of a forward pass is replayed, until the next forward 
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,7 +37,10 @@ from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
-from rapidformer.data.batch import NO_BATCH
+from rapidformer.compat.torch_modules import get_tables
+from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.data.batch import NO_BATCH, count_rows
+from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.overlay import extend, list_layers, remove
@@ -44,59 +49,93 @@ _MOST_UNROUNDED = 4
 """With more sizes than these, blocks are better: they round up the number of tokens alone."""
 
 
-class _Call:
-    """The batch of one call."""
+class _Batch:
+    """The arguments of a call at fixed places in memory, with the sizes that a graph has."""
 
     args: tuple[Any, ...] = ()
     trained: Sequence[Tensor] = ()
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        self.inputs, self.device = inputs, device
+        self.inputs, self._device = inputs, device
+
+    @functools.cached_property
+    def _static(self) -> StaticInputs:
+        return StaticInputs(self.inputs, self._device)
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The batch in memory of its own, with the sizes that a graph has."""
-        batch: dict[str, Any] = StaticInputs(self.inputs, self.device).batch
-        return batch
-
-
-class _Static:
-    """A batch at fixed places in memory."""
-
-    args: tuple[Any, ...] = ()
-    trained: Sequence[Tensor] = ()
-
-    def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        self._inputs = StaticInputs(inputs, device)
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        batch: dict[str, Any] = self._inputs.batch
+        batch: dict[str, Any] = self._static.batch
         return batch
 
     def shifted(self) -> AbstractContextManager[None]:
-        return self._inputs.shifted()
+        """Inside, it is another batch."""
+        return self._static.shifted()
 
-    def fill(self, call: _Call) -> None:
-        self._inputs.fill(call.inputs)
+    def fill(self, call: _Batch) -> None:
+        """Copy in another batch of the same sizes."""
+        self._static.fill(call.inputs)
 
 
 class Passes:
     """A model on inputs of one size, in the precision that it is called in."""
 
     def __init__(
-        self, run: Callable[..., Any], static: _Static, parameters: Sequence[nn.Parameter],
+        self, run: Callable[..., Any], static: _Batch, parameters: Sequence[nn.Parameter],
         device: torch.device,
     ) -> None:  # fmt: skip
         self.static, self.parameters, self._run = static, parameters, run
         self._enter_mode, self._promises = note_mode(device), reads_no_padding()
 
     def run(self, **kwargs: Any) -> Any:
+        """Run the model; raises if a replay of that would not do the same."""
+        changes = _count_changes(kwargs)
         promise = reading_no_padding() if self._promises else nullcontext()
         with self._enter_mode(), promise:
             output = self._run(**kwargs)
+        if changes != _count_changes(kwargs):
+            raise NotRepeatableError("it changes its batch")
         check_output(output, kwargs)
         return output
+
+
+def _count_changes(batch: Any) -> list[int]:
+    return [count_changes(t) for t in iterate_tensors(batch) if not t.is_inference()]
+
+
+class _Places:
+    """Which weights a model has, and where they are in memory: a graph is valid for these."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tables: list[dict[str, Any]] = []
+        self._known: Hashable = None
+        self.weights: list[nn.Parameter] = []
+
+    def have_changed(self) -> bool:
+        """Whether any were replaced, moved, frozen or unfrozen since the last time."""
+        if self._known == self._read():
+            return False
+        self._tables = [table for module in self._model.modules() for table in get_tables(module)]
+        self.weights = list(self._model.parameters())
+        self._known = self._read()
+        return True
+
+    def _read(self) -> Hashable:
+        members = itertools.chain.from_iterable(table.values() for table in self._tables)
+        return hash(tuple(map(id, members))), hash_places(self.weights)
+
+
+def _build_replayed(reference: weakref.ref[ModelGraphs], cls: Any) -> dict[str, Any]:
+    """The members of the overlay. A copy of the model has them, too: it must keep nothing alive."""
+
+    @functools.wraps(cls.forward)  # trainers read the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        graphs = reference()
+        if graphs is None or self is not graphs.model:
+            return cls.forward(self, *args, **kwargs)
+        return graphs.call(*args, **kwargs)
+
+    return {"forward": forward}
 
 
 class ModelGraphs:
@@ -118,38 +157,28 @@ class ModelGraphs:
         compiles: bool,
     ) -> None:
         self.model, self.device, self.capture = model, device, capture
-        self._weights = list(model.parameters())
+        self._places = _Places(model)
         self.parameters: list[nn.Parameter] = []
-        """Those that are trained."""
+        """The trainable ones."""
         self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), model)
-        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
+        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit, warns=False)
         self._gradients = GradientMemory(device)
         self._recorded: dict[Hashable, Recorded] = {}
         self._unrounded: set[int] = set()
         """Hashes of keys whose sizes are not of the few that batches are rounded up to."""
-        self._places: Hashable = None
         self.number = 0
-        self._is_running = self._has_run = False
+        self._is_running = self._has_run = self._is_known = False
         self._run: Callable[..., Any] = model.forward
         self.problem: str | None = None
         """Why the model is not replayed; None while it may be."""
-        effect, size = self._code.examination.effect, sum(p.nbytes for p in self._weights)
+        effect, size = self._code.examination.effect, sum(p.nbytes for p in model.parameters())
         if effect is not None:
             self.problem = str(effect)
         elif size > self.most_weights:
             self.problem = "it is large, so launching kernels costs little"
         else:  # inside its hooks and autocast, which surround ``forward``
-            extend(model, "replay", self._build)
-
-    def _build(self, cls: Any) -> dict[str, Any]:
-        @functools.wraps(cls.forward)  # trainers read the signature
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if model is not self.model:  # a copy of it
-                return cls.forward(model, *args, **kwargs)
-            return self._call(*args, **kwargs)
-
-        return {"forward": forward}
+            extend(model, "replay", functools.partial(_build_replayed, weakref.ref(self)))
 
     @property
     def count(self) -> int:
@@ -174,6 +203,7 @@ class ModelGraphs:
             return
         self.problem, self._is_running = problem, False
         self._recorded.clear()
+        self._gradients, self.parameters = GradientMemory(self.device), []
         if "replay" in list_layers(self.model):
             remove(self.model, "replay")
 
@@ -194,16 +224,23 @@ class ModelGraphs:
         self.number += 1
         self._has_run = False
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def begin_call(self) -> None:
+        """The model is called."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
         if not self.is_replayed():
             return self._run(*args, **kwargs)
+        self.begin_call()
         try:
-            self._check_call(args, kwargs)
-            if self.number == 1:
-                return self._run_first(**kwargs)
-            inputs = self._read(kwargs)
-            return self._run(**kwargs) if inputs is None else self._replay(inputs)
+            if self._places.have_changed():
+                self._recorded.clear()
+                self.parameters = [p for p in self._places.weights if p.requires_grad]
+            self.check_call(args, kwargs)
+            inputs = self.read(kwargs)
+            if inputs is None:
+                return self._run(**kwargs)
+            return self._replay(inputs) if self._is_known else self._run_first(kwargs, inputs)
         except NotRepeatableError as problem:
             self.give_up(str(problem))
         return self._run(*args, **kwargs)
@@ -212,34 +249,36 @@ class ModelGraphs:
         """Whether the model may be replayed if it is called now."""
         return self._is_running and torch.is_grad_enabled()
 
-    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call that a replay cannot replace."""
         if args:
-            raise NotRepeatableError("it is called with arguments that have no names")
-        if any(isinstance(value, Tensor) and value.requires_grad for value in kwargs.values()):
+            raise NotRepeatableError("it is called with positional arguments")
+        if any(tensor.requires_grad for tensor in iterate_tensors(kwargs)):
             raise NotRepeatableError("its inputs have gradients")
         if self._has_run:
             raise NotRepeatableError("it is called more than once in a step")
         self._has_run = True
-        self._code.check_hooks(())
+        self._code.check_hooks(self.parameters if torch.is_grad_enabled() else ())
 
-    def _run_first(self, **kwargs: Any) -> Any:
-        """The first pass, which may still set things up."""
-        output = self._run(**kwargs)
+    def _run_first(self, kwargs: dict[str, Any], inputs: Inputs) -> Any:
+        """The first pass, which may still set things up, with the sizes of later ones."""
+        before = self._take_snapshot()
         try:
-            check_output(output, kwargs)
-        except NotRepeatableError as problem:
-            self.give_up(str(problem))
+            batch = _Batch(inputs, self.device).kwargs if inputs.is_changed else kwargs
+            output = self._run(**batch)
+            check_output(output, batch)
+            if not self.may_change(kwargs, inputs):
+                raise NotRepeatableError("what it returns depends on the width of a batch")
+        except NotRepeatableError:
+            before.restore()
+            raise
+        self._is_known = True
         return output
 
-    def _read(self, kwargs: dict[str, Any]) -> Inputs | None:
+    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
         """The inputs of a call; None if it must run as it is."""
-        places = hash_places(self._weights)
-        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
-            self._recorded.clear()
-            self._places = places
-            self.parameters = [weight for weight in self._weights if weight.requires_grad]
         inputs = read_inputs(self.model, kwargs)
-        if not self.may_change(kwargs, inputs):
+        if self._is_known and not self.may_change(kwargs, inputs):
             raise NotRepeatableError("what it returns depends on the width of a batch")
         return inputs
 
@@ -266,7 +305,7 @@ class ModelGraphs:
 
     def _replay(self, inputs: Inputs) -> Any:
         key = (inputs.key, self._code.describe(), describe_mode(self.device))
-        call = _Call(inputs, self.device)
+        call = _Batch(inputs, self.device)
         if key not in self._recorded:
             is_due = inputs.is_rounded or hash(key) in self._unrounded
             if not is_due:
@@ -280,7 +319,7 @@ class ModelGraphs:
         return self._recorded[key].replay(call, numbers, lambda: number == self.number)
 
     def _record(self, inputs: Inputs) -> Recorded:
-        static, before = _Static(inputs, self.device), self._take_snapshot()
+        static, before = _Batch(inputs, self.device), self._take_snapshot()
         passes = Passes(self._run, static, self.parameters, self.device)
         try:
             return self.record(passes, before)
@@ -303,9 +342,10 @@ class ModelGraphs:
 
 def check_output(output: Any, batch: Mapping[str, Any]) -> None:
     """Refuse outputs with a value for each token: their width would be that of the graph."""
-    wide = [value for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1]
-    widths = {value.shape[1] for value in wide}
+    rows = count_rows(batch)
+    widths = {tensor.shape[1] for tensor in iterate_tensors(batch) if tensor.dim() > 1}
     for leaf in tree_leaves(output):
-        is_small = type(leaf) is Tensor and leaf.dim() <= 2 and not widths & {*leaf.shape[1:]}
-        if leaf is not None and not is_small:
+        is_plain = type(leaf) is Tensor and leaf.dim() <= 2
+        is_by_row = is_plain and leaf.shape[:1] in ((), (rows,)) and not widths & {*leaf.shape[1:]}
+        if leaf is not None and not is_by_row:
             raise NotRepeatableError("it returns more than a few numbers for each row")

@@ -298,8 +298,8 @@ class Snapshot:
         for tensor, value, changes in self._tensors:
             # torch's batch_norm changes its statistics without counting it.
             if count_changes(tensor) != changes or not torch.equal(tensor, value):
-                with torch.no_grad():
-                    tensor.copy_(value)
+                # By ``data``: passes that are being recorded may have saved it for going back.
+                tensor.data.copy_(value)
 
 
 def get_numbers(device: torch.device) -> Tensor:

@@ -127,7 +127,7 @@ class RecordedBlock:
         self._device, self._rounding, self._before = before.device, rounding, before
         self.parameters = chain.parameters
         if not all(parameter.numel() for parameter in chain.parameters):
-            raise NotRepeatableError("a block has an empty parameter")
+            raise NotRepeatableError("a parameter is empty")
         self._layout = _Layout(chain.parameters)
         self._memory = memory.reserve(self._layout)
         self._live: list[Tensor] = []
@@ -139,6 +139,8 @@ class RecordedBlock:
         """Where the gradients of the outputs are read."""
         self._of_inputs: list[Tensor] = []
         self._has_gradient: list[bool] = []
+        self._reached: list[list[bool]] = []
+        """For each output with a gradient: which inputs and parameters it depends on."""
         self._replay_backward: Callable[[], None]
         with without_cast_cache():
             with self._static.shifted():
@@ -170,10 +172,15 @@ class RecordedBlock:
         copy_all([place for place, _ in held], [gradient for _, gradient in held])
         return [gradient for gradient in found[:count] if gradient is not None]
 
-    def _differentiate(self) -> list[Tensor | None]:
+    def _differentiate(self, number: int | None = None) -> list[Tensor | None]:
+        """The gradients of all outputs, or of one of them alone."""
         outputs = [tensor for tensor in self._live if tensor.requires_grad]
         wanted = [*self._static.trained, *self.parameters]
-        found: Any = torch.autograd.grad(outputs, wanted, self._gradients, allow_unused=True)
+        some = slice(None) if number is None else slice(number, number + 1)
+        found: Any = torch.autograd.grad(
+            outputs[some], wanted, self._gradients[some], allow_unused=True,
+            retain_graph=number is not None,
+        )  # fmt: skip
         return list(found)
 
     def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -181,7 +188,12 @@ class RecordedBlock:
         outputs = self._run_forward()
         self._gradients = [torch.randn_like(each) for each in self._live if each.requires_grad]
         if not self._gradients:
-            raise NotRepeatableError("a block has no gradients")
+            raise NotRepeatableError("none of its outputs has a gradient")
+        count = len(self._gradients)
+        self._reached = [
+            [gradient is not None for gradient in self._differentiate(number)]
+            for number in range(count if count > 1 else 0)
+        ]
         return outputs, self._differentiate()
 
     def record_backward(self) -> None:
@@ -204,8 +216,7 @@ class RecordedBlock:
         difference = max(measure_differences(mine, theirs), default=0.0)
         if not difference <= limit:
             raise NotRepeatableError(
-                f"replaying a block gave other {what} than running it (by {difference:.1e}, "
-                "relative)"
+                f"a replay gave other {what} than running it (by {difference:.1e}, relative)"
             )
 
     def release(self) -> None:
@@ -220,12 +231,19 @@ class RecordedBlock:
         values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
         return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
 
-    def go_back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of inputs and parameters from those of the outputs."""
+    def go_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of inputs and parameters from those of outputs; None: one is not used."""
         for place, gradient in zip(self._gradients, gradients, strict=True):
-            place.copy_(gradient)
+            place.zero_() if gradient is None else place.copy_(gradient)
         self._replay_backward()
-        return self._list_gradients()
+        found = self._list_gradients()
+        if all(gradient is not None for gradient in gradients):
+            return found
+        # What only unused outputs depend on has no gradient: the optimizer leaves it alone.
+        used = [
+            reached for reached, g in zip(self._reached, gradients, strict=True) if g is not None
+        ]
+        return [x if any(reach) else None for x, *reach in zip(found, *used, strict=True)]
 
     def _list_gradients(self) -> list[Tensor | None]:
         count = len(self._static.trained)
@@ -239,7 +257,7 @@ class RecordedBlock:
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
     def _run_again(
-        self, call: Call, numbers: Tensor, gradients: Sequence[Tensor]
+        self, call: Call, numbers: Tensor, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
         creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
@@ -260,10 +278,11 @@ class RecordedBlock:
             set_numbers(now, self._device)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         wanted = [*(aliases[id(tensor)] for tensor in call.trained), *self.parameters]
+        pairs = zip(itertools.compress(tensors, self.is_trained), gradients, strict=True)
+        outputs, given = zip(*((o, g) for o, g in pairs if g is not None), strict=True)
         found: Any = torch.autograd.grad(
-            list(itertools.compress(tensors, self.is_trained)), wanted, list(gradients),
-            create_graph=creates_graph, allow_unused=True,
-        )  # fmt: skip
+            outputs, wanted, given, create_graph=creates_graph, allow_unused=True
+        )
         return list(found)
 
 
@@ -275,6 +294,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, recorded: RecordedBlock, run_again: Any, is_current: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.recorded, ctx.run_again, ctx.is_current = recorded, run_again, is_current
+        ctx.set_materialize_grads(False)
         ctx.is_first = True  # a backward pass uses the memory of what it needs no more
         ctx.save_for_backward(*tensors)
         # Copies, which the next replay does not overwrite.
@@ -284,7 +304,7 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         recorded: RecordedBlock = ctx.recorded
         given = list(itertools.compress(gradients, recorded.is_trained))
         is_first, ctx.is_first = ctx.is_first, False

@@ -70,8 +70,10 @@ class Widths:
         device: torch.device,
         *,
         is_16_bit: bool,
+        warns: bool = True,
     ) -> None:
         self._model, self._parameters, self._device = model, parameters, device
+        self._warns = warns
         are_fp32 = all(p.dtype == torch.float32 for p in parameters if p.is_floating_point())
         self._runs_in_fp32 = is_16_bit and are_fp32
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
@@ -141,7 +143,7 @@ class Widths:
             return False
         compared = _keep_short_rows(micro_batch)
         problem = self._compare(request.run_forward, compared, columns, take_snapshot())
-        if problem is not None:
+        if problem is not None and self._warns:
             warn_once(
                 f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
                 is_local=True,
@@ -316,8 +318,10 @@ def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterato
     """Without dropout, compilation and, if asked for, rounding to 16 bits."""
     rounds = in_fp32 and "autocast" in list_layers(model)
     precision = without_layer(model, "autocast") if rounds else nullcontext()
+    # It may be entered already: inside the call of the model, or by the user.
+    here = torch.autocast(before.device.type, enabled=False) if in_fp32 else nullcontext()
     try:
-        with precision, evaluation_mode(model), uncompiled(model.modules()):
+        with precision, here, evaluation_mode(model), uncompiled(model.modules()):
             yield
     finally:
         before.restore()

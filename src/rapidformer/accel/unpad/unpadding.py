@@ -270,9 +270,8 @@ def call_without_padding(
 ) -> Any:  # fmt: skip
     """Run a model's forward pass without padding."""
     device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
-    is_library_code = _is_library_code(model)
     call = Call(
-        removal, run, device, knows_labels=is_library_code, is_promised=is_promised,
+        removal, run, device, knows_labels=is_library_code(model), is_promised=is_promised,
         labelled=labelled,
     )  # fmt: skip
     with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
@@ -304,7 +303,7 @@ def _release(output: Any) -> Any:
     return tree_map_only(Unpadded, change, output)
 
 
-def _is_library_code(model: nn.Module) -> bool:
+def is_library_code(model: nn.Module) -> bool:
     """Whether a model and its loss are transformers' own."""
     loss = getattr(model, "loss_function", None)
     is_own_loss = str(getattr(loss, "__module__", "")).startswith("transformers.")
@@ -317,7 +316,7 @@ def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token
     if has_label_per_token and not torch.is_grad_enabled():
         return False
     # transformers' models return nothing for padding if there is one label per row.
-    is_closed = _is_library_code(model) and not has_label_per_token
+    is_closed = is_library_code(model) and not has_label_per_token
     return removal.help_of_others is not Help.NEEDED or is_closed
 
 

@@ -26,7 +26,7 @@ def _record_classes(
     logits: torch.Tensor, labels: torch.Tensor | None, losses: torch.Tensor | None
 ) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = [{"logits": row} for row in logits.cpu().numpy()]
-    if labels is None or losses is None:
+    if labels is None or losses is None:  # both, or neither
         return records
     numbers = losses.cpu().tolist()
     for record, loss, label in zip(records, numbers, labels.cpu().numpy(), strict=True):
