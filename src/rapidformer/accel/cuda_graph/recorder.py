@@ -198,6 +198,8 @@ def describe_error(error: Exception) -> str:
     text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
     if "synchronizing CUDA operation" in text:
         return "a step waits for the GPU, as .item() does"
+    if "legacy stream" in text:
+        return "a loss or an output of an earlier step is kept with its graph: keep loss.detach()"
     return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
 
 
