@@ -88,14 +88,19 @@ class Passes:
 
     def run(self, **kwargs: Any) -> Any:
         """Run the model; raises if a replay of that would not do the same."""
-        changes = _count_changes(kwargs)
         promise = reading_no_padding() if self._promises else nullcontext()
         with self._enter_mode(), promise:
-            output = self._run(**kwargs)
-        if changes != _count_changes(kwargs):
-            raise NotRepeatableError("it changes its batch")
-        check_output(output, kwargs)
-        return output
+            return _run_checked(self._run, kwargs)
+
+
+def _run_checked(run: Callable[..., Any], batch: dict[str, Any]) -> Any:
+    """What a model makes of a copy of its batch; raises if its caller would see a difference."""
+    changes = _count_changes(batch)
+    output = run(**batch)
+    if changes != _count_changes(batch):
+        raise NotRepeatableError("it changes its batch")
+    check_output(output, batch)
+    return output
 
 
 def _count_changes(batch: Any) -> list[int]:
@@ -240,7 +245,7 @@ class ModelGraphs:
             inputs = self.read(kwargs)
             if inputs is None:
                 return self._run(**kwargs)
-            return self._replay(inputs) if self._is_known else self._run_first(kwargs, inputs)
+            return self._replay(inputs) if self._is_known else self._run_first(inputs)
         except NotRepeatableError as problem:
             self.give_up(str(problem))
         return self._run(*args, **kwargs)
@@ -260,20 +265,30 @@ class ModelGraphs:
         self._has_run = True
         self._code.check_hooks(self.parameters if torch.is_grad_enabled() else ())
 
-    def _run_first(self, kwargs: dict[str, Any], inputs: Inputs) -> Any:
+    def _run_first(self, inputs: Inputs) -> Any:
         """The first pass, which may still set things up, with the sizes of later ones."""
+        before, output = self._take_snapshot(), self._run_sized(inputs)
+        if not inputs.is_changed:
+            try:
+                check_output(output, inputs.batch)
+            except NotRepeatableError as problem:
+                self.give_up(str(problem))
+        elif not self.may_change(inputs.batch, inputs):
+            before.restore()
+            raise NotRepeatableError("what it returns depends on the width of a batch")
+        self._is_known = True
+        return output
+
+    def _run_sized(self, inputs: Inputs) -> Any:
+        """Run the model without a graph, on a batch of the size that a graph has."""
+        if not inputs.is_changed:
+            return self._run(**inputs.batch)
         before = self._take_snapshot()
         try:
-            batch = _Batch(inputs, self.device).kwargs if inputs.is_changed else kwargs
-            output = self._run(**batch)
-            check_output(output, batch)
-            if not self.may_change(kwargs, inputs):
-                raise NotRepeatableError("what it returns depends on the width of a batch")
+            return _run_checked(self._run, _Batch(inputs, self.device).kwargs)
         except NotRepeatableError:
             before.restore()
             raise
-        self._is_known = True
-        return output
 
     def read(self, kwargs: dict[str, Any]) -> Inputs | None:
         """The inputs of a call; None if it must run as it is."""
@@ -305,7 +320,6 @@ class ModelGraphs:
 
     def _replay(self, inputs: Inputs) -> Any:
         key = (inputs.key, self._code.describe(), describe_mode(self.device))
-        call = _Batch(inputs, self.device)
         if key not in self._recorded:
             is_due = inputs.is_rounded or hash(key) in self._unrounded
             if not is_due:
@@ -313,9 +327,9 @@ class ModelGraphs:
             if len(self._unrounded) > _MOST_UNROUNDED:
                 raise NotRepeatableError("its batches have many sizes")
             if not is_due or len(self._recorded) >= self.most_sizes:
-                return self._run(**(call.kwargs if inputs.is_changed else inputs.batch))
+                return self._run_sized(inputs)
             self._recorded[key] = self._record(inputs)
-        number, numbers = self.number, get_numbers(self.device)
+        call, number, numbers = _Batch(inputs, self.device), self.number, get_numbers(self.device)
         return self._recorded[key].replay(call, numbers, lambda: number == self.number)
 
     def _record(self, inputs: Inputs) -> Recorded:
