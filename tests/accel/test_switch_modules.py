@@ -39,5 +39,6 @@ def test_start_up_lines_follow_the_order_of_the_rows() -> None:
         "recompute: selective, 1 in 2 of 3 blocks",
         "compilation: torch.compile of 3 blocks with eager",
         "dynamic shape: blocks compute on real tokens only",
+        "always: host masks",
     ]
     engine.close()
