@@ -138,7 +138,7 @@ class Prompted(Heads):
 class Marking(BertForSequenceClassification):
     """Leaves labels out, in its batch."""
 
-    def forward(self, input_ids: Any, labels: Any, **more: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any, labels: Any, **more: Any) -> Any:
         labels[:1] = -100
         return super().forward(input_ids=input_ids, labels=labels, **more)
 

@@ -38,8 +38,6 @@ from rapidformer.overlay import find_fact
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
-
-
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 

@@ -19,7 +19,7 @@ from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, Recorded
 from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, Passes
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import Recordable
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
@@ -84,7 +84,7 @@ class ForwardModel(ModelGraphs):
         """It was found out that more padding changes nothing, or it would not be added."""
         return True
 
-    def record(self, passes: Passes, before: Snapshot) -> Recorded:
+    def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
         """Record the forward pass."""
         with without_cast_cache():
             return _Forward(passes, self.capture, before, MARGIN * self.rounding)

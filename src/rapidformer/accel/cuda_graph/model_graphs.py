@@ -76,7 +76,7 @@ class _Batch:
         self._static.fill(call.inputs)
 
 
-class Passes:
+class ModelPasses:
     """A model on inputs of one size, in the precision that it is called in."""
 
     def __init__(
@@ -334,7 +334,7 @@ class ModelGraphs:
 
     def _record(self, inputs: Inputs) -> Recorded:
         static, before = _Batch(inputs, self.device), self._take_snapshot()
-        passes = Passes(self._run, static, self.parameters, self.device)
+        passes = ModelPasses(self._run, static, self.parameters, self.device)
         try:
             return self.record(passes, before)
         except Exception as error:
@@ -343,7 +343,7 @@ class ModelGraphs:
         finally:
             before.restore()
 
-    def record(self, passes: Passes, before: Snapshot) -> Recorded:
+    def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
         """Record passes; ``before`` is the state in which they begin."""
         recorded = RecordedBlock(
             passes, self.capture, self._gradients, before, rounding=self.rounding,

@@ -74,16 +74,8 @@ class Call(Protocol):
         """Those of its arguments that need a gradient."""
 
 
-class Static(Protocol):
-    """Arguments whose tensors keep their addresses."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-    @property
-    def kwargs(self) -> dict[str, Any]: ...
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """Those that need a gradient."""
+class Static(Call, Protocol):
+    """One whose tensors keep their addresses."""
 
     def shifted(self) -> AbstractContextManager[None]:
         """Inside, they have other values: a replay must see that."""
