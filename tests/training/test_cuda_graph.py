@@ -51,6 +51,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
 from rapidformer.accel.precision.precision import Precision
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad import batches, unpadding
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.filling import prove_filling
@@ -208,12 +209,16 @@ class Run(Finetuner):
             engine = self.engine
             synchronizer = engine.model.parallelized.synchronizer
             reducer = synchronizer if isinstance(synchronizer, GradientReducer) else None
-            prove_filling(model, engine.model.parallelized.plan, None)
+            is_sharded = isinstance(synchronizer, ShardedGradients)
+            placed = synchronizer.place_weights() if is_sharded else None
+            with placed.whole() if placed else nullcontext():
+                prove_filling(model, engine.model.parallelized.plan, None)
             engine.updates.graphs = GraphedPasses(
-                model, engine.model.parameters, engine.device, self._capture,
+                model, placed.parameters if placed else engine.model.parameters,
+                engine.device, self._capture,
                 engine.updates.weights.count_labels,
                 is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.model.work,
-                topology=engine.runtime.topology, reducer=reducer,
+                topology=engine.runtime.topology, reducer=reducer, placed=placed,
             )  # fmt: skip
         return model
 

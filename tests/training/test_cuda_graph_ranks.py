@@ -59,7 +59,7 @@ def train(kind: str, capture: Again | None, **more: Any) -> Trained:
     return Trained(
         [line["loss"] for line in run.values.lines],
         [line["grad_norm"] for line in run.values.lines],
-        [p.detach().clone() for p in run.engine.model.parameters],
+        [run.engine.model.gather_weight(p).detach().clone() for p in run.engine.model.parameters],
         [key[0] for key in graphs._graphs] if graphs else [],  # type: ignore[index]
         capture.recorded if capture else 0,
         capture.replayed if capture else 0,
@@ -73,6 +73,9 @@ def train_all() -> list[Trained]:
         train("gpt2", Again(), micro_batch_size=2),
         train("bert", Again(), micro_batch_size=4),
         train("bert", Fails(), micro_batch_size=4),
+        train("gpt2", Again(), micro_batch_size=2, zero_1_memory_optimization=True),
+        train("bert", Again(), micro_batch_size=4, zero_1_memory_optimization=True),
+        train("bert", Fails(), micro_batch_size=4, zero_1_memory_optimization=True),
     ]
 
 
@@ -108,8 +111,23 @@ def test_ranks_agree_on_sizes_although_their_rows_differ(on_ranks: list[list[Tra
     assert (first.recorded, first.replayed) == (second.recorded, second.replayed)
 
 
-def test_a_rank_that_cannot_record_stops_all_of_them(on_ranks: list[list[Trained]]) -> None:
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_rank_that_cannot_record_stops_all_of_them(
+    on_ranks: list[list[Trained]], number: int
+) -> None:
     alone = train("bert", None)
     for rank in on_ranks:
-        check(rank[2], alone)
-        assert rank[2].problem == "rank 1: RuntimeError: no memory left"
+        check(rank[number], alone)
+        assert rank[number].problem == "rank 1: RuntimeError: no memory left"
+
+
+def test_sharded_optimizer_states(on_ranks: list[list[Trained]]) -> None:
+    """ZeRO-1: the passes are replayed on whole weights, the optimizer updates the shards."""
+    for number, kind in ((3, "gpt2"), (4, "bert")):
+        alone = train(kind, None)
+        for rank in on_ranks:
+            mine = rank[number]
+            check(mine, alone)
+            assert mine.problem is None
+            assert mine.replayed > mine.recorded >= 1
+        assert on_ranks[0][number].keys == on_ranks[1][number].keys

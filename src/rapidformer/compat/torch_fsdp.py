@@ -12,15 +12,21 @@ from torch.distributed.fsdp import FSDPModule
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 
 PRIVATE_NAMES = {
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "generating with sharded weights",
     f"{_STATE}._lazy_init": "generating with sharded weights",
     f"{_STATE}._fsdp_param_groups or {_STATE}._fsdp_param_group": "releasing gathered weights",
     f"{_STATE}._state_ctx": "calling a part of a sharded model by itself",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info": (
-        "calling a part of a sharded model by itself"
+    f"{_STATE}._training_state": "whole weights at fixed places",
+    f"{_STATE}._root_post_backward_final_callback": "whole weights at fixed places",
+    f"{_GROUP}.post_backward": "whole weights at fixed places",
+    f"{_PARAM}.free_unsharded_param": "whole weights at fixed places",
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": (
+        "whole weights at fixed places"
     ),
+    f"{_PARAM}._module_info": "calling a part of a sharded model by itself",
     f"{_STATE}._comm_ctx": "gradients of weights gathered for a loss",
     "torch.distributed._composable_state._module_state_mapping": "taking sharding off again",
     f"{_GROUP}._module_to_pre_save_state_dict_hook_handle": "taking sharding off again",
@@ -35,7 +41,10 @@ def make_root(module: FSDPModule) -> None:
 
 def list_parameter_groups(module: FSDPModule) -> list[Any]:
     """The groups of parameters that the module gathers together; none if it has none of its own."""
-    state = module._get_fsdp_state()
+    return _list_groups(module._get_fsdp_state())
+
+
+def _list_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has at most one
         group = state._fsdp_param_group
@@ -77,6 +86,44 @@ def reduce_remaining_gradients(root: Any) -> None:
 
         stage: Any = SimpleNamespace(submod=root)
         PipelineStage.perform_reduce_grad(stage, 1)
+
+
+def keep_memory(parameter: Any) -> None:
+    """Gather a parameter of a group into the same memory from now on."""
+    parameter.free_unsharded_param = lambda: None
+
+
+def free_memory(parameter: Any) -> None:
+    """Undo ``keep_memory``; the parameter is sharded."""
+    if "free_unsharded_param" in vars(parameter):
+        del parameter.free_unsharded_param
+        parameter.free_unsharded_param()
+
+
+def pass_hooks_by(root: FSDPModule, are_passed: bool = True) -> None:
+    """Run modules as they are: all weights are gathered, and ``reduce_whole_gradients`` follows.
+
+    It is what torch does for a block that is recomputed in the backward pass.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    mode = TrainingState.PRE_BACKWARD if are_passed else TrainingState.IDLE
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        state._training_state = mode
+
+
+def reduce_whole_gradients(root: FSDPModule) -> None:
+    """Reduce and scatter the gradients of gathered weights, and shard these again.
+
+    For passes without hooks, after ``set_requires_gradient_sync(True)`` and similar calls.
+    """
+    state: Any = root._get_fsdp_state()
+    for part in reversed(state._state_ctx.all_states):
+        for group in _list_groups(part):
+            group.post_backward()
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
 
 
 def forget_sharding(module: FSDPModule) -> None:

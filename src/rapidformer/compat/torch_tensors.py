@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -111,15 +111,18 @@ def is_view_of_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def has_gradient_hooks(tensors: Sequence[Tensor], but: object = None) -> bool:
-    """Whether something, ``but`` this function, runs when one of the tensors gets its gradient."""
+def has_gradient_hooks(
+    tensors: Sequence[Tensor], but: Callable[[object], bool] = lambda hook: False
+) -> bool:
+    """Whether something runs when one of the tensors gets its gradient, ``but`` such hooks."""
     return any(
-        tensor._backward_hooks
-        or any(
-            hook != but
-            for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
-        )
+        not but(hook)
         for tensor in tensors
+        for table in (
+            tensor._backward_hooks,
+            getattr(tensor, "_post_accumulate_grad_hooks", None),
+        )
+        for hook in (table or {}).values()
     )
 
 

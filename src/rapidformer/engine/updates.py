@@ -26,6 +26,7 @@ from rapidformer.accel.cuda_graph.recorder import CudaCapture
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.accel.unpad.promises import reading_no_padding
@@ -240,19 +241,29 @@ class Updates:
         if isinstance(forward, UpdatePreparation):
             update = forward.prepare(update, self._runtime.topology, self._runtime.device)
         pipeline = passes.parallelized.pipeline
-        if pipeline is not None:
-            results = self._run_pipelined(passes, pipeline, forward, update)
-        elif (graphed := self._run_graphed(passes, forward, update, steps_at_once)) is not None:
-            results = graphed
-        else:
-            results = self._run_in_turn(passes, forward, update, after_micro_batch)
-            after_micro_batch = None  # it has been called
+        with self._releasing_weights():
+            if pipeline is not None:
+                results = self._run_pipelined(passes, pipeline, forward, update)
+            elif (graphed := self._run_graphed(passes, forward, update, steps_at_once)) is not None:
+                results = graphed
+            else:
+                results = self._run_in_turn(passes, forward, update, after_micro_batch)
+                after_micro_batch = None  # it has been called
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
         # Of the update as it was prepared: an objective may have made it longer.
         ran = zip(update, results, strict=True)
         return [replace(result, info=micro_batch.info) for micro_batch, result in ran]
+
+    @contextmanager
+    def _releasing_weights(self) -> Iterator[None]:
+        """Weights that were gathered for an update are sharded again, even if it fails."""
+        try:
+            yield
+        finally:
+            if self.graphs is not None and self.graphs.placed is not None:
+                self.graphs.placed.release()
 
     def _run_in_turn(
         self,
@@ -314,6 +325,13 @@ class Updates:
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
+        if self.graphs.placed is not None:
+            assert outcome.gradients is not None
+            self.graphs.placed.assign(outcome.gradients)
+            passes.parallelized.synchronizer.before_backward(True)
+            passes.parallelized.synchronizer.after_backward()
+            passes.finish()
+            return outcome.results
         # In the order of passes that run one by one: other ranks may do so in this update.
         finishing = self.graphs.finishing
         if finishing is not None:
@@ -374,17 +392,22 @@ class Updates:
     def _build_graphs(
         self, parallelized: Parallelized, parameters: Sequence[nn.Parameter], work: ModelWork | None
     ) -> GraphedPasses | None:
-        model, reducer = parallelized.model, parallelized.synchronizer
+        model, synchronizer = parallelized.model, parallelized.synchronizer
         allowed = find_fact(model, MayCapture)
         if allowed is None:
             return None
         device = self._runtime.device
         capture = CudaCapture(device, compiles=self.args.compile)
+        placed = (
+            synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
+        )
         return GraphedPasses(
-            model, parameters, device, capture, self.weights.count_labels,
+            model, placed.parameters if placed else parameters, device, capture,
+            self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
             compiles=self.args.compile, work=work, topology=self._runtime.topology,
-            reducer=reducer if isinstance(reducer, GradientReducer) else None,
+            reducer=synchronizer if isinstance(synchronizer, GradientReducer) else None,
+            placed=placed,
             blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
         )  # fmt: skip
 

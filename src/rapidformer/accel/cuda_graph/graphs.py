@@ -41,6 +41,7 @@ from rapidformer.accel.cuda_graph.recorder import (
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.data.update import MicroBatch, Update
@@ -86,6 +87,7 @@ class GraphedPasses:
         work: ModelWork | None,
         topology: Topology,
         reducer: GradientReducer | None,
+        placed: PlacedWeights | None = None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
         self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
@@ -94,6 +96,8 @@ class GraphedPasses:
         self._capture, self._topology, self._reducer = capture, topology, reducer
         self.finishing = Finishing(capture, parameters, device, reducer) if reducer else None
         """What becomes of the passes' results on several ranks."""
+        self.placed = placed
+        """The weights of a sharded model, which all passes of this run use."""
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -169,7 +173,11 @@ class GraphedPasses:
                 removal.stop_yielding()
             if self._reducer is not None:
                 self._reducer.forget_places()
+            if self.placed is not None:
+                self.placed.close()
             return None
+        if self.placed is not None:
+            self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
         if request is None:
             return None
         inputs = self._round(request, inputs, least)
@@ -190,7 +198,8 @@ class GraphedPasses:
         graphed_update: GraphedUpdate | None,
     ) -> Request | None:
         """What is to run; None if this update cannot be replayed."""
-        if any(parameter.grad is not None for parameter in self._parameters):
+        has_gradients = any(parameter.grad is not None for parameter in self._parameters)
+        if has_gradients or (self.placed is not None and self.placed.have_gradients):
             return None  # the gradients of this update are added to others
         weights = [self._count_labels(micro_batch) for micro_batch in update]
         if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
@@ -202,14 +211,19 @@ class GraphedPasses:
             self._code.check_hooks(self._parameters, self._reducer)
         if steps != self._code.steps:
             return None  # another loss
-        reducer = self._reducer
-        graphed_update = graphed_update if reducer is None else None
-        return Request(run_forward, update, weights, self._describe_code(), graphed_update, reducer)
+        sums_ranks = self._reducer is not None or self.placed is not None
+        return Request(
+            run_forward, update, weights, self._describe_code(),
+            graphed_update=None if sums_ranks else graphed_update,
+            sums_ranks=sums_ranks, reducer=self._reducer,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._drop()
+        if self.placed is not None:
+            self.placed.close()
         if self._in_pieces is not None:
             self._in_pieces.close()
         self._capture.close()

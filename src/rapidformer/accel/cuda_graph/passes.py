@@ -108,8 +108,10 @@ class Request:
     code: Hashable
     """All that the loss depends on besides its batch and the weights."""
     graphed_update: GraphedUpdate | None
+    sums_ranks: bool = False
+    """Whether the gradients of several ranks are summed afterwards."""
     reducer: GradientReducer | None = None
-    """What sums gradients over the ranks afterwards, if there are several."""
+    """Takes them from places of its own, if it is this that sums them."""
 
     def describe(self, inputs: list[Inputs]) -> Hashable:
         """The key of its graph, if these are its inputs."""
@@ -130,7 +132,7 @@ class Passes:
         self._launch: Launch | None = None
         self._inputs = [StaticInputs(item, device) for item in inputs]
         self._weights = torch.empty(len(inputs) + 1, device=device)
-        self._is_whole = len(inputs) == 1 and request.reducer is None
+        self._is_whole = len(inputs) == 1 and not request.sums_ranks
         """Whether a single micro-batch is all of the update."""
         self._fill_weights(request.weights)
         self.gradients: list[Tensor | None] | None = None
@@ -161,7 +163,7 @@ class Passes:
         """Each micro-batch's fraction in units of the first, and what their sum is divided by."""
         if self._is_whole:
             return  # so nothing is multiplied
-        unit = weights[0] if self._request.reducer is None else 1.0  # which ranks share
+        unit = 1.0 if self._request.sums_ranks else weights[0]  # ranks share theirs
         fractions = [weight / unit for weight in weights]
         values = torch.tensor([*fractions, 1.0 / sum(fractions)], device="cpu")
         pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
@@ -224,7 +226,7 @@ class Passes:
         held = [gradient for gradient in gradients if gradient is not None]
         if not held:
             raise NotRepeatableError("a step has no gradients")
-        if self._request.reducer is not None:
+        if self._request.sums_ranks:
             return Outcome(results, gradients, None)
         divisor = self._get_factor(results)
         if isinstance(divisor, Tensor) or divisor != 1.0:
@@ -239,7 +241,7 @@ class Passes:
             raise NotRepeatableError("only some of its forward steps return a weight")
         if not result.is_weight_given:
             return 1.0 if self._is_whole else self._weights[number]
-        if self._request.reducer is not None:
+        if self._request.sums_ranks:
             return result.weight
         unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
         return result.weight / unit

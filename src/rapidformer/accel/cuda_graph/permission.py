@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rapidformer.accel.assembly import Alone, Assembly
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.dropout_seeds import has_dropout
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.config.switches import get_switch
@@ -26,12 +28,15 @@ class MayCapture:
 
 def apply(assembly: Assembly) -> None:
     """Allow the engine to capture; what cannot be replayed is in the row."""
-    if not isinstance(assembly.synchronizer, Alone | GradientReducer):
+    if not isinstance(assembly.synchronizer, Alone | GradientReducer | ShardedGradients):
         return
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
         may_yield = assembly.args.dynamic_shape == "auto"
-        prove_filling(assembly.model, assembly.plan, assembly.precision.dtype, may_yield=may_yield)
+        shards, dtype = assembly.synchronizer, assembly.precision.dtype
+        placed = shards.place_weights() if isinstance(shards, ShardedGradients) else None
+        with placed.whole() if placed is not None else nullcontext():
+            prove_filling(assembly.model, assembly.plan, dtype, may_yield=may_yield)
         removal = find_fact(assembly.model, Removal)
         if removal is not None and removal.yields:
             row = next(row for row in assembly.applied.rows if row.name == "dynamic shape")

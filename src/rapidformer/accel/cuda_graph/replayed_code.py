@@ -12,6 +12,7 @@ from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.dropout_seeds import DROPOUTS
+from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.models.watched import describe_watched, find_watched
@@ -52,7 +53,8 @@ class ReplayedCode:
                 names = describe_watched(watched)
                 raise NotRepeatableError(f"a replay would not run the hooks on {names}")
             self._hook_count = count
-        if has_gradient_hooks(parameters, but=reducer and reducer.on_gradient):
+        reduces = reducer and reducer.on_gradient
+        if has_gradient_hooks(parameters, lambda hook: hook == reduces or runs_no_hook(hook)):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")
 
     def describe(self) -> tuple[Hashable, ...]:

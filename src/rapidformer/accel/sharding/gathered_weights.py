@@ -41,7 +41,7 @@ class GatheredWeights:
     """Reshards gathered weights before they can go stale."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self.is_kept = False
         self._versions: dict[Any, int] = {}
         if stage < 3:  # ZeRO-3 reshards after every forward pass anyway
@@ -53,7 +53,7 @@ class GatheredWeights:
     def release(self) -> None:
         """Reshard gathered weights."""
         self._keep_changes()
-        for module in self._modules:
+        for module in self.modules:
             module.reshard()
 
     @contextmanager
@@ -72,7 +72,7 @@ class GatheredWeights:
         whole = gather_with_gradient(parameter)
         if whole is not parameter and whole.requires_grad and whole.is_cuda:
             # fully_shard adds to the shard's gradient on streams that autograd does not know about.
-            whole.register_hook(lambda gradient: wait_for_reductions(self._modules[0]))
+            whole.register_hook(lambda gradient: wait_for_reductions(self.modules[0]))
         return whole
 
     def watch_updates(self, optimizer: Optimizer) -> RemovableHandle:
@@ -86,7 +86,7 @@ class GatheredWeights:
 
     def _keep_changes(self) -> None:
         """Copy a user's changes to gathered weights to the shards."""
-        groups = (group for module in self._modules for group in list_parameter_groups(module))
+        groups = (group for module in self.modules for group in list_parameter_groups(module))
         for group in groups:
             for parameter in group.fsdp_params if group.is_unsharded else ():
                 # Gathering does not change the version counter: only a user's change does.

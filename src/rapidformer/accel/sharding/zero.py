@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
+from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_distributed import QUIET_VIEWS
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
@@ -56,7 +57,7 @@ def apply(assembly: Assembly) -> str | None:
 
 def _take_off(model: nn.Module, gradients: ShardedGradients) -> None:
     """Leave shards, with what the user changed in gathered weights; the rest goes with the row."""
-    gradients.gathered_weights.release()
+    gradients.close()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             forget_sharding(module)
@@ -113,6 +114,20 @@ class ShardedGradients(GradientSynchronizer):
         self.gathered_weights = GatheredWeights(model, stage)
         self._stage = stage
         self._was_last: bool | None = None
+        self._placed: PlacedWeights | None = None
+
+    def place_weights(self) -> PlacedWeights:
+        """What gathers weights to fixed places, under ZeRO-1; all ranks call this."""
+        assert self._stage == 1
+        if self._placed is None:
+            self._placed = PlacedWeights(self._root, self.gathered_weights)
+        return self._placed
+
+    def close(self) -> None:
+        """Leave nothing gathered."""
+        if self._placed is not None:
+            self._placed.close()
+        self.gathered_weights.release()
 
     def before_backward(self, is_last: bool) -> None:
         if is_last == self._was_last:
@@ -123,6 +138,10 @@ class ShardedGradients(GradientSynchronizer):
             self._root.set_requires_gradient_sync(is_last)
         if self._stage < 3:
             self._root.set_reshard_after_backward(is_last)
+
+    def after_backward(self) -> None:
+        if self._was_last and self._placed is not None and self._placed.is_gathered:
+            self._placed.reduce()
 
 
 def apply_sharding(

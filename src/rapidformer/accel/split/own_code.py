@@ -108,6 +108,12 @@ class _Hooks:
         return shape_like(changed[find_places(gradient)].contiguous(), gradient)
 
 
+def runs_no_hook(hook: object) -> bool:
+    """Whether a hook of a tensor is one of ours that has nothing of the user's to run."""
+    owner = getattr(hook, "__self__", None)
+    return isinstance(owner, _Hooks) and not owner.functions
+
+
 def _serve_gathered(module: Any, served: dict[int, _Hooks]) -> None:
     """The tensor in which a weight is gathered exists from its first use on, and is kept."""
     waiting = [p for group in list_parameter_groups(module) for p in group.fsdp_params]

@@ -65,10 +65,18 @@ FINAL = register(
         under_deepspeed="not applied", devices=("cuda",), precisions=("fp32", "bf16"),
         excludes=(
             *(
-                Rule(name, f"{why}. Leave out --cuda-graph", among_ranks=name == "ZeRO")
+                Rule("ZeRO", "it exchanges weights or gradients during the passes, which cannot be "
+                     "replayed yet. Use ZeRO-1, or leave out --cuda-graph",
+                     setting=name, values=(True,), among_ranks=True)
+                for name in (
+                    "zero_2_memory_optimization", "zero_3_memory_optimization",
+                    "fsdp_memory_optimization",
+                )
+            ),
+            *(
+                Rule(name, f"{why}. Leave out --cuda-graph")
                 for name, why in {
                     **dict.fromkeys(_COLLECTIVES, "its collectives cannot be replayed yet"),
-                    "ZeRO": "its collectives and host copies cannot be replayed yet",
                     "CPU offload": "its collectives and host copies cannot be replayed yet",
                     "DeepSpeed": "it performs its updates itself",
                     "activation offload": "copies to the host cannot be replayed yet",

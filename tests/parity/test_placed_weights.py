@@ -1,0 +1,141 @@
+"""ZeRO-1 with whole weights at fixed places, as CUDA graphs need them: the result of one process.
+
+Nothing is replayed here: a stand-in for the graphs gathers the weights, and the passes run as they
+are. So these are the exchanges that surround a replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.accel.sharding.placed_weights import PlacedWeights
+from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.engine import RapidformerEngine
+from rapidformer.verification.trace import Trace
+from tests.parity.harness import (
+    Case,
+    Training,
+    check_case,
+    compose,
+    make_forward,
+    make_sgd,
+    train,
+    zero,
+)
+from tests.parity.limits import SHARD_LIMITS
+from tests.processes import run_in_kept_processes
+
+
+class Gathers(GraphedPasses):
+    """Gathers the weights for every update, and replays none."""
+
+    def __init__(self, placed: PlacedWeights) -> None:
+        self.placed, self.problem, self.finishing = placed, None, None
+
+    @property
+    def in_pieces(self) -> None:
+        return None
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        assert self.placed is not None
+        self.placed.gather()
+
+    def close(self) -> None:
+        assert self.placed is not None
+        self.placed.close()
+
+
+def place(engine: RapidformerEngine) -> PlacedWeights:
+    synchronizer = engine.model.parallelized.synchronizer
+    assert isinstance(synchronizer, ShardedGradients)
+    placed = synchronizer.place_weights()
+    engine.updates.graphs = Gathers(placed)
+    return placed
+
+
+def run_case(case: Case) -> Trace:
+    engine, model, loader = compose(*case)
+    placed, compute, places = place(engine), make_forward(model), list[list[int]]()
+
+    def forward(batch: Any) -> Any:
+        places.append([parameter.data_ptr() for parameter in placed.parameters])
+        return compute(batch)
+
+    def run_epoch(engine: RapidformerEngine, model: Any, loader: Any) -> None:
+        for update in engine.data.iterate_updates(loader):
+            engine.run_update(forward, update)
+            engine.step()
+
+    trace = train(engine, model, loader, run_epoch=run_epoch)
+    engine.close()
+    assert all(each == places[0] for each in places)
+    return trace
+
+
+def run_cases(cases: list[Case]) -> list[Trace]:
+    return [run_case(case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "more"), [(2, {}), (4, {"hybrid_sharding_size": 2, "micro_batch_size": 1})]
+)
+def test_every_kind_of_model(world_size: int, more: dict[str, Any]) -> None:
+    """Tied weights, two stacks, adapters of a frozen model; copies of shards, and accumulation."""
+    names = ["gpt2", "t5", "gpt2-lora", "bert"] if world_size == 2 else ["qwen3"]
+    cases = [(Training(name, make_optimizer=make_sgd), zero(1, **more)) for name in names]
+    everyone = run_in_kept_processes(run_cases, world_size, cases)
+    for (training, settings), traces in zip(cases, zip(*everyone, strict=True), strict=True):
+        where = f"{training.model} under {settings}"
+        check_case(training, list(traces), SHARD_LIMITS, where=where)
+
+
+TRAINING = Training("gpt2", make_optimizer=make_sgd, rows=16, global_batch_size=4)
+
+
+def interrupt() -> tuple[Trace, list[float], int]:
+    """Evaluate between updates, let one fail, and go on without placed weights."""
+    engine, model, loader = compose(TRAINING, zero(1))
+    placed, forward, losses = place(engine), make_forward(model), list[float]()
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+
+    def fail(batch: Any) -> Any:
+        forward(batch)
+        raise KeyError("a mistake in the forward step")
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(model(**batch)["loss"]))
+        model.train()
+
+    def run_epoch(engine: RapidformerEngine, model: Any, loader: Any) -> None:
+        for number, update in enumerate(engine.data.iterate_updates(loader)):
+            if number == 1:
+                with pytest.raises(KeyError):
+                    engine.run_update(fail, update)
+                assert not placed.is_gathered
+            if number == 2:
+                placed.close()
+                engine.updates.graphs = None
+            evaluate()
+            engine.run_update(forward, update)
+            engine.step()
+        evaluate()
+
+    trace = train(engine, model, loader, run_epoch=run_epoch)
+    kept = sum(parameter.untyped_storage().size() for parameter in placed.parameters)
+    engine.close()
+    return trace, losses, kept
+
+
+def test_evaluation_errors_and_the_end() -> None:
+    """The model has its shards after every update, and after one that failed."""
+    (trace, losses, kept), other = run_in_kept_processes(interrupt, 2)
+    assert losses == other[1]
+    assert len(set(losses)) == len(losses) > 3, "each evaluation must see the updated weights"
+    assert kept == other[2] == 0
+    check_case(TRAINING, [trace, other[0]], SHARD_LIMITS)
