@@ -1,10 +1,11 @@
-"""What data parallelism adds to a replayed step: ours in a process group of one rank, with NCCL.
+"""What data parallelism and ZeRO-1 add to a replayed step: a process group of one rank, with NCCL.
 
     python benchmarks/gpu_graph_ranks.py [--workloads bert-16 gpt2] [--steps 200]
 
 The group has one rank, so nothing travels: this shows the cost of agreeing on sizes, of filling
-buckets, of launching collectives and of the second graph. What the exchange itself takes follows
-from the gradient's bytes and the link (docs/speed.md).
+buckets, of launching collectives and of the second graph; with ZeRO-1, of gathering weights and
+scattering gradients. What the exchange itself takes follows from the bytes and the link
+(docs/speed.md).
 """
 
 from __future__ import annotations
@@ -19,15 +20,20 @@ from workloads import Workload, list_workloads
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.sharding import zero
+from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.dist.topology import Topology, build_lone_mesh
 from rapidformer.training.callbacks import Callback
 
 WARM_UP = 60
+SHARDED = {"zero_1_memory_optimization": True}
 RUNS: dict[str, dict[str, Any]] = {
     "alone": {},
     "alone, no graphs": {"cuda_graph": "off"},
     "in a group": {"group": True},
     "in a group, no graphs": {"group": True, "cuda_graph": "off"},
+    "sharded": {"group": True, **SHARDED},
+    "sharded, no graphs": {"group": True, "cuda_graph": "off", **SHARDED},
 }
 
 
@@ -90,7 +96,8 @@ class Bench(Finetuner):
         """What the row of data parallelism does, and what else depends on there being ranks."""
         updates, mesh = self.engine.updates, build_lone_mesh("cuda")
         parallelized = self.engine.model.parallelized
-        parallelized.synchronizer = GradientReducer(model.parameters(), mesh.get_group())
+        if not isinstance(parallelized.synchronizer, ShardedGradients):
+            parallelized.synchronizer = GradientReducer(model.parameters(), mesh.get_group())
         group: Any = Group(mesh=mesh)
         updates._runtime.__dict__["topology"] = group
         updates.weights.topology = updates.clock._topology = group
@@ -104,6 +111,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["bert-16", "gpt2"])
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
+    zero._find_mesh = lambda _: build_lone_mesh("cuda")  # on one rank, ZeRO would have no effect
     lines = []
     for name in args.workloads:
         work = list_workloads("full")[name]
