@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,23 @@ def works_later(what: str, device: torch.device, trial: Callable[[], None]) -> F
             return works(what, trial)
 
     return _get_executor().submit(run)
+
+
+def compile_later(compile_kernel: Callable[[], object], device: torch.device) -> Future[object]:
+    """Compile a kernel in a thread: Triton's compiler does not hold Python's lock for long."""
+
+    def run() -> object:
+        with on_device(device):
+            return compile_kernel()
+
+    return _get_compilers().submit(run)
+
+
+@functools.cache
+def _get_compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        min(8, os.cpu_count() or 1), thread_name_prefix="rapidformer-compiler"
+    )
 
 
 @functools.cache

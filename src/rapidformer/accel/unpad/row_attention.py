@@ -46,6 +46,14 @@ def _try(device: torch.device) -> None:
         raise RuntimeError(f"a result is off by {float((output - ones).abs().max()):g}")
 
 
+def compile_with_dropout(device: torch.device) -> None:
+    """Compile in the background what training with dropout needs of the kernels tried so far."""
+    if device.type == "cuda" and can_run_on_gpu(device):
+        from rapidformer.accel.unpad import short_rows
+
+        short_rows.compile_with_dropout()
+
+
 def suits(query: Tensor, dropout: float) -> bool:
     """Whether torch's own attention would be slower. Without dropout it is a fused kernel."""
     is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")

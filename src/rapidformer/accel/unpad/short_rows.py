@@ -8,14 +8,32 @@ bits repeat. The tile fits the row: there is a launch for each size, in which ot
 # ruff: noqa: ANN001, ANN202 - Triton would read annotations as part of the kernel
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
-_TILES = ((0, 32, 1), (32, 64, 4), (64, 128, 8))
-"""Rows longer than the first number and up to the second, and the warps of their programs."""
+from rapidformer.compat.triton import compile_later
+
+
+class _Tile(NamedTuple):
+    """Rows longer than the first number and up to the second, and the warps of their programs."""
+
+    least: int
+    block: int
+    warps: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"least": self.least, "block": self.block, "num_warps": self.warps}
+
+
+_TILES = (_Tile(0, 32, 1), _Tile(32, 64, 4), _Tile(64, 128, 8))
 _LENGTHS = ("heads", "shared", "before", "after", "limit")
 """Triton must not compile kernels for their values: compiling one takes half a second."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -42,6 +60,48 @@ def attend_backward(
     return of_query, of_key, of_value
 
 
+class _Kind(NamedTuple):
+    """What Triton compiles a kernel for, besides the tile."""
+
+    kernel: Any
+    device: torch.device
+    dtype: torch.dtype
+    size: int
+    drops: bool
+    slides: bool
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "size": self.size, "drops": self.drops, "slides": self.slides, "num_stages": 1
+        }  # fmt: skip
+
+
+_arguments: dict[_Kind, tuple[Any, ...]] = {}
+"""Those of the first call of each kind, with types instead of tensors."""
+_compiled: dict[tuple[_Kind, _Tile], Future[object]] = {}
+
+
+def compile_with_dropout() -> None:
+    """Compile what has run without dropout with it, too, in the background and for all tiles.
+
+    That takes seconds, and training needs it as soon as its blocks are compiled.
+    """
+    for kind, arguments in list(_arguments.items()):
+        _compile(kind._replace(drops=True), arguments, _TILES)
+
+
+def _compile(kind: _Kind, arguments: tuple[Any, ...], tiles: Sequence[_Tile]) -> None:
+    """Start compiling what is not compiled yet, for all these tiles at once."""
+    _arguments.setdefault(kind, arguments)
+    for tile in tiles:
+        if (kind, tile) not in _compiled:
+            work = functools.partial(
+                kind.kernel.warmup, *arguments, grid=(1,), **tile.constants, **kind.constants
+            )
+            _compiled[kind, tile] = compile_later(work, kind.device)
+
+
 def _launch(
     kernel: Any, heads_of_row: int, tensors: tuple[Tensor, ...], ends: Tensor, key_ends: Tensor,
     seed: Tensor, longest: int, dropout: float, before: int, after: int, scale: float,
@@ -49,14 +109,21 @@ def _launch(
     tensors = tuple(each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
     heads, size = tensors[0].shape[1:]
     strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    arguments = (
+        *tensors, *strides, ends, key_ends, seed, heads, heads // tensors[1].shape[1],
+        before, after, min(round(dropout * 2**31), 2**31 - 1), scale, 1 / (1 - dropout),
+    )  # fmt: skip
+    kind = _Kind(
+        kernel, tensors[0].device, tensors[0].dtype, size,
+        drops=dropout > 0, slides=max(before, after) >= 0,
+    )  # fmt: skip
     # A launch without work is not free: the programs of large tiles wait for each other.
-    for least, block, warps in (tile for tile in _TILES if tile[0] < longest):
-        kernel[((len(ends) - 1) * heads_of_row,)](
-            *tensors, *strides, ends, key_ends, seed, heads, heads // tensors[1].shape[1],
-            before, after, min(round(dropout * 2**31), 2**31 - 1), scale, 1 / (1 - dropout),
-            least=least, block=block, size=size, drops=dropout > 0,
-            slides=max(before, after) >= 0, num_warps=warps, num_stages=1,
-        )  # fmt: skip
+    tiles = [tile for tile in _TILES if tile.least < longest]
+    types = (each.dtype if isinstance(each, Tensor) else each for each in arguments)
+    _compile(kind, tuple(types), tiles)
+    for tile in tiles:
+        _compiled[kind, tile].result()
+        kernel[((len(ends) - 1) * heads_of_row,)](*arguments, **tile.constants, **kind.constants)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, Enter, Stages
 from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
+from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
 from rapidformer.accel.unpad.calls import Call, Help, Removal
@@ -22,6 +23,7 @@ from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.row_attention import compile_with_dropout
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
     SIDES,
@@ -66,6 +68,9 @@ def apply(assembly: Assembly) -> str | None:
         pipeline=assembly.pipeline, only_in_graphs=_only_pays_in_graphs(assembly),
     )  # fmt: skip
     if obstacle is None:
+        is_16_bit = assembly.precision.dtype is not None
+        if assembly.is_training and is_16_bit and has_dropout(assembly.model):
+            compile_with_dropout(assembly.device)
         in_graphs = " in CUDA graphs" if _only_pays_in_graphs(assembly) else ""
         return f"blocks compute on real tokens only{in_graphs}"
     if is_asked:
