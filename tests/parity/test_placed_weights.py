@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.dist.whole import join_whole
 from rapidformer.engine import RapidformerEngine
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
@@ -112,12 +114,19 @@ def interrupt() -> tuple[Trace, list[float], int]:
             losses.append(float(model(**batch)["loss"]))
         model.train()
 
+    def fail_in_a_block(module: Any, inputs: Any) -> None:
+        raise KeyError("a mistake in the model")
+
     def run_epoch(engine: RapidformerEngine, model: Any, loader: Any) -> None:
         for number, update in enumerate(engine.data.iterate_updates(loader)):
             if number == 1:
                 with pytest.raises(KeyError):
                     engine.run_update(fail, update)
                 assert not placed.is_gathered
+                hook = model.transformer.h[-1].register_forward_pre_hook(fail_in_a_block)
+                with pytest.raises(KeyError):
+                    evaluate()
+                hook.remove()
             if number == 2:
                 placed.close()
                 engine.updates.graphs = None
@@ -139,3 +148,56 @@ def test_evaluation_errors_and_the_end() -> None:
     assert len(set(losses)) == len(losses) > 3, "each evaluation must see the updated weights"
     assert kept == other[2] == 0
     check_case(TRAINING, [trace, other[0]], SHARD_LIMITS)
+
+
+def run_twice(is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Two losses of each micro-batch, computed first and back-propagated one after the other."""
+    engine, model, loader = compose(TRAINING, zero(1))
+    if is_placed:
+        place(engine)
+    forward, norms = make_forward(model), list[float]()
+    model.train()
+
+    def step(batch: Any) -> Any:
+        first, second = forward(batch)[0], forward(batch)[0]
+        engine.updates.backward_within(first)
+        engine.updates.backward_within(2 * second)
+        return first
+
+    for update in engine.data.iterate_updates(loader):
+        engine.run_update(step, update)
+        gradients = [join_whole(p.grad) for p in engine.model.parameters]
+        norms.append(float(torch.stack([g.square().sum() for g in gradients]).sum()))
+        engine.step()
+    weights = [join_whole(p).clone() for p in engine.model.parameters]
+    engine.close()
+    return norms, weights
+
+
+def test_two_backward_passes_of_one_forward_step() -> None:
+    """The second one ends after the first has been reduced: its gradients are reduced, too."""
+    for norms, weights in run_in_kept_processes(run_twice, 2, True):
+        expected = run_in_kept_processes(run_twice, 2, False)[0]
+        assert norms == expected[0]
+        assert all(map(torch.equal, weights, expected[1]))
+
+
+def examine_a_sharded_teacher() -> str:
+    engine, model, _ = compose(TRAINING, zero(1))
+    other, teacher, _ = compose(TRAINING, zero(1))
+    teacher.requires_grad_(False)
+
+    def step(batch: Any) -> Any:
+        return model(**batch)["loss"] + teacher(**batch)["loss"]
+
+    effect = Examination([step], model).effect
+    engine.close()
+    other.close()
+    return str(effect)
+
+
+def test_another_sharded_model_in_the_step_is_a_reason_not_to_replay() -> None:
+    """It gathers its weights in every call: a rank that records would do so more often."""
+    for effect in run_in_kept_processes(examine_a_sharded_teacher, 2):
+        assert "calls a GPT2LMHeadModel whose weights ranks gather together" in effect
+        assert "compose that model without ZeRO" in effect

@@ -22,6 +22,7 @@ PRIVATE_NAMES = {
     f"{_STATE}._training_state": "whole weights at fixed places",
     f"{_STATE}._root_post_backward_final_callback": "whole weights at fixed places",
     f"{_GROUP}.post_backward": "whole weights at fixed places",
+    f"{_GROUP}._training_state": "releasing gathered weights",
     f"{_PARAM}.free_unsharded_param": "whole weights at fixed places",
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": (
         "whole weights at fixed places"
@@ -88,27 +89,38 @@ def reduce_remaining_gradients(root: Any) -> None:
         PipelineStage.perform_reduce_grad(stage, 1)
 
 
+def reshard(module: FSDPModule) -> None:
+    """Let go of gathered weights, also after a forward pass that has failed inside the module."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for group in list_parameter_groups(module):
+        group._training_state = TrainingState.IDLE
+    module.reshard()
+
+
 def keep_memory(parameter: Any) -> None:
     """Gather a parameter of a group into the same memory from now on."""
     parameter.free_unsharded_param = lambda: None
 
 
 def free_memory(parameter: Any) -> None:
-    """Undo ``keep_memory``; the parameter is sharded."""
+    """Undo ``keep_memory``; the parameter must be sharded."""
     if "free_unsharded_param" in vars(parameter):
         del parameter.free_unsharded_param
         parameter.free_unsharded_param()
 
 
-def pass_hooks_by(root: FSDPModule, are_passed: bool = True) -> None:
+def bypass_hooks(root: FSDPModule, are_bypassed: bool = True) -> None:
     """Run modules as they are: all weights are gathered, and ``reduce_whole_gradients`` follows.
 
-    It is what torch does for a block that is recomputed in the backward pass.
+    This is what torch does when a block is recomputed in the backward pass.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    mode = TrainingState.PRE_BACKWARD if are_passed else TrainingState.IDLE
-    for state in root._get_fsdp_state()._state_ctx.all_states:
+    mode = TrainingState.PRE_BACKWARD if are_bypassed else TrainingState.IDLE
+    context = root._get_fsdp_state()._state_ctx
+    context.iter_forward_root = None  # a pass that failed has left it
+    for state in context.all_states:
         state._training_state = mode
 
 

@@ -114,7 +114,7 @@ def is_view_of_leaf(node: Node) -> bool:
 def has_gradient_hooks(
     tensors: Sequence[Tensor], but: Callable[[object], bool] = lambda hook: False
 ) -> bool:
-    """Whether something runs when one of the tensors gets its gradient, ``but`` such hooks."""
+    """Whether a hook runs when one of the tensors gets its gradient, ``but`` those it accepts."""
     return any(
         not but(hook)
         for tensor in tensors

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from rapidformer.accel.cuda_graph.pure_calls import (
     DRAWS,
@@ -41,6 +42,7 @@ _COUNT = "count in a callback (on_step_end), or keep a tensor and change that in
 _READ = "return the tensor as a part, (loss, n, {name: tensor}), and read it in a callback (on_log)"
 _DRAW = "draw on the device: torch.rand(..., device=loss.device)"
 _JOIN = "make it a part of the model, so that the optimizer and checkpoints have it"
+_WHOLE = "compose that model without ZeRO"
 _MISSING = object()
 
 
@@ -66,6 +68,7 @@ class Examination:
         self._values: list[tuple[str, Callable[[], Any]]] = []
         self._attributes: list[tuple[str, Callable[[], Any]]] = []
         self._instances: dict[type, list[nn.Module]] = defaultdict(list)
+        self._model = model
         self._own_parameters = {id(parameter) for parameter in model.parameters()}
         self.modules: dict[nn.Module, None] = {}
         """Those of the model, and others that the code calls, such as a criterion."""
@@ -111,6 +114,9 @@ class Examination:
         if any(id(p) not in self._own_parameters and p.requires_grad for p in root.parameters()):
             name = type(root).__name__
             raise SideEffectError(f"uses a {name} with trainable weights outside the model", _JOIN)
+        if root is not self._model and any(isinstance(module, FSDPModule) for module in new):
+            name = get_own_class(root).__name__
+            raise SideEffectError(f"calls a {name} whose weights ranks gather together", _WHOLE)
         for module in new:
             self._instances[get_own_class(module)].append(module)
             names = _list_attributes(module)

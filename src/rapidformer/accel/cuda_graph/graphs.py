@@ -97,7 +97,9 @@ class GraphedPasses:
         self.finishing = Finishing(capture, parameters, device, reducer) if reducer else None
         """What becomes of the passes' results on several ranks."""
         self.placed = placed
-        """The weights of a sharded model, which all passes of this run use."""
+        """The weights of a sharded model, used by every pass of this run."""
+        self._leaves = [*parameters, *(placed.shards if placed else ())]
+        """All that may get gradients: whole weights, and their shards."""
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -198,17 +200,16 @@ class GraphedPasses:
         graphed_update: GraphedUpdate | None,
     ) -> Request | None:
         """What is to run; None if this update cannot be replayed."""
-        has_gradients = any(parameter.grad is not None for parameter in self._parameters)
-        if has_gradients or (self.placed is not None and self.placed.have_gradients):
+        if not self._recorder.is_warm:
+            self._code = ReplayedCode(steps, self._model)
+            self._check(update)
+        if any(parameter.grad is not None for parameter in self._leaves):
             return None  # the gradients of this update are added to others
         weights = [self._count_labels(micro_batch) for micro_batch in update]
         if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
             return None
-        if not self._recorder.is_warm:
-            self._code = ReplayedCode(steps, self._model)
-            self._check(update)
         if not self._is_asked:
-            self._code.check_hooks(self._parameters, self._reducer)
+            self._code.check_hooks(self._leaves, self._reducer)
         if steps != self._code.steps:
             return None  # another loss
         sums_ranks = self._reducer is not None or self.placed is not None
@@ -338,12 +339,15 @@ class GraphedPasses:
         """The result of ``work``; if it fails, None, with the state from before."""
         before = Snapshot(self._code.examination.list_tensors(), self._device)
         try:
-            return work(before)
+            outcome = work(before)
+            if self.placed is not None and self.placed.have_gradients:
+                raise NotRepeatableError("a step gives gradients to shards of the weights")
+            return outcome
         except Exception as error:
             # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
             problem = describe_error(error)
             has_memory = not isinstance(error, torch.OutOfMemoryError)
-        take_gradients(self._parameters)
+        take_gradients(self._leaves)
         before.restore()
         self._give_up(problem, in_pieces=has_memory)
         return None

@@ -111,7 +111,7 @@ class Request:
     sums_ranks: bool = False
     """Whether the gradients of several ranks are summed afterwards."""
     reducer: GradientReducer | None = None
-    """Takes them from places of its own, if it is this that sums them."""
+    """What sums them from its buckets; None under ZeRO-1."""
 
     def describe(self, inputs: list[Inputs]) -> Hashable:
         """The key of its graph, if these are its inputs."""

@@ -29,6 +29,7 @@ from rapidformer.compat.torch_fsdp import (
     list_owners,
     list_parameter_groups,
     make_root,
+    reshard,
     wait_for_reductions,
 )
 from rapidformer.compat.torch_modules import get_parameter_table
@@ -54,7 +55,7 @@ class GatheredWeights:
         """Reshard gathered weights."""
         self._keep_changes()
         for module in self.modules:
-            module.reshard()
+            reshard(module)
 
     @contextmanager
     def keep(self) -> Iterator[None]:

@@ -1,13 +1,13 @@
 """Whole weights at fixed places, for passes of ZeRO-1 that are replayed as CUDA graphs.
 
-``fully_shard`` gathers weights in hooks, each time into new memory: a replay would run no hook, and
-find other weights in the old memory. So while passes may be replayed, all weights are gathered
-before an update, always to the same place; its passes run as if nothing were sharded, and their
-gradients are summed and scattered afterwards. Passes without a graph do the same then: every rank
-exchanges the same things in the same order, whether it replays or not.
+``fully_shard`` gathers weights in hooks, each time into new memory: a replay runs no hooks, and
+would read whatever is in the old memory by then. So while passes may be replayed, all weights are
+gathered before an update, always to the same place; its passes run as if nothing were sharded, and
+their gradients are summed and scattered afterwards. Passes without a graph do the same then: every
+rank exchanges the same things in the same order, whether it replays or not.
 
-ZeRO-1 has whole weights and whole gradients during an update anyway. Here it also has the weights
-between updates.
+ZeRO-1 has whole weights and whole gradients during an update anyway. Here the weights also stay
+whole in memory between updates.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.compat.torch_fsdp import (
+    bypass_hooks,
     free_memory,
     keep_memory,
     list_parameter_groups,
     make_root,
-    pass_hooks_by,
     reduce_whole_gradients,
 )
 
 
 class PlacedWeights:
-    """The whole weights of a sharded model, gathered for one update after the other."""
+    """The whole weights of a sharded model, gathered again for each update."""
 
     def __init__(self, model: FSDPModule, gathered: GatheredWeights) -> None:
         """All ranks call this: it gathers the weights once."""
@@ -44,16 +44,29 @@ class PlacedWeights:
         ]
         self._has_places = False
         self.is_gathered = False
-        """Whether passes run on whole weights, which nothing but ``reduce`` exchanges."""
+        """Whether passes run on whole weights, and only ``reduce`` communicates."""
         self.gather()
         self.parameters: list[nn.Parameter] = [weight.unsharded_param for weight in self._weights]
-        """The whole weights, which a pass gives gradients."""
+        """The whole weights, in which backward passes leave gradients."""
         self.close()
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """What the optimizer updates, in the order of ``parameters``."""
+        return [weight.sharded_param for weight in self._weights]
 
     @property
     def have_gradients(self) -> bool:
         """Whether the shards have gradients, to which those of the next update would be added."""
-        return any(weight.sharded_param.grad is not None for weight in self._weights)
+        return any(shard.grad is not None for shard in self.shards)
+
+    @property
+    def must_reduce(self) -> bool:
+        """Whether a backward pass has left gradients that ``fully_shard`` knows nothing of.
+
+        The second one of a forward step does so after the first has been reduced.
+        """
+        return self.is_gathered or any(p.grad is not None for p in self.parameters)
 
     def gather(self) -> None:
         """Before an update: the model has its whole weights until ``reduce`` or ``release``."""
@@ -64,7 +77,7 @@ class PlacedWeights:
         for module in self._gathered.modules:
             module.unshard()
         self._gathered.is_kept = self.is_gathered = True
-        pass_hooks_by(self._model)
+        bypass_hooks(self._model)
 
     def assign(self, gradients: Sequence[Tensor | None]) -> None:
         """Give the whole weights the gradients that replayed passes have left."""
@@ -77,9 +90,9 @@ class PlacedWeights:
         self._gathered.is_kept = self.is_gathered = False
 
     def release(self) -> None:
-        """Give the model its shards again, if an update has not come to its end."""
+        """Give the model its shards again, if an update was cut short."""
         if self.is_gathered:
-            pass_hooks_by(self._model, False)
+            bypass_hooks(self._model, False)
             self._gathered.is_kept = self.is_gathered = False
             self._gathered.release()
 

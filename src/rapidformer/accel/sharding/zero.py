@@ -140,7 +140,7 @@ class ShardedGradients(GradientSynchronizer):
             self._root.set_reshard_after_backward(is_last)
 
     def after_backward(self) -> None:
-        if self._was_last and self._placed is not None and self._placed.is_gathered:
+        if self._was_last and self._placed is not None and self._placed.must_reduce:
             self._placed.reduce()
 
 

@@ -65,8 +65,8 @@ FINAL = register(
         under_deepspeed="not applied", devices=("cuda",), precisions=("fp32", "bf16"),
         excludes=(
             *(
-                Rule("ZeRO", "it exchanges weights or gradients during the passes, which cannot be "
-                     "replayed yet. Use ZeRO-1, or leave out --cuda-graph",
+                Rule("ZeRO", "it communicates during the passes, which a graph cannot replay yet. "
+                     "Use ZeRO-1, or leave out --cuda-graph",
                      setting=name, values=(True,), among_ranks=True)
                 for name in (
                     "zero_2_memory_optimization", "zero_3_memory_optimization",
