@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.checkpoint.state import bypass_clock
+from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.config.sections import AccelerationArguments
 from rapidformer.engine.runtime import Runtime
@@ -30,6 +31,7 @@ from rapidformer.optim.guard import (
     RecentValues,
     describe_bad_batch,
 )
+from rapidformer.optim.observer import RunObserver, get_observer
 from rapidformer.optim.optimizers import build_optimizer, group_parameters, uses_kernel
 from rapidformer.optim.schedule import build_scheduler, fill_training_steps
 from rapidformer.optim.update import UpdateClock
@@ -243,3 +245,13 @@ def _explain(name: str, what: str) -> str:
         f"the optimizer {name} {what}, and ZeRO/FSDP, tensor and expert parallelism give each rank "
         "only a shard of every weight. Use AdamW or SGD, or leave those switches out."
     )
+
+
+def uses_plain_gradients(
+    clock: UpdateClock, optimizer: Optimizer | None, scaler: LossScaler | None
+) -> bool:
+    """Whether nothing but the optimizer's own step happens to a finished gradient."""
+    assert optimizer is not None
+    is_plain = clock.guard is None and clock.keeper is None and scaler is None
+    is_watched = has_hooks(optimizer) or type(get_observer()) is not RunObserver
+    return is_plain and not is_watched and "step" not in vars(optimizer)

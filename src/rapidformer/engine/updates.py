@@ -30,7 +30,6 @@ from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.accel.unpad.on_demand import settle
 from rapidformer.accel.unpad.promises import reading_no_padding
-from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
 from rapidformer.dist.heartbeat import beat
@@ -44,6 +43,7 @@ from rapidformer.engine.optimizing import (
     prepare_scheduler,
     report_skipped,
     take_over,
+    uses_plain_gradients,
 )
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import RapidformerError
@@ -51,7 +51,7 @@ from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import scale_loss
 from rapidformer.optim.guard import RecentValues
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
-from rapidformer.optim.observer import RunObserver, get_observer
+from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
 from rapidformer.overlay import find_fact
 
@@ -306,7 +306,7 @@ class Updates:
         if self.graphs is None:
             return None
         beat("forward", self.clock.updates + 1)
-        can_update = steps_at_once and self._can_update_in_graph()
+        can_update = steps_at_once and uses_plain_gradients(self.clock, self.optimizer, self.scaler)
         graphed_update = self._graphed_update if can_update else None
         is_padding_left = getattr(forward, "reads_no_padding", False)
         with reading_no_padding() if is_padding_left else nullcontext():
@@ -351,14 +351,6 @@ class Updates:
         )
         passes.notice_unfrozen()
         return outcome.results
-
-    def _can_update_in_graph(self) -> bool:
-        """Whether nothing but the optimizer's own step happens to a finished gradient."""
-        clock, optimizer = self.clock, self.optimizer
-        assert optimizer is not None
-        is_plain = clock.guard is None and clock.keeper is None and self.scaler is None
-        is_watched = has_hooks(optimizer) or type(get_observer()) is not RunObserver
-        return is_plain and not is_watched and "step" not in vars(optimizer)
 
     def _run_pipelined(
         self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update

@@ -1,7 +1,7 @@
-"""The rest of an update whose passes were replayed on several ranks: exchange, and a second graph.
+"""What several ranks exchange around the passes of an update, and the graph of its end.
 
-That graph makes the mean of the sums, clips it and updates the weights. It knows neither batches
-nor the user's code, so it is recorded once for all sizes.
+That second graph makes the mean of the sums, clips it and updates the weights. It knows neither
+batches nor the user's code, so it is recorded once for all sizes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,10 @@ from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, place_sums
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, describe_error
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.compat.torch_tensors import multiply_all
+from rapidformer.dist.collectives import gather_objects, max_over_replicas
+from rapidformer.dist.topology import Topology
 from rapidformer.log import get_logger
 from rapidformer.optim.gradients import get_norm
 from rapidformer.optim.multi_tensor.launch import Launch
@@ -127,3 +130,19 @@ class Finishing:
             text = f"replaying an update gave the norm {mine:.6g} instead of {expected:.6g}"
             raise NotRepeatableError(text)
         return outcome, replay
+
+
+def agree(
+    topology: Topology, problem: str | None, sizes: Iterable[Sizes]
+) -> tuple[str | None, Sizes]:
+    """The first problem of any rank, and the largest sizes of the update, by the hosts alone.
+
+    Ranks replay graphs of their own, so they may differ; but one that records while the others
+    replay delays them all. With the same sizes, all of them record at the same time.
+    """
+    mine = map(max, zip(*sizes, NO_SIZES, strict=True))
+    has_problem, *largest = max_over_replicas([int(problem is not None), *mine], topology)
+    if has_problem and topology.num_replicas > 1:
+        problems = enumerate(gather_objects(problem, topology))
+        problem = next(f"rank {rank}: {text}" for rank, text in problems if text is not None)
+    return problem, Sizes(*largest)

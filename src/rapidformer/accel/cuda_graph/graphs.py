@@ -12,7 +12,7 @@ something was recorded nor on where a run was resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
-from rapidformer.accel.cuda_graph.finishing import Finishing
+from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import (
@@ -43,9 +43,8 @@ from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
+from rapidformer.accel.unpad.rows import Sizes
 from rapidformer.data.update import MicroBatch, Update
-from rapidformer.dist.collectives import gather_objects, max_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -166,7 +165,7 @@ class GraphedPasses:
             is_worth_it = not isinstance(problem, LongStepsError)
             self._give_up(str(problem), in_pieces=is_worth_it)
         sizes = (item.sizes for item in inputs if item is not None)
-        self.problem, least = _agree(self._topology, self.problem, sizes)
+        self.problem, least = agree(self._topology, self.problem, sizes)
         if self.problem is not None:
             self._has_ended = True
             self._drop()
@@ -387,19 +386,3 @@ class GraphedPasses:
                 self._model, self._parameters, self._device, self._capture,
                 is_16_bit=self._is_16_bit, compiles=self._compiles,
             )  # fmt: skip
-
-
-def _agree(
-    topology: Topology, problem: str | None, sizes: Iterable[Sizes]
-) -> tuple[str | None, Sizes]:
-    """The first problem of any rank, and the largest sizes of the update, by the hosts alone.
-
-    Ranks replay graphs of their own, so they may differ; but one that records while the others
-    replay delays them all. With the same sizes, all of them record at the same time.
-    """
-    mine = map(max, zip(*sizes, NO_SIZES, strict=True))
-    has_problem, *largest = max_over_replicas([int(problem is not None), *mine], topology)
-    if has_problem and topology.num_replicas > 1:
-        problems = enumerate(gather_objects(problem, topology))
-        problem = next(f"rank {rank}: {text}" for rank, text in problems if text is not None)
-    return problem, Sizes(*largest)
