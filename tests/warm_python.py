@@ -230,6 +230,10 @@ def _import_what_is_slow() -> None:
             with suppress(ImportError):  # of optional packages
                 importlib.import_module(module.name)
     sys.modules["rapidformer.config"].parse_arguments([])  # the parser is built once
+    with suppress(ImportError):  # of an older version
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("bert")  # once for all models: 600 patterns are compiled
 
 
 class _Workers:
