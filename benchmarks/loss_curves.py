@@ -35,7 +35,7 @@ os.environ["RAPIDFORMER_EMULATE_16_BIT"] = "1"
 
 import numpy as np
 import torch
-from peers import DEVICE, HAS_GPU, Result, call
+from peers import COMPILED, DEVICE, HAS_GPU, Result, call
 from torch import nn
 from workloads import Rows, Workload, add_lora, list_workloads
 
@@ -160,7 +160,7 @@ def record_losses(name: str, work: Workload, steps: int) -> list[float]:
         torch.manual_seed(seed)
         return list(run_reference(model, batches, is_bf16=name in SEEDS))
     more: dict[str, Any] = {} if name in IN_FP32 else {"mixed_precision": "bf16"}
-    more |= {"compile": True} if "--compile" in name else {}
+    more |= COMPILED if "--compile" in name else {}
     more |= {"fp8": True} if name == IN_FP8 else {}
     return run_rapidformer(model, batches, **more)
 

@@ -27,7 +27,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import DEVICE, HAS_GPU, LIMIT, WARM_UP, Result, Stopwatch, call, choose_method
+from peers import (
+    COMPILED,
+    DEVICE,
+    HAS_GPU,
+    LIMIT,
+    WARM_UP,
+    Result,
+    Stopwatch,
+    call,
+    choose_method,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -214,7 +224,7 @@ def get_common_arguments(work: Work) -> dict[str, Any]:
 Run = Callable[[Work, Path, list[Row], Stopwatch], None]
 OURS: dict[str, Run] = {
     "rapidformer": run_rapidformer,
-    "rapidformer --compile": lambda *args: run_rapidformer(*args, compile=True),
+    "rapidformer --compile": lambda *args: run_rapidformer(*args, **COMPILED),
 }
 RUNS: dict[str, dict[str, Run]] = {
     "dpo": {

@@ -21,7 +21,17 @@ from typing import Any
 import torch
 import transformers
 from held import make_skewed_rows
-from peers import DEVICE, HAS_GPU, Result, Stopwatch, call, run_rapidformer, run_trainer, wait
+from peers import (
+    COMPILED,
+    DEVICE,
+    HAS_GPU,
+    Result,
+    Stopwatch,
+    call,
+    run_rapidformer,
+    run_trainer,
+    wait,
+)
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from workloads import Rows, Workload
@@ -147,7 +157,7 @@ def measure(name: str, kind: str, steps: int, compiles: bool) -> Result:
     elif name == "HF Trainer":
         run_trainer(work, rows, watch)
     else:
-        run_rapidformer(work, rows, watch, **({"compile": True} if compiles else {}))
+        run_rapidformer(work, rows, watch, **(COMPILED if compiles else {}))
     wait()
     watch.stop()
     tokens = sum(len(row["input_ids"]) for row in rows[warm_up * work.batch :])

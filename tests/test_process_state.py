@@ -115,7 +115,9 @@ def train(settings: dict[str, Any], allowed: tuple[str, ...]) -> list[str]:
         ({"zero_3_memory_optimization": True}, 2, {}),
         ({"tensor_model_parallel_size": 2}, 2, {}),
         ({"context_parallel_size": 2}, 2, {}),
-        pytest.param({"compile": True}, 1, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"compile": True, "compile_backend": "inductor"}, 1, {}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )

@@ -339,6 +339,22 @@ def test_outputs_of_activation_functions_are_recomputed_for_the_backward_pass() 
     assert saved.count(torch.Size([3, 32])) == 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_cpu_compiles_only_if_a_backend_is_asked_for(
+    backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the run is that without --compile, and says so."""
+    warn_once.cache_clear()
+    engine = make_engine(compile=True, compile_backend=backend, lr=1e-3)
+    model: Any = engine.compose(build_model("gpt2"))[0]
+    asked = backend != "auto"
+    assert (find_fact(model, CompiledBlocks) is not None) == asked
+    removal = find_fact(model, Removal)
+    assert removal is not None and removal.rounds_up == asked
+    assert ("--compile has no effect: on a CPU" in capsys.readouterr().err) != asked
+    engine.close()
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"--compile-backend inducter: .* has .*inductor"):
         compile_blocks(nn.Linear(2, 2), backend="inducter")

@@ -62,11 +62,15 @@ def test_a_budget_of_tokens_is_tried_if_micro_batches_of_an_update_differ(
 ) -> None:
     run = ["--task", "causal_lm", "--device", "cpu", "--micro-batch-size"]
     bench.run([*run, "16"])
-    assert [job.name for job, _ in jobs] == ["run", "mixed-precision", "compile"]
+    names = ["run", "mixed-precision", "compile", "tokens-per-micro-batch"]
+    assert [job.name for job, _ in jobs] == names
+    assert jobs[2][1][-2:] == ["--compile-backend", "inductor"], "on a CPU, it must be asked for"
     jobs.clear()
     bench.run([*run, "4"])
-    assert jobs[-1][0].name == "tokens-per-micro-batch"
-    assert jobs[-1][1][-2:] == ["--tokens-per-micro-batch", "128"]
+    assert [words[words.index("4") + 1 :] for _, words in jobs[-2:]] == [
+        ["--micro-batch-size", "8", "--global-batch-size", "4"],
+        ["--tokens-per-micro-batch", "128"],
+    ]
 
 
 def test_both_sides_of_a_comparison_run_twice_in_turn(

@@ -45,6 +45,22 @@ def test_states_reasons_and_how_to_change_them() -> None:
     assert "4.09 instead of 4.80 ms" in answers["merged linear layers"].measured
 
 
+def test_a_cpu_compiles_only_if_a_backend_is_asked_for() -> None:
+    on_cpu = Situation(device="cpu", ranks=1, precision="fp32")
+    answer = ask(["--compile"], on_cpu)["compilation"]
+    assert answer.state == "not applicable"
+    assert "on a CPU, nothing is compiled" in answer.why
+    assert "--compile-backend inductor compiles all the same" in answer.why
+    assert ask(["--compile", "--compile-backend", "inductor"], on_cpu)["compilation"].state == "on"
+    assert ask(["--compile"], GPU)["compilation"].state == "on"
+
+
+def test_what_a_run_is_told_to_turn_on_has_a_figure() -> None:
+    for switch in SWITCHES:
+        assert all(times > 1.5 for times in switch.times.values())
+        assert switch.gain or not switch.times
+
+
 def test_what_gives_way_says_to_what() -> None:
     answers = ask(["--activation-offload"], GPU)
     assert answers["CUDA graph"].state == "not applicable"

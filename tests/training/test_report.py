@@ -12,6 +12,7 @@ import torch
 
 from rapidformer.config import Settings, parse_arguments
 from rapidformer.log import configure_logging
+from rapidformer.training import summary
 from rapidformer.training.report import Reporter, format_training_line
 from rapidformer.training.summary import describe_missed_speed, describe_results
 from rapidformer.training.trackers import TrackedRun
@@ -44,13 +45,36 @@ def make(tmp_path: Path | None, *words: str, speaks: bool = True, **options: Any
         ("cuda", ["--mixed-precision"], 100, None),
         ("cuda", ["--mixed-precision", "--compile"], 5000, None),
         ("cpu", [], 5000, None),
+        ("cpu", ["--dynamic-shape", "off"], 5000, "--dynamic-shape auto (a BERT"),
+        ("cuda", ["--mixed-precision", "--cuda-graph", "off"], 100, "--cuda-graph auto (BERT"),
+        ("cuda", ["--mixed-precision", "--cuda-graph", "off", "--activation-offload"], 100, None),
+        ("cuda", ["--deepspeed", "x.json"], 100, None),
     ],
 )
 def test_speed_that_a_run_misses(
-    device: str, words: list[str], steps: int, advice: str | None
+    device: str, words: list[str], steps: int, advice: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = describe_missed_speed(parse_arguments(words), torch.device(device), steps)
+    monkeypatch.setattr(summary, "has_bf16", lambda: False)
+    args, precision = parse_arguments(words), "bf16" if "--mixed-precision" in words else "fp32"
+    text = describe_missed_speed(args, torch.device(device), precision, steps)
     assert text is None if advice is None else f"with {advice}" in str(text)
+
+
+def test_the_largest_speed_that_a_run_misses_comes_first() -> None:
+    words = ["--mixed-precision", "--cuda-graph", "off", "--dynamic-shape", "off"]
+    text = describe_missed_speed(parse_arguments(words), torch.device("cuda"), "bf16", 5000)
+    flags = ("with --cuda-graph auto (", "; --compile (", "; --dynamic-shape auto (")
+    places = [str(text).index(flag) for flag in flags]
+    assert places == sorted(places)
+
+
+def test_a_processor_with_bf16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "has_bf16", lambda: True)
+    device = torch.device("cpu")
+    text = describe_missed_speed(parse_arguments([]), device, "fp32", 100)
+    assert str(text).startswith("with --mixed-precision (this processor has bf16")
+    mixed = parse_arguments(["--mixed-precision"])
+    assert describe_missed_speed(mixed, device, "bf16", 100) is None
 
 
 def test_log_line() -> None:

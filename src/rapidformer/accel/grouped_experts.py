@@ -36,7 +36,7 @@ EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_expe
 
 def apply(assembly: Assembly) -> str | None:
     """Compute experts here if they would be in fp32, or compiled in pieces."""
-    if not assembly.args.compile and assembly.precision.dtype is None:
+    if not assembly.wants("compilation") and assembly.precision.dtype is None:
         return None
     if not _has_product(assembly.device):
         return None

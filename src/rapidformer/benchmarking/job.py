@@ -130,6 +130,8 @@ _PHASES = {
 }
 _GIB = 2**30
 _FAR_APART = 1.1
+_LONG_DELAY = 1.0
+"""Seconds of a first step that count."""
 _NO_TOKENS = "the batches have no token ids"
 
 
@@ -178,9 +180,19 @@ def describe_gain(base: Result, changed: Result) -> str:
     gain = get_rate(changed) / get_rate(base)
     memory = (changed.peak_memory - base.peak_memory) / _GIB
     line = f"{gain:.2f} x as fast, {memory:+.2f} GiB, first step {changed.first_step:.1f} s"
+    line += _describe_delay(base, changed)
     if not changed.late_graphs:
         return line
     return f"{line}; {changed.graphs} graphs, {_describe_late_graphs(changed)}"
+
+
+def _describe_delay(base: Result, changed: Result) -> str:
+    """When a longer first step has paid for itself; both runs have timed the same batches."""
+    delay = changed.first_step - base.first_step
+    saved = base.seconds / len(base.step_times) - changed.seconds / len(changed.step_times)
+    if delay < _LONG_DELAY:
+        return ""
+    return f" (pays from step {math.ceil(delay / saved):,} on)" if saved > 0 else " (never pays)"
 
 
 def _describe_late_graphs(result: Result) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +36,6 @@ from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 # Tells the processes that this command starts which run they belong to.
 JOB_VARIABLE = "RAPIDFORMER_BENCHMARK"
 PEERS = {"hf": "Hugging Face's Trainer", "hf-compile": "Hugging Face's Trainer with torch.compile"}
-# Switches to try, and the setting that shows whether the run has it already.
-_CANDIDATES = (("--mixed-precision", "mixed_precision"), ("--compile", "compile"))
 _FEW_TOKENS = 0.9
 """If less of a batch is real tokens, rows are of different lengths: a budget of tokens may help."""
 # The least number of steps to time, and steps before them.
@@ -117,9 +116,8 @@ class _Benchmark(ChildRuns):
             _write("", _describe_run(base, self.processes), "", *describe_result(base), "")
         if self.options.against:
             self._compare(base)
-        for words, setting in () if self.options.no_tries else self._list_candidates(base):
-            if not getattr(self.args, setting):
-                self._tell(f"With {' '.join(words)}: {self._try(words, base)}")
+        for words in () if self.options.no_tries else self._list_candidates(base):
+            self._tell(f"With {' '.join(words)}: {self._try(words, base)}")
         if self.options.json:
             _write(json.dumps({name: asdict(one) for name, one in self.results.items()}))
 
@@ -132,17 +130,31 @@ class _Benchmark(ChildRuns):
             second = self._measure(f"{peer}-2", f"{name}, again", peer=peer)
             self._tell(f"{name}: {describe_ratio([base, again], [first[peer], second])}")
 
-    def _list_candidates(self, base: Result) -> list[tuple[list[str], str]]:
-        """Flags to try, each with its setting."""
-        candidates = [([flag], setting) for flag, setting in _CANDIDATES]
-        size = self.args.micro_batch_size or base.global_batch
-        is_accumulated = base.rows > len(base.step_times) * size * base.ranks
-        if is_accumulated and base.tokens < _FEW_TOKENS * base.slots:
+    def _list_candidates(self, base: Result) -> Iterator[list[str]]:
+        """Flags to try that the run does not have."""
+        args = self.args
+        if not args.mixed_precision:
+            yield ["--mixed-precision"]
+        if not args.compile:
+            backend = [] if self._is_on_gpu else ["--compile-backend", "inductor"]
+            yield ["--compile", *backend]
+        if args.tokens_per_micro_batch:
+            return
+        size = args.micro_batch_size or base.global_batch
+        if base.rows > len(base.step_times) * size * base.ranks:
+            yield from self._list_larger_batches(size, base)
+        if base.tokens < _FEW_TOKENS * base.slots and size > 1:
             mean = base.slots * size // base.rows  # of a micro-batch
-            budget = -(-mean // 64) * 64
-            name = "tokens_per_micro_batch"
-            candidates.append(([f"--{name.replace('_', '-')}", str(budget)], name))
-        return candidates
+            yield ["--tokens-per-micro-batch", str(-(-mean // 64) * 64)]
+
+    def _list_larger_batches(self, size: int, base: Result) -> Iterator[list[str]]:
+        """Fewer and larger micro-batches for the same update."""
+        words = ["--micro-batch-size", str(2 * size)]
+        steps = self.args.gradient_accumulation_steps
+        if steps is None:
+            yield [*words, "--global-batch-size", str(base.global_batch)]
+        elif steps % 2 == 0:
+            yield [*words, "--gradient-accumulation-steps", str(steps // 2)]
 
     def _try(self, words: list[str], base: Result) -> str:
         """What the run gains by one more switch."""

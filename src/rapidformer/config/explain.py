@@ -40,6 +40,21 @@ def explain(
     return sorted(answers, key=lambda answer: get_args(State).index(answer.state))
 
 
+def list_missed(args: Settings, situation: Situation, steps: int) -> list[str]:
+    """What would make a run of so many steps faster by what was measured: the most first."""
+    device = situation.device or ""
+    missed = [
+        switch
+        for switch in SWITCHES
+        if device in switch.times
+        and steps >= switch.pays_from
+        and not switch.is_on(args)
+        and switch.find_obstacle(args, situation) is None
+    ]
+    missed.sort(key=lambda switch: -switch.times[device])
+    return [f"{_describe_change(each, args, 'off')} ({each.gain})" for each in missed]
+
+
 def render(answers: list[Answer]) -> Iterator[str]:
     """Plain lines, for a file or a pipe."""
     for answer in answers:

@@ -148,6 +148,10 @@ class Switch:
     kind: Kind = "asked"
     gain: str = ""
     """What was measured; only figures that stand in docs/speed.md or docs/performance.md."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """How many times as fast that was, by the type of device. A run that leaves it off is told."""
+    pays_from: int = 0
+    """Steps of a run from which on it takes less time than it saves."""
 
     turned_on_by: tuple[str, ...] = ()
     """Any of these settings turns it on. If empty, it is on whenever its needs are met."""
@@ -250,6 +254,8 @@ class Switch:
             return f"it works in {' and '.join(self.precisions)}, and this run is in {precision}"
         for rule in self.excludes:
             if rule.holds(args, situation):
+                if rule.setting in self.options:
+                    return rule.reason
                 return f"{_EXCLUDED}{rule.describe(args)}: {rule.reason}"
         return None
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from rapidformer.accel.precision.processor import has_bf16
 from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import get_file_schedule
-from rapidformer.config.switches import get_switch
+from rapidformer.config.explain import list_missed
+from rapidformer.config.switches import Situation
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.processes import describe_device
 from rapidformer.engine import RapidformerEngine
@@ -24,8 +26,6 @@ from rapidformer.training.timetable import OPEN_END
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
 """Of the moments, by optimizer. By name: not all of their packages are installed."""
-_MANY_STEPS = 1000
-"""From here on, compiling takes less time than it saves."""
 
 
 def describe_run(
@@ -57,7 +57,9 @@ def describe_run(
     lines[3:3] = loader.describe_sets(samples)
     if adapter is not None:
         lines.insert(2, f"adapter   {adapter.describe()}; {describe_trained(trained, total)}")
-    if (advice := describe_missed_speed(args, engine.device, train_iters)) is not None:
+    precision = engine.runtime.precision.name
+    advice = describe_missed_speed(args, engine.device, precision, train_iters)
+    if advice is not None:
         lines.append(f"faster    {advice}")
     if args.save:
         lines.append(f"folder    {args.save}")
@@ -66,21 +68,21 @@ def describe_run(
     return lines
 
 
-def describe_missed_speed(args: Settings, device: torch.device, train_iters: int) -> str | None:
-    """The switch without which a run is probably less than two thirds as fast as it could be."""
-    if device.type != "cuda" or args.deepspeed is not None:  # whose file may say more
+def describe_missed_speed(
+    args: Settings, device: torch.device, precision: str, train_iters: int
+) -> str | None:
+    """The switches without which a run is probably less than two thirds as fast as it could be."""
+    if args.deepspeed is not None:  # whose file may say more
         return None
-    if args.mixed_precision is None:
-        return (
-            "with --mixed-precision: this GPU multiplies 16-bit matrices several times as fast as "
-            "fp32 ones"
+    situation = Situation(device=device.type, ranks=args.world_size, precision=precision)
+    missed = list_missed(args, situation, train_iters)
+    if args.mixed_precision is None and device.type == "cuda":
+        missed.insert(0, "--mixed-precision (16-bit products are several times as fast as fp32)")
+    if args.mixed_precision is None and device.type == "cpu" and has_bf16():
+        missed.insert(
+            0, "--mixed-precision (this processor has bf16; `rapidformer bench` tries it)"
         )
-    if not get_switch("compilation").is_on(args) and train_iters >= _MANY_STEPS:
-        return (
-            "with --compile, which pays in long runs: on an H200, 2.0 times as fast for GPT-2 and "
-            "1.5 times for ModernBERT. `rapidformer bench` tries it on your run"
-        )
-    return None
+    return f"with {'; '.join(missed)}" if missed else None
 
 
 def describe_model(engine: RapidformerEngine) -> dict[str, Any]:

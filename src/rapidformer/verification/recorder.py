@@ -68,7 +68,7 @@ class Recorder(RunObserver):
         ]
         # A hook would be compiled into the block. Without padding, a block's output has another
         # size than the one it is compared with.
-        if not engine.args.compile and "unpad" not in list_layers(model):
+        if not parallelized.wants("compilation") and "unpad" not in list_layers(model):
             self._hooks = [
                 module.register_forward_hook(_build_hook(name, trace.blocks))
                 for name, module in model.named_modules()

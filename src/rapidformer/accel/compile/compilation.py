@@ -24,6 +24,7 @@ from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_compile import QUIET_TRACING, Backend, Rewrite, start_workers
 from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.config import Settings
+from rapidformer.config.row import AUTO
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -40,7 +41,7 @@ _LARGEST_FRACTION = 0.01
 
 def prepare(args: Settings, device: torch.device) -> None:
     """Start what takes seconds, before a model is built: torch would do it in the first step."""
-    is_inductor = args.compile_backend == "inductor"
+    is_inductor = _choose_backend(args) == "inductor"
     if get_switch("compilation").is_on(args) and is_inductor and device.type == "cuda":
         start_workers()
 
@@ -48,22 +49,26 @@ def prepare(args: Settings, device: torch.device) -> None:
 def apply(assembly: Assembly) -> str:
     """Compile the blocks of this rank."""
     args, plan, model = assembly.args, assembly.plan, assembly.model
-    if args.compile_backend == "inductor":
+    backend = _choose_backend(args)
+    if backend == "inductor":
         assembly.applied.enter(KEPT_CODE)
     if not os.environ.get("TORCH_LOGS"):
         assembly.applied.enter(QUIET_TRACING)
     norms = find_outer_norms(model, plan) if assembly.device.type == "cuda" else []
-    apply_compile(
-        model, plan, backend=args.compile_backend, rewrites=_choose_rewrites(assembly), norms=norms
-    )
+    apply_compile(model, plan, backend=backend, rewrites=_choose_rewrites(assembly), norms=norms)
     count = len(plan.blocks)
     what = f"{count} block{'s' * (count != 1)}" if count else "the whole model"
     if norms:
         what += f" and {len(norms)} norm{'s' * (len(norms) != 1)} outside them"
-    line = f"torch.compile of {what} with {args.compile_backend}"
+    line = f"torch.compile of {what} with {backend}"
     if args.onnx_runtime_training:
         line += " (--onnx-runtime-training: ONNX Runtime's training package has been discontinued)"
     return line
+
+
+def _choose_backend(args: Settings) -> str:
+    """Of what is compiled: the row of ``--compile`` says where ``auto`` compiles nothing."""
+    return "inductor" if args.compile_backend == AUTO else args.compile_backend
 
 
 def apply_compile(
@@ -126,7 +131,7 @@ def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
         if copies < _LARGEST_FRACTION * memory:
             rewrites.append(merge_linears)
             assembly.applied.parts.add("merged linear layers")
-    if assembly.wants("hashed dropout") and assembly.args.compile_backend == "inductor":
+    if assembly.wants("hashed dropout") and _choose_backend(assembly.args) == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
         assembly.applied.parts.add("hashed dropout")
     return rewrites

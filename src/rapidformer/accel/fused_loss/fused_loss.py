@@ -106,7 +106,7 @@ def _find_obstacle(assembly: Assembly, head: nn.Linear | None) -> str | None:
         )
     if assembly.plan.has_split_losses and assembly.topology.tensor * assembly.topology.context > 1:
         return "the model's own loss is computed from each rank's slice of the logits"
-    if assembly.args.compile and not assembly.plan.blocks:
+    if assembly.wants("compilation") and not assembly.plan.blocks:
         return "--compile compiles the whole model, including head and loss"
     if isinstance(assembly.synchronizer, DeepSpeedStrategy) and assembly.synchronizer.stage == 3:
         return "DeepSpeed's ZeRO-3 gathers the head's weight for one call only"

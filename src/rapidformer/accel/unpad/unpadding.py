@@ -62,7 +62,8 @@ def apply(assembly: Assembly) -> str | None:
     if assembly.pipeline is not None:
         help_of_others = Help.TOGETHER
     obstacle = _find_obstacle(assembly) or apply_unpadding(
-        assembly.model, assembly.whole_plan, assembly.precision.dtype, is_compiled=args.compile,
+        assembly.model, assembly.whole_plan, assembly.precision.dtype,
+        is_compiled=assembly.wants("compilation"),
         applied=assembly.applied, help_of_others=help_of_others,
         splits_tokens=args.sequence_parallel, sharing=assembly.topology.get_group("context"),
         pipeline=assembly.pipeline, only_in_graphs=_only_pays_in_graphs(assembly),
@@ -80,9 +81,10 @@ def apply(assembly: Assembly) -> str | None:
 
 def _find_obstacle(assembly: Assembly) -> str | None:
     """Why this model cannot be unpadded in this run, beside what the row says."""
-    if assembly.args.compile and assembly.device.type == "cuda" and find_biased(assembly.model):
+    is_compiled = assembly.wants("compilation")
+    if is_compiled and assembly.device.type == "cuda" and find_biased(assembly.model):
         return "on a GPU, --compile needs flash attention, which takes no position bias"
-    if assembly.args.compile and assembly.topology.context > 1:
+    if is_compiled and assembly.topology.context > 1:
         return "--compile with --context-parallel-size has not been tried without padding"
     if _only_pays_in_graphs(assembly) and assembly.args.cuda_graph == "off":
         return "on a GPU, it makes encoder-decoder models faster only in CUDA graphs"
