@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
+from rapidformer import RapidformerEngine
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.compile.compilation import (
     KEPT_CODE,
@@ -27,11 +28,12 @@ from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.precision.autocast import apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.peft import adapters_off
 from rapidformer.errors import ConfigurationError
-from rapidformer.log import configure_logging
+from rapidformer.log import configure_logging, warn_once
 from rapidformer.models.plan import ModelPlan, find_plan
-from rapidformer.overlay import get_fact
+from rapidformer.overlay import find_fact, get_fact
 from tests.parity.models import build_model
 from tests.test_process_state import COMPILED, list_changes, look, look_at_torch
 
@@ -345,7 +347,7 @@ def test_a_cpu_compiles_only_if_a_backend_is_asked_for(
 ) -> None:
     """Otherwise the run is that without --compile, and says so."""
     warn_once.cache_clear()
-    engine = make_engine(compile=True, compile_backend=backend, lr=1e-3)
+    engine = RapidformerEngine(args={"compile": True, "compile_backend": backend, "lr": 1e-3})
     model: Any = engine.compose(build_model("gpt2"))[0]
     asked = backend != "auto"
     assert (find_fact(model, CompiledBlocks) is not None) == asked
