@@ -129,6 +129,23 @@ def test_the_ratios_of_runs_in_turn_are_shown() -> None:
     assert "use an idle machine" in far_apart
 
 
+@pytest.mark.parametrize(
+    ("first_step", "seconds", "said"),
+    [(21.0, 1.5, "first step 21.0 s (pays from step 40 on)"), (21.0, 2.0, "(never pays)"),
+     (1.5, 1.5, "first step 1.5 s")],
+)  # fmt: skip
+def test_when_a_longer_first_step_has_paid_is_shown(
+    first_step: float, seconds: float, said: str
+) -> None:
+    def make(first_step: float, seconds: float) -> Result:
+        return Result(
+            model="m", parameters=1, device="CPU", precision="fp32", global_batch=1,
+            first_step=first_step, step_times=[seconds] * 4, rows=4,
+        )  # fmt: skip
+
+    assert describe_gain(make(1.0, 2.0), make(first_step, seconds)).endswith(said)
+
+
 def test_a_run_that_ends_early_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RapidformerError, match="ended before 7 optimizer steps"):
         measure_run(make_job(tmp_path), lambda: None)

@@ -54,6 +54,20 @@ def test_the_fewest_processes_under_which_every_switch_has_something_to_do(
         assert resolve(change_settings(args, job), world_size=world_size).train_iters == 1
 
 
+@pytest.mark.parametrize("flag", ["--compile", "--onnx-runtime-training"])
+def test_compilation_is_verified_on_a_cpu_too(flag: str) -> None:
+    args = parse_arguments(["--task", "causal_lm", flag])
+    changed = {
+        kind: change_settings(args, Job(
+            folder="/nowhere", kind=kind, updates=1, processes=1, is_full_size=True,
+            global_batch_size=4, micro_batch_size=4,
+        ))
+        for kind in ("switched", "whole")
+    }  # fmt: skip
+    assert changed["switched"].compile_backend == "inductor"
+    assert not changed["whole"].compile and not changed["whole"].onnx_runtime_training
+
+
 def test_what_is_verified_of_a_pipeline_is_reported() -> None:
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
     args = parse_arguments(["--task", "causal_lm", *flags.split()])
