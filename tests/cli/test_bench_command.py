@@ -66,6 +66,9 @@ def test_a_budget_of_tokens_is_tried_if_micro_batches_of_an_update_differ(
     assert [job.name for job, _ in jobs] == names
     assert jobs[2][1][-2:] == ["--compile-backend", "inductor"], "on a CPU, it must be asked for"
     jobs.clear()
+    bench.run([*run, "16", "--compile"])
+    assert [job.name for job, _ in jobs] == names, "that has compiled nothing"
+    jobs.clear()
     bench.run([*run, "4"])
     assert [words[words.index("4") + 1 :] for _, words in jobs[-2:]] == [
         ["--micro-batch-size", "8", "--global-batch-size", "4"],

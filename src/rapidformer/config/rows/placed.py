@@ -95,6 +95,7 @@ PLACED = register(
     Switch(
         "fused loss",
         turned_on_by=("fused_loss",), off={"fused_loss": "off"}, module="fused_loss.fused_loss",
+        gain="Qwen3 0.6B on an H200, 4 rows of 2048 tokens: 28.9 instead of 41.6 GiB",
     ),
     # Before compilation, which fuses the rounding into neighbouring kernels.
     Switch(
