@@ -38,6 +38,7 @@ from rapidformer.checkpoint.exporting.gguf.tokenizer import describe_tokenizer
 from rapidformer.errors import ConfigurationError, ModelError
 from tests.small import make_model_folder, make_tokenizer
 
+from .go_templates import render_go
 from .test_exporting import train
 
 CHATML = (
@@ -394,6 +395,23 @@ def test_a_go_template_is_rendered_as_by_go() -> None:
         '{{ else }},{{ end }}{{ else if eq .Role "assistant" }}A:{{ .Content }}.{{ end }}{{ end }}'
     )
     talk = modelfile._talk("x", "y", "z")
-    assert modelfile.render_go(template, talk) == "none;U:x,A:y.U:z!"
+    assert render_go(template, talk) == "none;U:x,A:y.U:z!"
     talk = modelfile._talk("x", system="s")
-    assert modelfile.render_go(template, talk) == "S:s;U:x!"
+    assert render_go(template, talk) == "S:s;U:x!"
+
+
+@pytest.mark.parametrize("talk", modelfile.SAMPLES)
+@pytest.mark.parametrize("system", [None, ("S:", ";U:")])
+@pytest.mark.parametrize("last", ["!", ",A:"])
+def test_a_go_template_says_what_was_proven(
+    talk: modelfile.Conversation, system: tuple[str, str] | None, last: str
+) -> None:
+    turns = modelfile.Turns(begin="none;U:", system=system, answer=",A:", question=".U:", last=last)
+    assert render_go(modelfile.translate(turns), talk) == turns.join(talk)
+
+
+@pytest.mark.parametrize("piece", ["{{ .Content }}", "{", 'a """'])
+def test_go_would_not_take_every_text_around_messages(piece: str) -> None:
+    turns = modelfile.Turns(begin=piece, system=None, answer="", question="", last="")
+    with pytest.raises(modelfile._NoTemplateError, match="the text around messages has"):
+        modelfile.translate(turns)

@@ -1,15 +1,13 @@
 """Ollama's Modelfile: the chat template in Go's language, proven equal to the tokenizer's in Jinja.
 
-The text around each message is found by rendering a conversation of marks. It is written as a
-template, read back from the file and rendered for several conversations. If one of them differs
-from the tokenizer's own rendering, the file gets no TEMPLATE and says why.
+The text around each message is found by rendering a conversation of marks. Several conversations
+are put together from it, as Ollama will do. If one of them differs from the tokenizer's own
+rendering, the file gets no TEMPLATE and says why.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ def _talk(*texts: str, system: str | None = None) -> Conversation:
     return turns + [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-_SAMPLES = (
+SAMPLES = (
     _talk("Hello"),
     _talk("What is 2 + 2?", "4.", "And 3 + 3?"),
     _talk("one", "two", "three", "four", "five"),
@@ -56,6 +54,20 @@ class Turns:
     """Between an answer and the next question: it begins with what ends an answer."""
     last: str
     """After the last question."""
+
+    def join(self, conversation: Conversation) -> str:
+        """The prompt for the next answer."""
+        prompts = [message["content"] for message in conversation if message["role"] == "system"]
+        text = self.begin
+        if self.system is not None and prompts:
+            text = self.system[0] + "\n\n".join(prompts) + self.system[1]
+        for number, message in enumerate(conversation, start=1):
+            if message["role"] == "user":
+                after = self.last if number == len(conversation) else self.answer
+                text += message["content"] + after
+            elif message["role"] == "assistant":
+                text += message["content"] + self.question
+        return text
 
 
 def read_turns(tokenizer: Any) -> Turns | None:
@@ -94,39 +106,59 @@ def find_end(tokenizer: Any, turns: Turns) -> str | None:
 
 def write_modelfile(file: Path, model: str, tokenizer: Any, metadata: Metadata) -> None:
     """Write what ``ollama create`` reads."""
-    lines = [f"FROM ./{model}"]
+    source = f"FROM ./{model}"
     turns = read_turns(tokenizer) if get_chat_template(tokenizer) else None
-    bos = tokenizer.bos_token if metadata["tokenizer.ggml.add_bos_token"] else ""
-    reason: str | None = None
+    bos = (tokenizer.bos_token or "") if metadata["tokenizer.ggml.add_bos_token"] else ""
     try:
         if turns is None:
             raise _NoTemplateError("there is no chat template that writes messages one by one")
-        lines.append(f'TEMPLATE """{_translate(turns, bos or "")}"""')
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        proven = _prove(file, tokenizer, turns, bos or "")
-    except _NoTemplateError as error:
-        lines, reason = [f"# No TEMPLATE: {error}.", lines[0]], str(error)
+        own = _without_start(turns, bos)
+        lines, said = [source, f'TEMPLATE """{translate(own)}"""'], _prove(tokenizer, own, bos)
+    except _NoTemplateError as reason:
+        said = f"without a TEMPLATE: {reason}"
+        lines = [f"# No TEMPLATE: {reason}.", source]
     length = next(value for key, value in metadata.items() if key.endswith(".context_length"))
     lines.append(f"PARAMETER num_ctx {length}")
     end = find_end(tokenizer, turns) if turns else None
     if end is not None:
         lines.append(f'PARAMETER stop "{end}"')
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if reason is None:
-        get_logger().info("ollama    Modelfile: %s", proven)
-    else:
-        get_logger().info("ollama    Modelfile without a TEMPLATE: %s", reason)
+    get_logger().info("ollama    Modelfile %s", said)
 
 
-def _translate(turns: Turns, bos: str) -> str:
-    """The turns in Go's language. Ollama adds the first token itself where the file says so."""
-    begin, around = turns.begin.removeprefix(bos), turns.system
+def _without_start(turns: Turns, bos: str) -> Turns:
+    """Ollama adds the first token itself where the file says so."""
+    system = turns.system and (turns.system[0].removeprefix(bos), turns.system[1])
+    return replace(turns, begin=turns.begin.removeprefix(bos), system=system)
+
+
+def _prove(tokenizer: Any, turns: Turns, bos: str) -> str:
+    """Render conversations as Ollama will; returns what is proven."""
+    samples = [talk for talk in SAMPLES if turns.system or talk[0]["role"] != "system"]
+    for talk in samples:
+        if bos + turns.join(talk) != render(tokenizer, talk):
+            raise _NoTemplateError(
+                f"no simple template gives what the tokenizer's gives for {len(talk)} messages"
+            )
+    text = f"with a TEMPLATE equal to the chat template for {len(samples)} conversations"
+    if not turns.system:
+        text += "; the chat template takes no system prompt, so Ollama's is left out"
+    try:
+        is_kept = bos + turns.join(_SPACED) == render(tokenizer, _SPACED)
+    except _NoTemplateError:
+        is_kept = False
+    return text if is_kept else f"{text}; it keeps spaces around a message, which theirs removes"
+
+
+def translate(turns: Turns) -> str:
+    """``turns.join`` in Go's language."""
+    begin, around = turns.begin, turns.system
     pieces = [begin, turns.answer, turns.question, turns.last, *(around or ())]
-    if any("{{" in piece or '"""' in piece for piece in pieces):
+    if any("{{" in piece + "{" or '"""' in piece for piece in pieces):
         raise _NoTemplateError('the text around messages has {{ or """ in it')
     if around is not None:
         begin = (
-            f"{{{{ if .System }}}}{around[0].removeprefix(bos)}{{{{ .System }}}}{around[1]}"
+            f"{{{{ if .System }}}}{around[0]}{{{{ .System }}}}{around[1]}"
             f"{{{{ else }}}}{begin}{{{{ end }}}}"
         )
     after = turns.answer
@@ -141,87 +173,3 @@ def _translate(turns: Turns, bos: str) -> str:
         f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{turns.question}'
         "{{ end }}{{ end }}"
     )
-
-
-# ---- the proof -----------------------------------------------------------------------------------
-
-
-def _prove(file: Path, tokenizer: Any, turns: Turns, bos: str) -> str:
-    """Render the file's template as Ollama does; returns what is proven."""
-    found = re.search('TEMPLATE """(.*)"""', file.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    samples = [talk for talk in _SAMPLES if turns.system or talk[0]["role"] != "system"]
-    for talk in samples:
-        wanted, actual = render(tokenizer, talk), bos + render_go(found.group(1), talk)
-        if actual != wanted:
-            raise _NoTemplateError(
-                f"no simple template gives what the tokenizer's gives for {len(talk)} messages"
-            )
-    text = f"TEMPLATE equal to the chat template for {len(samples)} conversations"
-    if not turns.system:
-        text += "; the chat template takes no system prompt, so Ollama's is left out"
-    try:
-        is_kept = render(tokenizer, _SPACED) == bos + render_go(found.group(1), _SPACED)
-    except _NoTemplateError:
-        is_kept = False
-    return text if is_kept else f"{text}; it keeps spaces around a message, which theirs removes"
-
-
-def render_go(template: str, conversation: Conversation) -> str:
-    """What Ollama's engine, Go's text/template, makes of a template that ``_translate`` wrote."""
-    parts = iter(re.split(r"{{ (.*?) }}", template))
-    scope = {
-        "System": "\n\n".join(m["content"] for m in conversation if m["role"] == "system"),
-        "Messages": conversation,
-    }
-    return _render_block(_parse(parts), scope, 0)
-
-
-def _parse(parts: Iterator[str]) -> list[Any]:
-    """Texts, and actions as lists: the words, then what is inside, then what is after ``else``."""
-    block: list[Any] = [next(parts)]
-    for words in parts:
-        if words == "end" or words.startswith("else"):
-            return [*block, words]
-        node: list[Any] = [words]
-        while words.startswith(("if", "range")) or words.startswith("else"):
-            inner = _parse(parts)
-            words = inner.pop()
-            node.append(inner)
-            if words == "end":
-                break
-            node.append(words.removeprefix("else").strip())
-        block += [node, next(parts)]
-    return block
-
-
-def _render_block(block: list[Any], scope: dict[str, Any], number: int) -> str:
-    return "".join(
-        part if isinstance(part, str) else _render_action(part, scope, number) for part in block
-    )
-
-
-def _render_action(node: list[Any], scope: dict[str, Any], number: int) -> str:
-    words, *rest = node
-    if words.startswith("range"):
-        return "".join(
-            _render_block(rest[0], {**scope, "Role": m["role"], "Content": m["content"]}, i)
-            for i, m in enumerate(scope["Messages"])
-        )
-    if not words.startswith("if"):
-        return str(scope[words.removeprefix(".")])
-    test: str = words.removeprefix("if ")
-    while True:
-        if not test or _holds(test, scope, number):
-            return _render_block(rest[0], scope, number)
-        if len(rest) < 2:
-            return ""
-        test, rest = rest[1].removeprefix("if "), rest[2:]
-
-
-def _holds(test: str, scope: dict[str, Any], number: int) -> bool:
-    if test.startswith("eq (len"):
-        return number == len(scope["Messages"]) - 1
-    if test.startswith("eq .Role"):
-        return bool(scope["Role"] == test.split('"')[1])
-    return bool(scope[test.removeprefix(".")])
