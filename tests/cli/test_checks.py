@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import rapidformer
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.cli.checks import check_command
 from rapidformer.cli.main import main as run_command
 from rapidformer.config import parse_arguments
 from rapidformer.config.parse import read_flags
 from rapidformer.errors import ConfigurationError
 from rapidformer.nearest import find_nearest
-from rapidformer.training.run_folder import ARGUMENTS_FILE
 
 Find = Callable[..., list[str]]
 

@@ -24,6 +24,7 @@ from rapidformer.log import get_logger
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METRICS_FILE = "metrics.jsonl"
+ARGUMENTS_FILE = "arguments.yaml"
 TRACKERS_FOLDER = "trackers"
 """The folder with the files of trackers and the ids that they gave to the run."""
 RUN_FILE = ".run.json"
@@ -68,6 +69,17 @@ def find_checkpoint(source: Path) -> Path | None:
         if named.is_dir():
             return named
     return next(reversed(find_checkpoints(source)), None)
+
+
+def read_arguments(folder: Path) -> dict[str, Any]:
+    """The settings of a run; none if they cannot be read."""
+    import yaml
+
+    try:
+        content = yaml.safe_load((folder / ARGUMENTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def abandon_later(folder: Path, step: int, results: Iterable[str] = ()) -> None:

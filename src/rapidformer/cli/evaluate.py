@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.cli.checks import check_call
 from rapidformer.cli.run_model import choose_run_model
 from rapidformer.config import Settings
@@ -94,6 +95,6 @@ def _choose_file(args: Settings, split: str) -> Path | None:
     if args.output is not None:
         return Path(args.output).expanduser()
     folder = Path(args.load).expanduser() if args.load else None
-    if folder is None or not (folder / "arguments.yaml").is_file():
+    if folder is None or not (folder / ARGUMENTS_FILE).is_file():
         return None
     return folder / f"evaluation_{split}.json"

@@ -7,8 +7,8 @@ without ``--task``, it names a run to go on with; its settings hold unless they 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE, RUN, find_checkpoint, read_arguments
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
@@ -19,9 +19,7 @@ from rapidformer.models.location import (
     get_model_location,
     is_model_folder,
 )
-from rapidformer.strict_json import parse_json
 
-_ARGUMENTS_FILE = "arguments.yaml"
 # How the model's training data was read: evaluation and prediction must read theirs the same way.
 _READING = (
     "task", "data_name", "seq_length", "decoder_seq_length", "text_column", "text_pair_column",
@@ -108,7 +106,7 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
         return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
     if model is not None:
         return args.replace(f"the {model.name} model of {folder}", load=str(model))
-    checkpoint = _find_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise ModelError(
             f"--load {args.load} has no model (no config.json, best, last or iter_… folder): give "
@@ -118,17 +116,9 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
     return args.replace(f"the checkpoint {checkpoint}", load=str(checkpoint / DESCRIPTION))
 
 
-def _find_checkpoint(folder: Path) -> Path | None:
-    """The folder itself, or the newest checkpoint in it."""
-    if (folder / "run.json").is_file():
-        return folder
-    checkpoints = [path for path in folder.glob("iter_*") if (path / "run.json").is_file()]
-    return max(checkpoints, key=lambda path: path.name, default=None)
-
-
 def _check_has_description(checkpoint: Path) -> None:
     """Refuse a checkpoint from which the model cannot be built."""
-    if "base" in read_json(checkpoint / "run.json"):
+    if "base" in read_json(checkpoint / RUN):
         problem = "it holds an adapter's state without the model under it; give best or last"
     elif not (checkpoint / DESCRIPTION / "config.json").is_file():
         problem = (
@@ -144,12 +134,12 @@ def guess_task(location: str | None) -> str | None:
     """The task that a local model was trained for, by the class it names; None if unknown."""
     if not location:
         return None
-    config = _read(Path(location) / "config.json")
+    config = read_json(Path(location) / "config.json", or_nothing=True)
     if (Path(location) / "modules.json").is_file():  # sentence-transformers' models have these
         return "embedding"
     if "sentence_transformers" in config:
         return "reranking"
-    if adapter := _read(Path(location) / "adapter_config.json"):
+    if adapter := read_json(Path(location) / "adapter_config.json", or_nothing=True):
         return _ADAPTER_TASKS.get(str(adapter.get("task_type")))
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
@@ -159,11 +149,11 @@ def guess_task(location: str | None) -> str | None:
 def _inherit(args: Settings, folder: Path, command: str) -> Settings:
     """The settings of the run that the user does not give again."""
     # `--load` may name the run's folder, or one of its models and checkpoints.
-    files = (place / _ARGUMENTS_FILE for place in (folder, folder.parent))
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
+    places = (place for place in (folder, folder.parent) if (place / ARGUMENTS_FILE).is_file())
+    run = next(places, None)
+    if run is None:
         return args
-    stored = _read(file)
+    stored = read_arguments(run)
     start = Path(str(stored.get("load") or "")).expanduser()
     if is_model_folder(start):
         stored["pretrained_model_name_or_path"] = str(start)  # what the run itself began with
@@ -192,17 +182,5 @@ def _inherit(args: Settings, folder: Path, command: str) -> Settings:
             try:
                 values[name] = settings[name].convert(stored[name])
             except ValueError as reason:
-                raise ModelError(f"{file}: {name} {reason}.") from None
-    return args.replace(f"the run of {file.parent}", **values)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """What a JSON or YAML file holds; nothing if it cannot be read."""
-    import yaml
-
-    load: Any = parse_json if file.suffix == ".json" else yaml.safe_load
-    try:
-        content = load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+                raise ModelError(f"{run / ARGUMENTS_FILE}: {name} {reason}.") from None
+    return args.replace(f"the run of {run}", **values)

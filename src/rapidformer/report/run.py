@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import METRICS_FILE
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE
 from rapidformer.checkpoint.inventory import RunEntry, take_inventory
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import DataError
@@ -16,7 +16,6 @@ from rapidformer.hub import suggest_path
 from rapidformer.report.metrics import Line, build_curves, list_evaluations, read_lines
 from rapidformer.run_events import read_events
 
-ARGUMENTS_FILE = "arguments.yaml"
 Event = dict[str, Any]
 _SETTING = re.compile(r"(?:# )?(\w+): (.*)")
 _DURING = ("start", "batch", "phases", "evaluation", "stall", "moved", "end")

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.config import Settings
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.report import Reporter
-from rapidformer.training.run_folder import ARGUMENTS_FILE, PLAN_FILE
+from rapidformer.training.run_folder import PLAN_FILE
 
 # It must not beat for rank 0, announce that a signal saves, resume, or write the rank's error file.
 _LAUNCHED = (

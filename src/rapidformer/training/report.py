@@ -11,6 +11,7 @@ from typing import Any
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.checkpoint.publish import replace_text
 from rapidformer.checkpoint.writing import writing
 from rapidformer.config import Settings
@@ -20,7 +21,6 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.log import get_logger
 from rapidformer.overlay import find_fact
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
-from rapidformer.training.run_folder import ARGUMENTS_FILE
 from rapidformer.training.timetable import OPEN_END
 from rapidformer.training.trackers import (
     Background,

@@ -23,6 +23,7 @@ from typing import Any
 
 from rapidformer.checkpoint.finding import (
     ABANDONED,
+    ARGUMENTS_FILE,
     METRICS_FILE,
     OWNER_FILE,
     PREVIOUS,
@@ -47,7 +48,6 @@ from rapidformer.run_events import EVENTS_FILE
 
 BEST = "best"
 LAST = "last"
-ARGUMENTS_FILE = "arguments.yaml"
 PLAN_FILE = "plan.json"
 REFERENCE = "reference"
 """The folder with what a run keeps of the model that it started from."""

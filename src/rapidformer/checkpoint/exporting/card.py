@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.exporting.report import Report
-from rapidformer.checkpoint.exporting.source import Source, read_arguments
-from rapidformer.checkpoint.finding import METRICS_FILE, RUN_FILE
+from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.checkpoint.finding import (
+    ARGUMENTS_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    read_arguments,
+)
 from rapidformer.checkpoint.inventory import read_metrics
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import ConfigurationError, ModelError
@@ -44,7 +49,7 @@ def write_card(
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     places = (source.folder.parent, source.folder)
-    run = next((place for place in places if (place / "arguments.yaml").is_file()), None)
+    run = next((place for place in places if (place / ARGUMENTS_FILE).is_file()), None)
     settings, command = _read_settings(run)
     data = [text for setting in _DATA for text in _list(settings.get(setting))]
     label = ", ".join(map(_hide_path, data)) or "the run's data"
@@ -123,8 +128,8 @@ def _read_settings(run: Path | None) -> tuple[dict[str, Any], str | None]:
     """A run's settings, and the command with those that somebody gave; a script has none."""
     if run is None:
         return {}, None
-    file, words = run / "arguments.yaml", ["rapidformer"]
-    settings = read_arguments(file)
+    file, words = run / ARGUMENTS_FILE, ["rapidformer"]
+    settings = read_arguments(run)
     if not settings.get("task") or settings.get("user_script"):
         return settings, None
     lines = re.findall(r"^(\w+): .*?\s# ([^#\n]*)$", file.read_text(encoding="utf-8"), re.MULTILINE)

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import find_checkpoint, read_run
+from rapidformer.checkpoint.finding import find_checkpoint, read_arguments, read_run
 from rapidformer.checkpoint.loading import choose_complete
 from rapidformer.checkpoint.saving import ADAPTER, read_origin
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models.adapter_folder import fetch_adapter, is_adapter_folder, read_base
 from rapidformer.models.location import DESCRIPTION, find_model_folder, is_checkpoint_model
-
-_ARGUMENTS_FILE = "arguments.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ def _describe_checkpoint(folder: Path, base: str | None) -> Source:
 def _find_start(folder: Path) -> str | None:
     """The model whose weights the run started from, absolute or as it was given."""
     for place in (folder.parent, folder):
-        arguments = read_arguments(place / _ARGUMENTS_FILE)
+        arguments = read_arguments(place)
         if arguments.get("from_scratch"):
             return None
         checkpoint = find_checkpoint(place) if place.is_dir() else None
@@ -102,14 +100,3 @@ def _find_start(folder: Path) -> str | None:
         if known:
             return str(known)
     return None
-
-
-def read_arguments(file: Path) -> dict[str, Any]:
-    """The settings of a run; none if they cannot be read."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
