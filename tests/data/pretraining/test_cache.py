@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -177,7 +178,7 @@ def test_a_file_system_without_locks_still_works(
     def refuse(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     check(load(tmp_path, Builder()))
 
 

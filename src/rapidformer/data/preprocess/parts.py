@@ -7,7 +7,6 @@ from writing the same output.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from rapidformer.data.file_lock import try_lock
 from rapidformer.data.preprocess.reading import Position
 from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger
@@ -180,16 +180,13 @@ class WorkFolder:
 
     def _take_lock(self) -> None:
         self._lock = (self.path / _LOCK).open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        # Without locks, the user has to keep runs apart.
+        if try_lock(self._lock) is False:
             self.close()
             raise DataError(
                 f"Another run is writing to {self.path}: wait for it, or choose "
                 "another --output-prefix."
-            ) from None
-        except OSError:
-            pass  # a file system without locks: the user has to keep runs apart
+            )
 
     def _load_manifest(self) -> dict[str, Any] | None:
         try:

@@ -9,20 +9,21 @@ holds their hashes, and only that makes them valid.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any
 
 import numpy as np
 
+from rapidformer.data.file_lock import try_lock
 from rapidformer.data.files import hash_file
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
@@ -32,7 +33,6 @@ FORMAT = 1
 _POLL_SECONDS = 0.1
 _SECONDS_BEFORE_SAYING = 5.0
 _SECONDS_BETWEEN_SAYING = 60.0
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Write = Callable[[Path], Any]
 Build = Callable[[], Mapping[str, np.ndarray | Write]]
@@ -87,11 +87,11 @@ class IndexCache:
         text = json.dumps(described, sort_keys=True)
         stem = f"{what.replace(' ', '-')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         for folder in self._folders:
-            maps = _load(folder, stem, self.noun)
+            maps = _Entry(folder / stem, self.noun).load()
             if maps is not None:
                 return maps
-        folder = self._choose_folder()
-        return _build_or_wait(folder, stem, what, described, build, self.noun)
+        entry = _Entry(self._choose_folder() / stem, self.noun)
+        return entry.build_or_wait(build, {"what": what, "description": described})
 
     def _choose_folder(self) -> Path:
         reasons = []
@@ -144,74 +144,98 @@ def _name_of_process() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _load(folder: Path, stem: str, noun: str) -> IndexMaps | None:
-    """The maps of that name, if they are there and complete."""
-    try:
-        record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+@dataclass(frozen=True)
+class _Entry:
+    """The files of one description, whose names begin alike."""
+
+    stem: Path
+    noun: str
+
+    @property
+    def record(self) -> Path:
+        """What tells that the others are complete."""
+        return Path(f"{self.stem}.json")
+
+    def load(self) -> IndexMaps | None:
+        """The maps, if they are there and complete."""
+        try:
+            kept = json.loads(self.record.read_text(encoding="utf-8"))["arrays"]
+            return IndexMaps({name: self._check(file) for name, file in kept.items()})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        except (LookupError, TypeError, AttributeError):
+            reason = "its .json has another format"
+        get_logger().warning("the %s %s is built again: %s", self.noun, self.stem, reason)
         return None
-    except (OSError, ValueError) as error:
-        get_logger().warning("the %s %s/%s.json is built again: %s", noun, folder, stem, error)
-        return None
-    problem = _find_damage(folder, record)
-    if problem is not None:
-        get_logger().warning("the %s %s/%s is built again: %s", noun, folder, stem, problem)
-        return None
-    return IndexMaps({name: folder / kept["file"] for name, kept in record["arrays"].items()})
+
+    def _check(self, kept: Mapping[str, Any]) -> Path:
+        path = self.stem.with_name(kept["file"])
+        if not path.is_file():
+            raise ValueError(f"{path.name} is missing")
+        if path.stat().st_size != kept["bytes"]:
+            raise ValueError(f"{path.name} has {path.stat().st_size} of {kept['bytes']} bytes")
+        if hash_file(path) != kept["sha256"]:
+            raise ValueError(f"{path.name} does not match what was written")
+        return path
+
+    def build_or_wait(self, build: Build, record: dict[str, Any]) -> IndexMaps:
+        waited_since = time.monotonic()
+        say_at = waited_since + _SECONDS_BEFORE_SAYING
+        lock = Path(f"{self.stem}.lock")
+        while True:
+            with _open_lock(lock) as file:
+                is_mine = try_lock(file)
+                maps = self.load()
+                if maps is None and is_mine is not False:  # without locks, everybody builds
+                    if is_mine:
+                        file.truncate(0)
+                        file.write(_name_of_process())
+                        file.flush()
+                        # What a killed builder left, and the record of damaged maps, so that
+                        # others wait. The holder of the lock knows that nobody writes these files.
+                        leftovers = self.stem.parent.glob(f"{self.stem.name}*.partial-*")
+                        for leftover in (*leftovers, self.record):
+                            leftover.unlink(missing_ok=True)
+                    maps = self._build(build, record)
+            if maps is not None:
+                return maps
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + _SECONDS_BETWEEN_SAYING
+                holder = "another process"
+                with suppress(OSError):
+                    holder = f"process {lock.read_text(encoding='utf-8')}"
+                get_logger().warning(
+                    "waiting for %.0f s for the %s of the %s, which %s is building: %s",
+                    time.monotonic() - waited_since, self.noun, record["what"], holder, lock,
+                )  # fmt: skip
+            time.sleep(_POLL_SECONDS)
+
+    def _build(self, build: Build, record: dict[str, Any]) -> IndexMaps:
+        start, kept, files = time.monotonic(), {}, dict[str, Path]()
+        write: Write
+        for name, content in build().items():
+            if isinstance(content, np.ndarray):
+                path, write = Path(f"{self.stem}-{name}.npy"), partial(_save_array, content)
+                shape: dict[str, Any] = {"dtype": content.dtype.str, "shape": list(content.shape)}
+            else:
+                path, write, shape = Path(f"{self.stem}-{name}.arrow"), content, {}
+            _publish(path, write)
+            size, digest = path.stat().st_size, hash_file(path)
+            files[name] = path
+            kept[name] = {"file": path.name, "bytes": size, "sha256": digest, **shape}
+        seconds, text = time.monotonic() - start, json.dumps({**record, "arrays": kept}, indent=1)
+        _publish(self.record, lambda path: path.write_text(text, encoding="utf-8"))
+        get_logger().info(
+            "built the %s of the %s in %.1f s: %s", self.noun, record["what"], seconds, self.stem
+        )
+        return IndexMaps(files)
 
 
-def _find_damage(folder: Path, record: Any) -> str | None:
+def _open_lock(path: Path) -> IO[str]:
     try:
-        for kept in record["arrays"].values():
-            path = folder / kept["file"]
-            if not path.is_file():
-                return f"{path.name} is missing"
-            if path.stat().st_size != kept["bytes"]:
-                return f"{path.name} has {path.stat().st_size} of {kept['bytes']} bytes"
-            if hash_file(path) != kept["sha256"]:
-                return f"{path.name} does not match what was written"
-    except (KeyError, TypeError, AttributeError):
-        return "its .json has another format"
-    except OSError as error:
-        return f"it cannot be read ({error})"
-    return None
-
-
-def _build_or_wait(
-    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build, noun: str
-) -> IndexMaps:
-    waited_since = time.monotonic()
-    say_at = waited_since + _SECONDS_BEFORE_SAYING
-    lock = folder / f"{stem}.lock"
-    while True:
-        with _try_lock(lock) as state:
-            maps = _load(folder, stem, noun)
-            if maps is None and state != "taken":
-                if state == "mine":
-                    # What a killed builder left, and the record of damaged maps, so that others
-                    # wait. The holder of the lock knows that nobody is writing these files.
-                    for leftover in (*folder.glob(f"{stem}*.partial-*"), folder / f"{stem}.json"):
-                        leftover.unlink(missing_ok=True)
-                maps = _build(folder, stem, what, description, build, noun)
-        if maps is not None:
-            return maps
-        if time.monotonic() >= say_at:
-            say_at = time.monotonic() + _SECONDS_BETWEEN_SAYING
-            holder = "another process"
-            with suppress(OSError):
-                holder = f"process {lock.read_text(encoding='utf-8')}"
-            get_logger().warning(
-                "waiting for %.0f s for the %s of the %s, which %s is building: %s",
-                time.monotonic() - waited_since, noun, what, holder, lock,
-            )  # fmt: skip
-        time.sleep(_POLL_SECONDS)
-
-
-@contextmanager
-def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
-    """Holds the lock; on a file system without locks, everybody builds."""
-    try:
-        lock = path.open("a+", encoding="utf-8")
+        return path.open("a+", encoding="utf-8")
     except OSError as error:
         # For example another user's, in a shared folder.
         raise DataError(
@@ -219,70 +243,23 @@ def _try_lock(path: Path) -> Iterator[Literal["mine", "taken", "none"]]:
             "remove it if nobody is building that map, or choose another folder with "
             "--data-cache-path."
         ) from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield "taken"
-            return
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            yield "none"
-            return
-        file.truncate(0)
-        file.write(_name_of_process())
+
+
+def _save_array(array: np.ndarray, target: Path) -> None:
+    with target.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
         file.flush()
-        yield "mine"
-
-
-def _build(
-    folder: Path, stem: str, what: str, description: Mapping[str, Any], build: Build, noun: str
-) -> IndexMaps:
-    start = time.monotonic()
-    built = build()
-    files = {
-        name: folder / f"{stem}-{name}.{'npy' if isinstance(content, np.ndarray) else 'arrow'}"
-        for name, content in built.items()
-    }
-    kept = {
-        name: _save_array(files[name], content)
-        if isinstance(content, np.ndarray)
-        else _save_file(files[name], content)
-        for name, content in built.items()
-    }
-    seconds = time.monotonic() - start
-    record = {"what": what, "description": description, "arrays": kept}
-    text = json.dumps(record, indent=1).encode()
-    _publish(folder / f"{stem}.json", lambda path: path.write_bytes(text))
-    get_logger().info("built the %s of the %s in %.1f s: %s", noun, what, seconds, folder / stem)
-    return IndexMaps(files)
-
-
-def _save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
-    def write(target: Path) -> None:
-        with target.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-
-    shape = {"dtype": array.dtype.str, "shape": list(array.shape)}
-    return {**_save_file(path, write), **shape}
-
-
-def _save_file(path: Path, write: Write) -> dict[str, Any]:
-    _publish(path, write)
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
+        os.fsync(file.fileno())
 
 
 def _publish(path: Path, write: Write) -> None:
     """Write under a temporary name, then rename: no incomplete file ever has the final name."""
-    partial = path.with_name(f"{path.name}.partial-{_name_of_process()}")
+    partial_file = path.with_name(f"{path.name}.partial-{_name_of_process()}")
     try:
-        write(partial)
-        partial.replace(path)
+        write(partial_file)
+        partial_file.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
         raise DataError(
             f"the file {path} cannot be written ({error.strerror or error}): free some space, or "
             "choose another folder with --data-cache-path (XDG_CACHE_HOME for tokenised rows)."
