@@ -62,6 +62,20 @@ def describe_content(folder: Path) -> str:
     return list_first(list_names(folder), 8) or "nothing"
 
 
+def describe_absence(what: str, name: str, flag: str, *, is_reachable: bool) -> str:
+    """Why a name leads nowhere: it is no local folder, and not on the Hub as far as one can see."""
+    if is_reachable:
+        return (
+            f"The {what} is neither a local file or folder nor on the Hugging Face Hub (or it is "
+            f"private): check the spelling of {flag}.{suggest_path(Path(name))}"
+        )
+    return (
+        f"The {what} is neither a local file or folder nor in the local cache, and the Hugging "
+        "Face Hub cannot be reached: check the spelling or the network, or give a local one with "
+        f"{flag}.{suggest_path(Path(name))}"
+    )
+
+
 def suggest_path(missing: Path) -> str:
     """A sentence with the nearest name next to a missing path, or nothing."""
     if not missing.parent.is_dir():

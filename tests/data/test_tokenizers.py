@@ -467,7 +467,7 @@ def test_hugging_face_locations_are_explained(tmp_path: Path) -> None:
         (str(tmp_path), "lacks a tokenizer .*holds weights.bin"),
         (str(tmp_path / "weights.bin"), "is a file: give the folder"),
         (str(tmp_path / "nowhere"), "no such folder"),
-        ("some-org/some-model", "not a local folder and not in the local cache"),
+        ("some-org/some-model", "neither a local .* nor in the local cache"),
     ):
         with pytest.raises(DataError, match=message):
             build_tokenizer(tokenizer_name_or_path=location)

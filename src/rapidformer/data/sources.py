@@ -26,7 +26,7 @@ from rapidformer.data.folders import (
     name_splits,
 )
 from rapidformer.errors import DataError
-from rapidformer.hub import is_hub_reachable, looks_like_path, suggest_path
+from rapidformer.hub import describe_absence, is_hub_reachable, looks_like_path, suggest_path
 from rapidformer.log import warn_once
 from rapidformer.nearest import suggest
 
@@ -216,17 +216,10 @@ def _describe_hub_failure(
             return f"The data set {name} has several parts: choose one with --data-name: {parts}"
         hint = suggest(data_name, configurations)
         return f"The data set {name} has no part {data_name}: {parts}.{hint}"
-    if not online:
-        return (
-            f"The data set {full_name} is neither a local file or folder nor in the local cache, "
-            "and the Hugging Face Hub cannot be reached: check the spelling or the network, or "
-            f"give a local file or folder with --data-path.{suggest_path(Path(name))}"
-        )
-    if type(error).__name__ in ("DatasetNotFoundError", "FileNotFoundError"):
-        return (
-            f"The data set {full_name} is neither a file or folder here nor on the Hugging Face "
-            f"Hub (or it is private): check the spelling of --data-path.{suggest_path(Path(name))}"
-        )
+    is_unknown = type(error).__name__ in ("DatasetNotFoundError", "FileNotFoundError")
+    if is_unknown or not online:
+        what = f"data set {full_name}"
+        return describe_absence(what, name, "--data-path", is_reachable=online)
     return f"The data set {full_name} cannot be loaded: {get_first_line(error)}"
 
 

@@ -127,7 +127,7 @@ def _build_recorded(build: Callable[[], nn.Module]) -> nn.Module:
     with record() as recording, record_files(recording):
         model = build()
     _make_buffers(model, recording)
-    parameters = _clear_parameters(model)
+    parameters = clear_parameters(model)
     for name, parameter in parameters.items():
         if parameter.is_meta and not recording.has_values(parameter):
             raise RecordingError(f"nothing gives {name} its values")
@@ -154,7 +154,7 @@ def _make_buffers(model: nn.Module, recording: Recording) -> None:
                 vars(module)[name] = tree_map_only(Tensor, make, value)
 
 
-def _clear_parameters(model: nn.Module) -> dict[str, Tensor]:
+def clear_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter's recipe or value; allocated ones are replaced by ones without memory."""
     recipes: dict[str, Tensor] = {}
     replaced: dict[int, nn.Parameter] = {}

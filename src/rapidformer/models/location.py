@@ -14,6 +14,7 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.hub import (
+    describe_absence,
     describe_content,
     has_tokenizer,
     is_hub_reachable,
@@ -179,16 +180,9 @@ def _describe_failure(location: str, wanted: str, error: Exception) -> str:
             "choose a model of another architecture."
         )
     if not Path(location).exists() and isinstance(error, OSError):
-        near = suggest_path(Path(location))
-        if not is_hub_reachable():
-            return (
-                f"The model {location} is neither a local folder nor in the local cache, and the "
-                "Hugging Face Hub cannot be reached: check the spelling or the network, or give "
-                f"a local folder with --pretrained-model-name-or-path.{near}"
-            )
-        if "not a valid model identifier" in text or "Repository Not Found" in text:
-            return (
-                f"The model {location} is neither a local folder nor on the Hugging Face Hub (or "
-                f"it is private): check the spelling of --pretrained-model-name-or-path.{near}"
-            )
+        is_reachable = is_hub_reachable()
+        is_unknown = "not a valid model identifier" in text or "Repository Not Found" in text
+        if is_unknown or not is_reachable:
+            flag = "--pretrained-model-name-or-path"
+            return describe_absence(f"model {location}", location, flag, is_reachable=is_reachable)
     return f"The {wanted} of {location} cannot be loaded: {text[:300] or type(error).__name__}"

@@ -103,11 +103,12 @@ def _find_written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tens
     for position, argument in enumerate(get_schema(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += _list_tensors(value)
+            written += list_tensors(value)
     return written
 
 
-def _list_tensors(values: Any) -> list[Tensor]:
+def list_tensors(values: Any) -> list[Tensor]:
+    """Those among nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -169,7 +170,7 @@ class Recording:
 
     def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operation of the build: run on ``meta`` and recorded, or run as it is."""
-        if not self._concerns(function, _list_tensors((args, kwargs)), kwargs):
+        if not self._concerns(function, list_tensors((args, kwargs)), kwargs):
             return function(*args, **kwargs)
         name = get_schema(function).name.partition("::")[2]
         written = _find_written(function, args, kwargs)
@@ -191,7 +192,7 @@ class Recording:
             output = function(*meta_args, **options)
         except NotImplementedError:  # the shape depends on the values
             return function(*self._realize(args), **self._realize(kwargs))
-        new = [tensor for tensor in _list_tensors(output) if not self.holds(tensor)]
+        new = [tensor for tensor in list_tensors(output) if not self.holds(tensor)]
         if not new and not written:
             return output  # a view
         args, kwargs = tree_map_only(Tensor, lambda t: self._freeze(name, t), (args, kwargs))
@@ -313,7 +314,7 @@ class Recording:
             _Blank, lambda blank: torch.empty(blank.size, dtype=blank.dtype), (args, kwargs)
         )
         output = step.function(*args, **kwargs)
-        for view, tensor in zip(step.results, _list_tensors(output), strict=False):
+        for view, tensor in zip(step.results, list_tensors(output), strict=False):
             if tensor.stride() != view.stride:
                 tensor = torch.empty_strided(view.size, view.stride, dtype=view.dtype).copy_(tensor)
             memory[view.storage] = tensor.untyped_storage()

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import keep_gpu_waiting
-from rapidformer.planning.tracing import list_tensors
+from rapidformer.models.recording import list_tensors
 
 Step = Callable[[], object]
 _WARM, _STEPS = 3, 7

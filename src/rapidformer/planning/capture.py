@@ -19,8 +19,8 @@ from rapidformer.config.switches import SWITCHES
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.errors import RapidformerError
 from rapidformer.models.deferred import building_hollow
+from rapidformer.models.recording import list_tensors
 from rapidformer.optim.observer import RunObserver, observe_runs
-from rapidformer.planning.tracing import list_tensors
 
 Result = TypeVar("Result")
 SOURCE = "rapidformer plan"

@@ -10,7 +10,8 @@ from torch.func import functional_call
 
 from rapidformer.compat.torch_compile import list_kept
 from rapidformer.compat.torch_dispatch import tree_map_only
-from rapidformer.planning.tracing import GpuTypes, list_tensors
+from rapidformer.models.recording import list_tensors
+from rapidformer.planning.tracing import GpuTypes
 
 
 def list_saved(

@@ -19,17 +19,18 @@ from rapidformer.accel.fused_loss.fused_loss import find_head
 from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
 from rapidformer.compat.torch_dispatch import tree_map_only
-from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.config import Settings
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.configuration import get_position_limit, get_size
+from rapidformer.models.deferred import clear_parameters
 from rapidformer.models.plan import ModelPlan, find_plan
+from rapidformer.models.recording import list_tensors
 from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.capture import Captured, capture
 from rapidformer.planning.compiled import list_saved
 from rapidformer.planning.parts import Blocks, Cost, Load, Part, Shape, Timed
-from rapidformer.planning.tracing import GpuTypes, Segment, Tracing, list_tensors
+from rapidformer.planning.tracing import GpuTypes, Segment, Tracing
 from rapidformer.planning.weights import SplitRules, count_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -76,7 +77,7 @@ class _Measurement:
         self._run, self._settings = run, settings
         self._precision, self._dtype = precision, DTYPES[precision]
         self._model = run.model.train()
-        _empty(self._model)
+        clear_parameters(self._model)
         self._round_frozen()
         self._applied = Applied()
         # transformers' own loop over experts looks at values.
@@ -330,17 +331,6 @@ class _Fit:
         return Cost(
             constant=constant, per_token=per_row / length - per_pair * length, per_pair=per_pair
         )
-
-
-def _empty(model: nn.Module) -> None:
-    """Take the values of the weights away, if the model has any; ties stay."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        table = get_parameter_table(module)
-        for name, parameter in table.items():
-            if parameter is not None and not parameter.is_meta:
-                empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-                table[name] = made.setdefault(id(parameter), empty)
 
 
 def _list_kinds(model: nn.Module, plan: ModelPlan) -> list[_Kind]:

@@ -57,9 +57,9 @@ class _Rank:
         tokens = args.context_parallel_size
         return cost.constant + (cost.at(rows, length) - cost.constant) / tokens
 
-    def _divide_split(self, part: Part, cost: Cost, *, is_padded: bool = False) -> float:
+    def _divide_split(self, part: Part, cost: Cost) -> float:
         """A cost of activations; tensor parallelism splits the same share as of those saved."""
-        value, tensor = self._at(cost, is_padded=is_padded), self._layout.divide("layers")
+        value, tensor = self._at(cost), self._layout.divide("layers")
         if tensor == 1:
             return value
         kept = self._at(part.saved) - self._at(part.casts)

@@ -29,9 +29,9 @@ from rapidformer.compat.torch_dispatch import (
     attend_with_bias,
     get_packet,
     get_schema,
-    tree_leaves,
     tree_map_only,
 )
+from rapidformer.models.recording import list_tensors
 
 _INDEX = torch.ops.aten.index.Tensor
 _ROUNDING = 512
@@ -298,11 +298,6 @@ class Tracing(TorchDispatchMode):
             self._born.pop(key, None)
             self._split.discard(key)
             self._casts.discard(key)
-
-
-def list_tensors(values: Any) -> list[Tensor]:
-    """Those among nested values."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _run(function: Any, args: Any, kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ def run(
     made = PreprocessSettings(
         inputs=tuple(map(str, inputs)), output_prefix=str(folder / "out"), **settings
     )
-    return preprocess(made, tokenizer or build_numbers(), show_bar=False)
+    return preprocess(made, tokenizer or build_numbers())
 
 
 def read(folder: Path, name: str = "text_document") -> list[list[list[int]]]:

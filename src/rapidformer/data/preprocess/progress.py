@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Progress:
     """Counts what is done. ``total`` and positions are bytes on disk, before decompression."""
 
-    def __init__(self, total: int, done: int, log_interval: int, show_bar: bool | None) -> None:
+    def __init__(self, total: int, done: int, log_interval: int) -> None:
         self._total, self._begun_at, self._position = total, done, done
         self._read = done
         self._sizes: dict[int, int] = {}
@@ -29,8 +29,7 @@ class Progress:
         self._next_line = log_interval
         self._start = time.monotonic()
         self._documents = self._tokens = self._text_bytes = 0
-        wants_bar = sys.stderr.isatty() if show_bar is None else show_bar
-        self._bar = _start_bar(total, done) if wants_bar else None
+        self._bar = _start_bar(total, done) if sys.stderr.isatty() else None
 
     def announce(self, number: int, end: int) -> None:
         """A part was cut: the input has been read up to here."""

@@ -35,19 +35,16 @@ _VERSION = 1
 _PACKED_GROWS = 4  # about how much text a compressed byte holds, to estimate the number of parts
 
 
-def preprocess(
-    settings: PreprocessSettings, tokenizer: Tokenizer, *, show_bar: bool | None = None
-) -> Summary:
+def preprocess(settings: PreprocessSettings, tokenizer: Tokenizer) -> Summary:
     """Turn the input into ``{prefix}_{key}_{document|sentence}.bin/.idx``.
 
-    A killed run continues where it stopped when started again with the same settings. With
-    ``show_bar`` None, there is a bar if standard error is a terminal.
+    A killed run continues where it stopped when started again with the same settings.
     """
     run = _Run(settings, tokenizer, check_run(settings, tokenizer))
     begin = time.monotonic()
     run.open_folder()
     try:
-        run.encode(show_bar)
+        run.encode()
         run.check_result()
         run.join()
     except BaseException as error:
@@ -109,7 +106,7 @@ class _Run:
                 self._reused, self._reused_bytes / 1e6, self.folder.path,
             )  # fmt: skip
 
-    def encode(self, show_bar: bool | None) -> None:
+    def encode(self) -> None:
         get_logger().info(
             "%s, %.1f MB: %s (%s tokens, %s), %s",
             count(len(self._sources), "input file"), self._total_bytes / 1e6, self._tokenizer.name,
@@ -117,7 +114,7 @@ class _Run:
         )  # fmt: skip
         settings = self._settings
         start, number = find_start(self._reports)
-        progress = Progress(self._total_bytes, start.disk_bytes, settings.log_interval, show_bar)
+        progress = Progress(self._total_bytes, start.disk_bytes, settings.log_interval)
         parts = read_parts(
             self._sources, keys=settings.json_keys, text_documents=settings.text_documents,
             part_bytes=self._part_bytes, max_documents=settings.max_documents, start=start,

@@ -16,6 +16,7 @@ from rapidformer.data.tokenizers.base import Tokenizer, hash_parts
 from rapidformer.data.tokenizers.rust import RustTokenizer
 from rapidformer.errors import DataError
 from rapidformer.hub import (
+    describe_absence,
     describe_content,
     has_tokenizer,
     is_hub_reachable,
@@ -105,13 +106,8 @@ def _check_location(location: str, path: Path) -> None:
 
 def _describe_failure(location: str, is_local: bool, error: Exception) -> str:
     if not is_local and isinstance(error, OSError):
-        reached = "not on the Hugging Face Hub (or private)"
-        if not is_hub_reachable():
-            reached = "not in the local cache, and the Hugging Face Hub cannot be reached"
-        return (
-            f"The tokenizer {location} is not a local folder and {reached}: check the spelling of "
-            "--tokenizer-name-or-path, or give a local folder."
-        )
+        flag, is_reachable = "--tokenizer-name-or-path", is_hub_reachable()
+        return describe_absence(f"tokenizer {location}", location, flag, is_reachable=is_reachable)
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return (
