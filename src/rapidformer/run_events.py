@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rapidformer.strict_json import format_json, parse_json
+from rapidformer.strict_json import format_json, parse_object
 
 EVENTS_FILE = "events.jsonl"
 _LONGEST = 2_000_000
@@ -36,10 +36,9 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     path = folder / EVENTS_FILE
     with suppress(OSError):
         for text in path.read_bytes().split(b"\n") if path.is_file() else ():
-            with suppress(ValueError):
-                line = parse_json(text)
-                if isinstance(line, dict) and isinstance(line.get("event"), str):
-                    yield line
+            line = parse_object(text)
+            if line is not None and isinstance(line.get("event"), str):
+                yield line
 
 
 def find_run(path: Path) -> Path | None:

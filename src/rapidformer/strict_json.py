@@ -15,6 +15,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object that the text is; None for anything else, such as a line that was cut off."""
+    try:
+        content = parse_json(text)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def describe_fault(error: ValueError) -> str:
     """What is wrong with a line of JSON, and where in it."""
     if isinstance(error, json.JSONDecodeError):

@@ -31,7 +31,7 @@ from rapidformer.checkpoint.finding import (
 )
 from rapidformer.checkpoint.lock import is_held
 from rapidformer.checkpoint.publish import MANIFEST, STAGING_PREFIX, find_damage, read_json
-from rapidformer.strict_json import parse_json
+from rapidformer.strict_json import parse_object
 
 _DEPTH = 3
 _STEP = re.compile(rb'"step": ?(\d{1,19})\b')
@@ -303,28 +303,20 @@ def read_metrics(path: Path, steps: Iterable[int]) -> RunMetrics:
         return metrics
     for place, kept in enumerate(lines):
         if kept is not None:
-            metrics.loss = _get_number(_parse(kept), "loss")
+            metrics.loss = _get_number(parse_object(kept) or {}, "loss")
         if place < len(wanted) and metrics.loss is not None:
             metrics.losses[wanted[place]] = metrics.loss
     return metrics
 
 
 def _read_evaluation(line: bytes) -> dict[str, float]:
-    content = _parse(line)
+    content = parse_object(line) or {}
     numbers = {name: _get_number(content, name) for name in content}
     return {
         name.removeprefix(_EVALUATION): number
         for name, number in numbers.items()
         if name.startswith(_EVALUATION) and number is not None
     }
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        content = parse_json(line)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _get_number(content: dict[str, Any], name: str) -> float | None:

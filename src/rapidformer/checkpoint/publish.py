@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.errors import CheckpointError
+from rapidformer.strict_json import parse_object
 
 MANIFEST = "manifest.json"
 # Whatever has these names at the start of a run is deleted, so nobody else may use them.
@@ -204,10 +205,10 @@ def read_json(path: Path, *, or_nothing: bool = False) -> dict[str, Any]:
     """A JSON object from a file; one that cannot be read is an error, or empty ``or_nothing``."""
     try:
         # Only from a regular file: reading a named pipe would never end.
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        content = parse_object(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (OSError, ValueError):
         content = None
-    if isinstance(content, dict):
+    if content is not None:
         return content
     if or_nothing:
         return {}

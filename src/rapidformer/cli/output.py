@@ -25,7 +25,7 @@ from rapidformer.config.task_sections import (
 )
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.location import get_model_location
-from rapidformer.strict_json import format_json, parse_json
+from rapidformer.strict_json import format_json, parse_object
 
 Row = dict[str, Any]
 _KEY = "rapidformer_run"
@@ -58,7 +58,7 @@ class PartialPredictions:
         if self._path.is_file():
             with self._path.open("rb") as file:
                 for number, line in enumerate(file):
-                    row = _read_row(line)
+                    row = parse_object(line) if line.endswith(b"\n") else None  # or cut off
                     if row is None or (number == 0 and row.get(_KEY) != self._key):
                         break
                     if number % group_size == 0:
@@ -87,15 +87,6 @@ class PartialPredictions:
             next(file)
             for line in file:
                 yield json.loads(line)
-
-
-def _read_row(line: bytes) -> Row | None:
-    """The row of a line; None if the line is damaged, or cut off by a crash."""
-    try:
-        row = parse_json(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def write_predictions(rows: Iterable[Row], path: Path) -> None:

@@ -200,13 +200,17 @@ class JoinedRows:
         return self.__getitems__([range(len(self))[number]])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        by_set: dict[int, list[int]] = {}
-        for place, number in enumerate(numbers):
-            by_set.setdefault(self.sets.find(number), []).append(place)
-        rows: list[Any] = [None] * len(numbers)
-        for found, places in by_set.items():
-            start = self.sets.get_range(found).start
-            fetched = self._parts[found].get_rows([numbers[place] - start for place in places])
-            for place, row in zip(places, fetched, strict=True):
-                rows[place] = row
-        return rows
+        found = [self.sets.find(number) for number in numbers]
+        own = [n - self.sets.get_range(s).start for n, s in zip(numbers, found, strict=True)]
+        return fetch_by_set(self._parts, found, own)
+
+
+def fetch_by_set(parts: Sequence[Any], found: Sequence[int], numbers: Sequence[Any]) -> list[Any]:
+    """The rows with these numbers, each from its own set; a set is asked once."""
+    rows: list[Any] = [None] * len(numbers)
+    for part in set(found):
+        places = [place for place, other in enumerate(found) if other == part]
+        fetched = parts[part].get_rows([numbers[place] for place in places])
+        for place, row in zip(places, fetched, strict=True):
+            rows[place] = row
+    return rows

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rapidformer.data.mixture import FromSet, choose_sets, count_sets, describe_share
+from rapidformer.data.mixture import FromSet, choose_sets, count_sets, describe_share, fetch_by_set
 from rapidformer.data.streams.reader import State
 from rapidformer.data.streams.stream import Reading, Step, StreamRows
 from rapidformer.errors import DataError
@@ -80,15 +80,8 @@ class MixedStream(StreamRows):
         return MixedStream(dict(zip(self.sets.names, steps, strict=True)), self.sets.weights)
 
     def get_rows(self, numbers: Sequence[tuple[int, FromSet]]) -> list[Any]:
-        by_set: dict[int, list[int]] = {}
-        for place, (_, taken) in enumerate(numbers):
-            by_set.setdefault(taken.number, []).append(place)
-        rows: list[Any] = [None] * len(numbers)
-        for found, places in by_set.items():
-            mine = [(numbers[place][0], numbers[place][1].sample) for place in places]
-            for place, row in zip(places, self._parts[found].get_rows(mine), strict=True):
-                rows[place] = row
-        return rows
+        own = [(number, taken.sample) for number, taken in numbers]
+        return fetch_by_set(self._parts, [taken.number for _, taken in numbers], own)
 
     def read(
         self, seed: int, epoch: int, position: int, *, cursor: State | None = None,
