@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -78,7 +79,11 @@ def _adopt_batches(loader: DataLoader[object], common: dict[str, Any]) -> Distri
         dataset = _Batches(dataset, sampler, compare, takes_rows=takes_rows)
         draw = dataset.draw
     adopted = _BatchLoader(
-        dataset, collate=_CollateOne(loader.collate_fn), micro_batch_size=1, order=draw, **common
+        dataset,
+        collate=partial(_collate_one, loader.collate_fn),
+        micro_batch_size=1,
+        order=draw,
+        **common,
     )
     adopted.sampler = sampler
     adopted.batch_size = getattr(sampler, "batch_size", None) or 1
@@ -140,11 +145,6 @@ class _Batches:
         return fetch_many(key) if fetch_many else [self._dataset[index] for index in key]
 
 
-class _CollateOne:
+def _collate_one(collate: Collate, batches: list[Any]) -> Any:
     """The user's collate function, for the one batch that a micro-batch consists of."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, batches: list[Any]) -> Any:
-        return self._collate(batches[0])
+    return collate(batches[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.transformers_processors import load_auto_processor
@@ -251,10 +250,6 @@ def load_image_processor(args: Settings) -> Any:
 def _make_tokenizer(args: Settings) -> Any:
     from transformers import BertTokenizer, GPT2Tokenizer
 
-    files = [file for file in (args.vocab_file, args.merge_file) if file is not None]
-    missing = [file for file in files if not Path(file).expanduser().is_file()]
-    if missing:
-        raise ModelError(f"There is no vocabulary file {' or '.join(missing)}.")
     kind = args.tokenizer_type
     if kind is None:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from rapidformer.planning.layout import Layout, Stage, State
@@ -72,65 +73,49 @@ def count_work(layout: Layout, stage: Stage) -> Work:
     )
 
 
-def _list_collectives(layout: Layout, stage: Stage, state: State) -> list[Collective]:
+def _list_collectives(layout: Layout, stage: Stage, state: State) -> Iterator[Collective]:
     args, shape = layout.args, layout.shape
     width = 4 if shape.precision == "fp32" else 2
     tokens = shape.count_rows(args.micro_batch_size) * shape.length / args.context_parallel_size
     hidden = tokens * shape.hidden_size * width
     count = len(stage.blocks)
-    found: list[Collective] = []
     trained, weights = state.trained, state.whole
     if layout.has("data parallelism"):
-        found.append(
-            Collective(
-                axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
-                ranks=layout.replicas, per="update", is_hidden=True,
-            )
+        yield Collective(
+            axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
+            ranks=layout.replicas, per="update", is_hidden=True,
         )  # fmt: skip
     if layout.shards > 1:
         is_each = layout.is_sharded("weights")
-        found.append(
-            Collective(
-                axis="data", kind="all_gather", size=weights * (2 if is_each else 1),
-                calls=count * (2 if is_each else 1) + 1, ranks=layout.shards,
-                per="micro_batch" if is_each else "update", is_hidden=True,
-            )
+        yield Collective(
+            axis="data", kind="all_gather", size=weights * (2 if is_each else 1),
+            calls=count * (2 if is_each else 1) + 1, ranks=layout.shards,
+            per="micro_batch" if is_each else "update", is_hidden=True,
         )  # fmt: skip
-        found.append(
-            Collective(
-                axis="data", kind="reduce_scatter", size=trained, calls=count + 1,
-                ranks=layout.shards, is_hidden=True,
-                per="micro_batch" if layout.is_sharded("gradients") else "update",
-            )
+        yield Collective(
+            axis="data", kind="reduce_scatter", size=trained, calls=count + 1,
+            ranks=layout.shards, is_hidden=True,
+            per="micro_batch" if layout.is_sharded("gradients") else "update",
         )  # fmt: skip
     tensor = layout.divide("layers")
     if tensor > 1:
         # Two in the forward pass of a block and two in its backward pass.
-        found.append(
-            Collective(
-                axis="tensor", kind="all_reduce", size=4 * hidden * count, calls=4 * count,
-                ranks=tensor,
-            )
+        yield Collective(
+            axis="tensor", kind="all_reduce", size=4 * hidden * count, calls=4 * count,
+            ranks=tensor,
         )  # fmt: skip
     if args.context_parallel_size > 1:
         # Queries, keys, values and results, there and back.
-        found.append(
-            Collective(
-                axis="context", kind="all_to_all", size=8 * hidden * count, calls=8 * count,
-                ranks=args.context_parallel_size,
-            )
+        yield Collective(
+            axis="context", kind="all_to_all", size=8 * hidden * count, calls=8 * count,
+            ranks=args.context_parallel_size,
         )  # fmt: skip
     if args.pipeline_model_parallel_size > 1:
-        found.append(
-            Collective(
-                axis="pipeline", kind="send", size=2 * hidden, calls=2, ranks=2, is_hidden=True
-            )
-        )
-    if args.expert_model_parallel_size > 1:
-        found.append(
-            Collective(
-                axis="expert", kind="all_to_all", size=4 * hidden * count, calls=4 * count,
-                ranks=args.expert_model_parallel_size,
-            )
+        yield Collective(
+            axis="pipeline", kind="send", size=2 * hidden, calls=2, ranks=2, is_hidden=True
         )  # fmt: skip
-    return found
+    if args.expert_model_parallel_size > 1:
+        yield Collective(
+            axis="expert", kind="all_to_all", size=4 * hidden * count, calls=4 * count,
+            ranks=args.expert_model_parallel_size,
+        )  # fmt: skip

@@ -46,6 +46,7 @@ from rapidformer.log import get_logger, warn
 
 Counts = Sequence[int | None]
 Datasets = tuple[Any, Any, Any]
+DECODER_LENGTH = 128
 
 
 def build_datasets(
@@ -62,7 +63,7 @@ def build_datasets(
     data_impl: str = "infer",
     skip_warmup: bool = True,
     data_cache_path: str | Path | None = None,
-    seq_length_dec: int | None = None,
+    seq_length_dec: int = DECODER_LENGTH,
     masked_lm_prob: float = 0.15,
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
@@ -155,7 +156,7 @@ def _build_sentence_recipe(
     tokenizer: Any,
     short_seq_prob: float,
     binary_head: bool,
-    seq_length_dec: int | None,
+    seq_length_dec: int,
     **options: Any,
 ) -> _Recipe:
     """BERT's or T5's; ``options`` are what the data sets of both take."""
@@ -167,8 +168,6 @@ def _build_sentence_recipe(
         tokens = BertTokens.of(tokenizer, options["layout"])
         make = partial(BertDataset, tokens=tokens, binary_head=binary_head, **options)
         added, min_sentences = ADDED_BY_BERT, 2 if binary_head else 1
-    elif seq_length_dec is None:
-        raise ConfigurationError("T5's samples need a decoder length: give --decoder-seq-length.")
     else:
         options["tokens"] = T5Tokens.of(tokenizer, options["layout"])
         make = partial(T5Dataset, max_seq_length_dec=seq_length_dec, **options)

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from rapidformer.config import Settings
-from rapidformer.data.pretraining.assemble import Counts, Datasets, build_datasets
+from rapidformer.data.pretraining.assemble import DECODER_LENGTH, Counts, Datasets, build_datasets
 from rapidformer.data.pretraining.blend import Prefix
 from rapidformer.data.pretraining.sentence_samples import Layout
 from rapidformer.errors import ConfigurationError
-
-_DECODER_LENGTH = 128
 
 
 class DataOptions(TypedDict, total=False):
@@ -46,7 +44,7 @@ def build_pretraining_datasets(
         valid_data_prefix=args.valid_data_path, test_data_prefix=args.test_data_path,
         data_impl=args.data_impl, splits_string=args.split,
         train_valid_test_num_samples=train_valid_test_num_samples, seq_length=args.seq_length,
-        seq_length_dec=args.decoder_seq_length or _DECODER_LENGTH, masked_lm_prob=args.mask_prob,
+        seq_length_dec=args.decoder_seq_length or DECODER_LENGTH, masked_lm_prob=args.mask_prob,
         short_seq_prob=args.short_seq_prob, seed=args.seed, skip_warmup=not args.mmap_warmup,
         data_cache_path=args.data_cache_path, binary_head=binary_head, tokenizer=tokenizer,
         layout=layout, vocab_size=vocab_size,
