@@ -58,7 +58,7 @@ class PartialPredictions:
         if self._path.is_file():
             with self._path.open("rb") as file:
                 for number, line in enumerate(file):
-                    row = parse_object(line) if line.endswith(b"\n") else None  # or cut off
+                    row = parse_object(line) if line.endswith(b"\n") else None  # cut off
                     if row is None or (number == 0 and row.get(_KEY) != self._key):
                         break
                     if number % group_size == 0:

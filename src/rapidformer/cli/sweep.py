@@ -163,21 +163,11 @@ def _name_folder(command: CommandLine) -> str:
 def _drop_save(words: list[str]) -> list[str]:
     """The flags without the sweep's folder, by any of its names."""
     aliases = get_foreign_flags().aliases
-    names = {"save", *(alias for alias, name in aliases.items() if name == "save")}
-    kept: list[str] = []
-    is_dropped = False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if word.startswith("--"):
-            is_save = flag[2:].replace("-", "_") in names
-            is_dropped = is_save and not equals
-            if is_save:
-                continue
-        elif is_dropped:
-            is_dropped = False
-            continue
-        kept.append(word)
-    return kept
+    names = ["save", *(alias for alias, name in aliases.items() if name == "save")]
+    spelt = {f"--{name.replace('_', dash)}" for name in names for dash in "_-"}
+    parser = CommandParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*spelt, nargs="?")
+    return parser.parse_known_args(words)[1]
 
 
 def _is_greater_better(metric: str) -> bool:
