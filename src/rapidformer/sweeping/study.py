@@ -114,11 +114,6 @@ class Study:
             )
 
     @property
-    def most(self) -> int | None:
-        """How many different trials there are; None: any number."""
-        return None if self._listed is None else len(self._listed)
-
-    @property
     def trials(self) -> list[Trial]:
         return [
             Trial(

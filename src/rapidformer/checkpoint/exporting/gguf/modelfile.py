@@ -115,7 +115,7 @@ def write_modelfile(file: Path, model: str, tokenizer: Any, metadata: Metadata) 
         own = _without_start(turns, bos)
         lines, said = [source, f'TEMPLATE """{translate(own)}"""'], _prove(tokenizer, own, bos)
     except _NoTemplateError as reason:
-        said = f"without a TEMPLATE: {reason}"
+        said = f"Modelfile without a TEMPLATE: {reason}"
         lines = [f"# No TEMPLATE: {reason}.", source]
     length = next(value for key, value in metadata.items() if key.endswith(".context_length"))
     lines.append(f"PARAMETER num_ctx {length}")
@@ -123,7 +123,7 @@ def write_modelfile(file: Path, model: str, tokenizer: Any, metadata: Metadata) 
     if end is not None:
         lines.append(f'PARAMETER stop "{end}"')
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    get_logger().info("ollama    Modelfile %s", said)
+    get_logger().info("ollama    %s", said)
 
 
 def _without_start(turns: Turns, bos: str) -> Turns:
@@ -140,7 +140,7 @@ def _prove(tokenizer: Any, turns: Turns, bos: str) -> str:
             raise _NoTemplateError(
                 f"no simple template gives what the tokenizer's gives for {len(talk)} messages"
             )
-    text = f"with a TEMPLATE equal to the chat template for {len(samples)} conversations"
+    text = f"Modelfile: TEMPLATE equal to the chat template for {len(samples)} conversations"
     if not turns.system:
         text += "; the chat template takes no system prompt, so Ollama's is left out"
     try:
