@@ -14,6 +14,7 @@ from rapidformer.cli.own_flags import CommandParser
 from rapidformer.cli.runs import format_size
 from rapidformer.errors import CheckpointError
 from rapidformer.hub import suggest_path
+from rapidformer.models.weight_names import list_some
 
 _MODELS = ("best", "last")
 _WEIGHTS = "*.safetensors"
@@ -98,8 +99,7 @@ def _check(folder: Path, advance: Callable[[int], None], *, finite: bool) -> boo
         return True
     unlisted = inspection.list_unlisted(folder)
     if unlisted:
-        shown = ", ".join(unlisted[:3]) + (f" and {len(unlisted) - 3} more" if unlisted[3:] else "")
-        print(f"{folder}: not checked: {shown} (not in the manifest)", flush=True)
+        print(f"{folder}: not checked: {list_some(unlisted)} (not in the manifest)", flush=True)
     if inspection.has_hashes(folder):
         print(f"{folder}: complete ({format_size(_measure(folder))} verified)", flush=True)
     else:

@@ -23,6 +23,7 @@ from rapidformer.compat.torch_optimizers import obeys_flags, step_unless
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
+from rapidformer.models.weight_names import list_some
 
 WINDOW = 64
 """How many good updates the median is taken over."""
@@ -199,9 +200,7 @@ def describe_bad_batch(reason: str, step: int, samples: Sequence[int]) -> str:
     """What is wrong at which step, and the numbers of the batch's samples in the data set."""
     if not samples:
         return f"{reason} at step {step}"
-    named = ", ".join(str(number) for number in samples[:_MOST_NAMED])
-    more = f" and {len(samples) - _MOST_NAMED} more" if len(samples) > _MOST_NAMED else ""
-    return f"{reason} at step {step} (samples {named}{more})"
+    return f"{reason} at step {step} (samples {list_some(list(map(str, samples)), _MOST_NAMED)})"
 
 
 @dataclass(eq=False, kw_only=True)

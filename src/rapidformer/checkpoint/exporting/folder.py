@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.publish import read_json
-from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError, list_first
 
 REPORT = "export.json"
 """Lists what an export wrote: only such a folder is ever replaced."""
@@ -26,7 +26,7 @@ def refuse_foreign(target: Path) -> None:
     known = {REPORT, *(ours if isinstance(ours, list) else ())}
     others = sorted(name for name in list_files(target) if name not in known)
     if ours is None or others:
-        shown = ", ".join(others[:3]) + (", ..." if others[3:] else "")
+        shown = list_first(others, 3)
         raise ConfigurationError(
             f"{target} holds files that no export wrote ({shown}): choose another folder."
         )
