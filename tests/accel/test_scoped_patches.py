@@ -40,7 +40,7 @@ from rapidformer.compat.patches import Change, Entry, Patch
 from rapidformer.compat.transformers_models import find_unknown_attention
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.plan import find_plan
-from rapidformer.overlay import get_fact, list_layers
+from rapidformer.overlay import get_fact
 
 from .models import get_loss, make
 
@@ -240,15 +240,20 @@ def test_masks_are_off_and_say_why_if_a_function_takes_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions, more: None)
-    model = make("llama")
-    problem = make_masks_from_host(model)
-    assert problem is not None and re.fullmatch(
-        r"off, so steps wait for the device: find_packed_sequence_indices of transformers \S+ "
+    engine = RapidformerEngine(args=["--lr", "0.1", "--device", "cpu", "--dynamic-shape", "off"])
+    engine.compose(model=make("llama"))
+    (line,) = (text for text in engine.model.parallelized.switches if "host masks" in text)
+    assert re.fullmatch(
+        r"host masks: off, since find_packed_sequence_indices of transformers \S+ "
         r"takes \(positions, more\), and rapidformer knows "
-        r"find_packed_sequence_indices\(position_ids\) of transformers 5\.17 to 5\.22",
-        problem,
+        r"find_packed_sequence_indices\(position_ids\) of transformers 5\.17 to 5\.22; "
+        r"steps wait for the device",
+        line,
     )
-    assert not list_layers(model)
+    (answer,) = (text for text in engine.explain().splitlines() if "host masks" in text)
+    assert answer.startswith("not applicable")
+    assert "find_packed_sequence_indices of transformers" in answer
+    engine.close()
 
 
 def test_a_class_that_makes_its_mask_in_another_way_is_named(

@@ -6,12 +6,15 @@ import itertools
 from typing import Any
 
 import pytest
+from torch import nn
 
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.cli.main import main
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.explain import Answer, explain
 from rapidformer.config.switches import SWITCHES, Situation, get_switch
 from rapidformer.engine import RapidformerEngine
+from rapidformer.overlay import get_fact
 from tests.accel.test_applied import check_plain, look
 from tests.parity.harness import make_adamw
 from tests.parity.models import build_model
@@ -112,6 +115,38 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
 }
 
 
+class Mixing(nn.Module):
+    """Gives every token something of all others, padding included."""
+
+    def forward(self, hidden: Any) -> Any:
+        return hidden + hidden.mean(1, keepdim=True)
+
+
+def find_line(engine: RapidformerEngine, name: str) -> str:
+    return next(line for line in engine.explain().splitlines() if f" {name}: " in line)
+
+
+def test_what_was_found_out_about_the_model_is_explained() -> None:
+    """A row that is on by the settings, and does not suit this model; and one that stops later."""
+    mixing, plain = build_model("bert"), build_model("bert")
+    mixing.bert.encoder.layer[0].output.LayerNorm = Mixing()
+    engine = RapidformerEngine(args={"lr": 0.1, "device": "cpu", "log_level": "error"})
+    engine.compose(model=mixing)
+    assert "not applicable" in find_line(engine, "dynamic shape")
+    assert "gives other results without padding" in find_line(engine, "dynamic shape")
+    engine.close()
+    engine = RapidformerEngine(args={"lr": 0.1, "device": "cpu", "log_level": "error"})
+    engine.compose(model=plain)
+    assert find_line(engine, "dynamic shape").startswith("on")
+    engine.model.parallelized.applied.add_part("AdamW kernel")
+    assert "as parts of these: AdamW kernel" in engine.model.parallelized.switches
+    get_fact(plain, Removal).turn_off(7, is_late=False)
+    expected = "step 7 has read what the model returns for padding"
+    assert expected in find_line(engine, "dynamic shape")
+    assert f"dynamic shape: off, since {expected}" in engine.model.parallelized.switches
+    engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"), itertools.combinations(ONE_PROCESS, 2), ids=lambda name: name.split()[0]
@@ -128,7 +163,8 @@ def test_every_pair_is_applied_as_explained(one: str, other: str) -> None:
     )
     given = make_adamw(model) if "bf16 moments" not in (one, other) else None
     engine.compose(model, given)
-    applied = {row.name for row in engine.model.parallelized.applied.rows}
+    rows = engine.model.parallelized.applied.rows
+    applied = {row.name for row in rows if not row.is_part}
     expected = {
         answer.name
         for answer in explain(engine.args, engine.model.parallelized.situation)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.compat.torch_modules import WEIGHT_TABLES
+from rapidformer.config.switches import get_switch
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import return_to
 
@@ -41,6 +42,16 @@ class AppliedRow:
     """For start-up; empty if it has nothing to say."""
     changes: int = 0
     """How many entries of the model's modules it has changed."""
+    is_part: bool = False
+    """Whether another row's module, or the engine, has applied it."""
+    find_obstacle: Callable[[], str | None] = lambda: None
+    """Why it has no effect now; None while it has."""
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it has changed anything, and still does."""
+        is_found = self.is_part or bool(self.line) or self.changes > 0
+        return is_found and self.find_obstacle() is None
 
 
 class Applied:
@@ -49,18 +60,17 @@ class Applied:
     def __init__(self, model: nn.Module | None = None, plain: PlainWeights | None = None) -> None:
         """``plain`` knows the model's weights; without it, only what is registered is undone."""
         self.rows: list[AppliedRow] = []
-        self.parts: set[str] = set()
-        """Rows without a module of their own that another row, or the engine, has applied."""
         self.plain = plain or PlainWeights()
         self.is_closed = False
         self._model = model if model is not None else nn.Module()
+        self._current: AppliedRow | None = None
         self._undo = ExitStack()
         self._undo.callback(self.plain.restore)
 
     @contextmanager
     def row(self, name: str, *, is_silent: bool = False) -> Iterator[AppliedRow]:
         """Inside, what changes in the model, and what is registered here, belongs to this row."""
-        row = AppliedRow(name, is_silent)
+        row = self._current = AppliedRow(name, is_silent)
         before = [_Look(owner) for owner in _list_owners(self._model)]
         outer, self._undo = self._undo, ExitStack()
         try:
@@ -75,11 +85,39 @@ class Applied:
             # Undone before that: what the row has registered, such as a hook on a parameter.
             self._undo.push(registered)
 
+    @property
+    def current(self) -> AppliedRow:
+        """The row that is being applied."""
+        assert self._current is not None
+        return self._current
+
+    def leave_off(self, obstacle: str) -> None:
+        """The row that is being applied has no effect on this model, for this reason."""
+        self.current.find_obstacle = lambda: obstacle
+
+    def add_part(self, name: str) -> None:
+        """A row without a module of its own was applied, by another row's or by the engine."""
+        is_silent = get_switch(name).kind == "always"
+        self.rows.append(AppliedRow(name, is_silent, is_part=True))
+
+    def get_row(self, name: str) -> AppliedRow:
+        """The row of this name, which was applied."""
+        return next(row for row in self.rows if row.name == name)
+
     def describe(self) -> list[str]:
-        """Start-up lines; rows that are silent by nature share the last one."""
-        lines = [f"{row.name}: {row.line}" for row in self.rows if row.line and not row.is_silent]
-        silent = [row.name for row in self.rows if row.is_silent and (row.line or row.changes)]
-        return [*lines, f"always: {', '.join(silent)}"] if silent else lines
+        """Start-up lines; parts of other rows and rows that are silent by nature share one each."""
+        obstacles = {row: row.find_obstacle() for row in self.rows}
+        lines = [
+            f"{row.name}: " + (f"off, since {obstacle}" if obstacle else row.line)
+            for row, obstacle in obstacles.items()
+            if (obstacle if row.is_silent else row.line)
+        ]
+        working = [row for row in self.rows if row.has_effect]
+        shared = {
+            "as parts of these": [row.name for row in working if row.is_part and not row.is_silent],
+            "always": [row.name for row in working if row.is_silent],
+        }
+        return [*lines, *(f"{what}: {', '.join(names)}" for what, names in shared.items() if names)]
 
     def on_close(self, undo: Callable[..., Any], *args: Any) -> None:
         """Call this when the engine closes; changes made later are undone earlier."""

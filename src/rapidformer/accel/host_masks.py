@@ -51,16 +51,18 @@ _CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 def apply(assembly: Assembly) -> str | None:
     """Let transformers build this model's masks from what the host knows."""
-    return make_masks_from_host(assembly.model)
+    problem = find_unknown_masks()
+    if problem is None:
+        return make_masks_from_host(assembly.model)
+    assembly.applied.leave_off(f"{problem}; steps wait for the device")
+    return None
 
 
 def make_masks_from_host(model: nn.Module) -> str | None:
-    """The same; returns the start-up line: what is done, or why transformers does not allow it."""
+    """The same; returns what is done."""
     if not find_configs(model) or any("masks" in list_layers(m) for m in model.modules()):
         return None  # a copy of a composed model has the overlays already
-    problem = find_unknown_masks()
-    if problem is not None:
-        return f"off, so steps wait for the device: {problem}"
+    problem = None
     for module in model.modules():
         if makes_own_mask(module):
             extend(module, "masks", _build_mask_giver, is_shared=True)

@@ -52,8 +52,8 @@ class Parallelized:
     applied: Applied
     """What was changed, with its undo."""
     situation: Situation = field(default_factory=Situation)
-    switches: list[str] = field(default_factory=list)
-    """What was turned on, and why: shown at start-up."""
+    precision: str = ""
+    """Which one was chosen, and why."""
     pipeline: Pipeline | None = None
     """The stages of a pipelined model."""
     wants: Callable[[str], bool] = lambda name: False
@@ -61,8 +61,15 @@ class Parallelized:
 
     def explain(self, args: Settings) -> list[Answer]:
         """Every row: on, off or not applicable to this model, and why."""
-        rows = {row.name: row.line for row in self.applied.rows if row.line or row.changes}
-        return explain(args, self.situation, rows | dict.fromkeys(self.applied.parts, ""))
+        rows = {row.name: row.line for row in self.applied.rows if row.has_effect}
+        found = {row.name: row.find_obstacle() for row in self.applied.rows}
+        obstacles = {name: obstacle for name, obstacle in found.items() if obstacle is not None}
+        return explain(args, self.situation, rows, obstacles)
+
+    @property
+    def switches(self) -> list[str]:
+        """What was turned on, and why: shown at start-up."""
+        return [f"precision: {self.precision}", *self.applied.describe()]
 
     @property
     def deepspeed(self) -> DeepSpeedStrategy | None:
@@ -147,8 +154,8 @@ def parallelize(
     assert pipeline is None or isinstance(pipeline, Pipeline)
     parallelized = Parallelized(
         model=model, plan=plan, synchronizer=assembly.synchronizer, applied=assembly.applied,
-        switches=[f"precision: {precision.reason}", *assembly.applied.describe()],
-        pipeline=pipeline, wants=assembly.wants, situation=assembly.situation,
+        precision=precision.reason, pipeline=pipeline, wants=assembly.wants,
+        situation=assembly.situation,
     )  # fmt: skip
     put_fact(model, _Owner(parallelized))
     assembly.applied.on_close(drop_fact, model, _Owner)

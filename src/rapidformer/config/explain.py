@@ -32,11 +32,17 @@ class Answer:
 
 
 def explain(
-    args: Settings, situation: Situation | None = None, applied: Mapping[str, str] | None = None
+    args: Settings,
+    situation: Situation | None = None,
+    applied: Mapping[str, str] | None = None,
+    obstacles: Mapping[str, str] | None = None,
 ) -> list[Answer]:
-    """Every row. ``applied`` has the rows that changed something, each with its start-up line."""
+    """Every row. ``applied`` has the rows that changed something, each with its start-up line.
+
+    ``obstacles`` says why others, although they are on, have no effect on this model.
+    """
     situation = situation or Situation()
-    answers = [_answer(switch, args, situation, applied) for switch in SWITCHES]
+    answers = [_answer(switch, args, situation, applied, obstacles or {}) for switch in SWITCHES]
     return sorted(answers, key=lambda answer: get_args(State).index(answer.state))
 
 
@@ -64,12 +70,15 @@ def render(answers: list[Answer]) -> Iterator[str]:
 
 
 def _answer(
-    switch: Switch, args: Settings, situation: Situation, applied: Mapping[str, str] | None
-) -> Answer:
+    switch: Switch, args: Settings, situation: Situation, applied: Mapping[str, str] | None,
+    obstacles: Mapping[str, str],
+) -> Answer:  # fmt: skip
     state, why = _decide(switch, args, situation)
     # A setting without a module of its own is on if it was asked for.
     is_found = applied is None or switch.name in applied
-    if state == "on" and not is_found and (switch.module or switch.kind != "asked"):
+    if state == "on" and switch.name in obstacles:
+        state, why = "not applicable", obstacles[switch.name]
+    elif state == "on" and not is_found and (switch.module or switch.kind != "asked"):
         what = "this model has" if switch.module else "this model and its optimizer have"
         state, why = "not applicable", f"{what} nothing that it would change"
     elif state == "on" and applied is not None and applied.get(switch.name):

@@ -76,7 +76,7 @@ def prepare_optimizer(
         optimizer = build_optimizer(model, args)
         parallelized.applied.plain.follow(optimizer)
         if uses_kernel(optimizer):
-            parallelized.applied.parts.add("AdamW kernel")
+            parallelized.applied.add_part("AdamW kernel")
     if deepspeed is not None:
         groups = group_parameters(deepspeed.model, args.weight_decay)
         optimizer = deepspeed.start(optimizer, groups, functools.partial(bypass_clock, clock))
@@ -132,7 +132,9 @@ def take_over(
         "loss scaling": scaler is not None,
         "clipping in the step": clips,
     }
-    parallelized.applied.parts |= {name for name, is_on in parts.items() if is_on}
+    for name, is_on in parts.items():
+        if is_on:
+            parallelized.applied.add_part(name)
 
 
 def build_guard(

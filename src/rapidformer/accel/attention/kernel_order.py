@@ -64,7 +64,7 @@ def apply(assembly: Assembly) -> str | None:
     """Choose the attention of the model."""
     model, asked = assembly.model, assembly.args.attention
     if assembly.wants("bias layout") and apply_bias_layout(model):
-        assembly.applied.parts.add("bias layout")
+        assembly.applied.add_part("bias layout")
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
@@ -91,7 +91,9 @@ def apply(assembly: Assembly) -> str | None:
     is_known = unknown is None
     choice = KernelChoice(_ORDERS[chosen], by_length and is_known, by_bias and is_known)
     chosen_by = {"varied lengths": by_length, "learned bias kernel": by_bias}
-    assembly.applied.parts |= {name for name, is_on in chosen_by.items() if is_on and is_known}
+    for name, is_on in chosen_by.items():
+        if is_on and is_known:
+            assembly.applied.add_part(name)
     blocks = assembly.plan.get_blocks(model) if assembly.plan.blocks else []
     apply_choice(model, blocks, choice)
     extra = _activate_flash(model, assembly.applied) if asked == "flash" else ""

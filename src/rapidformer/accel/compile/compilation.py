@@ -130,10 +130,10 @@ def _choose_rewrites(assembly: Assembly) -> list[Rewrite]:
         memory = torch.cuda.get_device_properties(assembly.device).total_memory
         if copies < _LARGEST_FRACTION * memory:
             rewrites.append(merge_linears)
-            assembly.applied.parts.add("merged linear layers")
+            assembly.applied.add_part("merged linear layers")
     if assembly.wants("hashed dropout") and _choose_backend(assembly.args) == "inductor":
         rewrites.append(hash_dropout)  # many operations, which inductor fuses
-        assembly.applied.parts.add("hashed dropout")
+        assembly.applied.add_part("hashed dropout")
     return rewrites
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -39,14 +40,19 @@ def apply(assembly: Assembly) -> None:
             prove_filling(assembly.model, assembly.plan, dtype, may_yield=may_yield)
         removal = find_fact(assembly.model, Removal)
         if removal is not None and removal.yields:
-            row = next(row for row in assembly.applied.rows if row.name == "dynamic shape")
-            row.line = "off while steps are replayed as CUDA graphs, which only padded ones can be"
+            row = assembly.applied.get_row("dynamic shape")
+            row.find_obstacle = functools.partial(_find_yielding, removal)
         recomputes = assembly.is_meant(get_switch("recompute"))
         is_alone = isinstance(assembly.synchronizer, Alone)
         in_pieces = is_alone and not recomputes
         put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
     elif is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+
+
+def _find_yielding(removal: Removal) -> str | None:
+    what = "steps are replayed as CUDA graphs, which only padded ones can be"
+    return what if removal.yields else removal.problem
 
 
 def _find_obstacle(assembly: Assembly) -> str | None:

@@ -67,7 +67,8 @@ def apply(assembly: Assembly) -> str | None:
     if unknown is not None and mode == "on":
         raise ConfigurationError(f"--fused-loss on: {unknown}. Leave the flag out.")
     if unknown is not None:
-        return f"off: {unknown}"
+        assembly.applied.leave_off(unknown)
+        return None
 
     def gather(parameter: Tensor) -> Tensor:
         # A loss over ``outputs.logits`` may run after the forward pass, when weights are sharded

@@ -16,6 +16,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +38,7 @@ from rapidformer.compat.torch_tensors import get_gradient_hooks
 from rapidformer.dist.whole import join_whole
 from rapidformer.log import warn_once
 from rapidformer.models.watched import is_from_user
+from rapidformer.overlay import find_fact, put_fact
 
 Hook = Callable[[Tensor], Tensor | None]
 _FACTOR = 2.0**20
@@ -64,9 +66,11 @@ def apply(assembly: Assembly) -> str | None:
             _serve_gathered(module, served)
     if split:
         assembly.applied.enter(CHANGING_ITEMS)
-        gather = functools.partial(_gather_for_function, weakref.ref(assembly.synchronizer))
+        synchronized = _Synchronized(weakref.ref(assembly.synchronizer))
+        for parameter in split.values():
+            put_fact(parameter, synchronized)
         for kind in (DTensor, WholeOnDemand):
-            assembly.applied.enter(convert_function_arguments(kind, gather))
+            assembly.applied.enter(convert_function_arguments(kind, _gather_for_function))
     if assembly.topology.num_replicas * micro_batches > 1:
         _watch_hooks(model, [hooks.functions for hooks in served.values()])
     return None
@@ -188,9 +192,18 @@ def _may_remember(hook: Hook) -> bool:
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def _gather_for_function(synchronizer: weakref.ref[Any], function: type, weight: Any) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Synchronized:
+    """A fact on a split weight: what reduces its gradient, since engines may stand side by side."""
+
+    by: weakref.ref[Any]
+
+
+def _gather_for_function(function: type, weight: Any) -> Any:
     """The whole of a weight that a script's own autograd function is called with."""
     if not is_from_user(function):
         return weight
-    is_whole = isinstance(weight, WholeOnDemand)
-    return weight.full_tensor() if is_whole else gather_weight(synchronizer(), weight)
+    if isinstance(weight, WholeOnDemand):
+        return weight.full_tensor()
+    synchronized = find_fact(weight, _Synchronized)
+    return gather_weight(synchronized.by() if synchronized is not None else None, weight)

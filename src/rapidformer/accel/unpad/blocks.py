@@ -27,7 +27,7 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.models.plan import ModelPlan, runs_in_library_code
-from rapidformer.overlay import extend, get_fact, get_own_class, put_fact, remove
+from rapidformer.overlay import drop_fact, extend, get_fact, get_own_class, put_fact, remove
 
 _PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
 """The rows of the block that runs now, if its attention takes padded ones only."""
@@ -93,6 +93,7 @@ def extend_blocks(
     def restore() -> None:
         for module in extended:
             remove(module, "unpad")
+            drop_fact(module, _Place)
 
     return restore
 

@@ -48,6 +48,8 @@ class Removal:
         only_in_graphs: bool = False,
     ) -> None:
         self.is_on = True
+        self.problem: str | None = None
+        """Why padding is kept; None while it is removed."""
         self.yields = False
         """Whether it is off for the sake of CUDA graphs."""
         self.only_in_graphs = only_in_graphs
@@ -86,6 +88,7 @@ class Removal:
         if self.is_on and not self._is_trial:
             self.warn(step, is_late=is_late)
         self.is_on = False
+        self.problem = f"step {step} has read what the model returns for padding"
 
     def stop_yielding(self) -> None:
         """Remove padding again: there are no CUDA graphs."""

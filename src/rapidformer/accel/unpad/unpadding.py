@@ -34,7 +34,7 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
-from rapidformer.compat.torch_dispatch import tree_map_only
+from rapidformer.compat.torch_dispatch import find_unknown_functions, tree_map_only
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.dist.collectives import max_over_all
@@ -43,7 +43,7 @@ from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
 from rapidformer.models.watched import Watching, find_requested, list_inner_modules
-from rapidformer.overlay import extend, get_own_class, list_layers, put_fact, remove
+from rapidformer.overlay import extend, get_fact, get_own_class, list_layers, put_fact, remove
 
 _UNPADDED = {"sdpa": NAME, PREFIX + "sdpa": PREFIX + NAME}
 """What takes the place of a model's attention."""
@@ -72,10 +72,13 @@ def apply(assembly: Assembly) -> str | None:
         is_16_bit = assembly.precision.dtype is not None
         if assembly.is_training and is_16_bit and has_dropout(assembly.model):
             compile_with_dropout(assembly.device)
+        removal = get_fact(assembly.model, Removal)
+        assembly.applied.current.find_obstacle = lambda: removal.problem
         in_graphs = " in CUDA graphs" if _only_pays_in_graphs(assembly) else ""
         return f"blocks compute on real tokens only{in_graphs}"
     if is_asked:
         raise ConfigurationError(f"--dynamic-shape on: {obstacle}. Leave the flag out.")
+    assembly.applied.leave_off(obstacle)
     return None
 
 
@@ -90,7 +93,7 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "on a GPU, it makes encoder-decoder models faster only in CUDA graphs"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"
-    return None
+    return find_unknown_functions()
 
 
 def _only_pays_in_graphs(assembly: Assembly) -> bool:
