@@ -58,7 +58,7 @@ Build = Callable[[Any], dict[str, Any]]
 """From the class beneath to the members of the overlay, which may call that class."""
 T = TypeVar("T")
 _MARK = "__rapidformer_overlay__"
-_FACTS = "rapidformer_facts"
+FACTS = "rapidformer_facts"
 _RANKS = {layer: rank for rank, layer in enumerate(ORDER)}
 
 
@@ -150,27 +150,27 @@ def get_own_class(target: Any) -> Any:
 
 def put_fact(target: Any, fact: object) -> None:
     """Keep a fact on an object; it replaces one of the same type."""
-    target.__dict__.setdefault(_FACTS, {})[type(fact)] = fact
+    target.__dict__.setdefault(FACTS, {})[type(fact)] = fact
 
 
 def find_fact(target: Any, kind: type[T]) -> T | None:
     """The object's fact of this type, if it has one."""
-    facts: dict[type, Any] | None = target.__dict__.get(_FACTS)
+    facts: dict[type, Any] | None = target.__dict__.get(FACTS)
     return None if facts is None else facts.get(kind)
 
 
 def get_fact(target: Any, kind: type[T]) -> T:
     """The object's fact of this type, which was put there."""
-    fact: T = target.__dict__[_FACTS][kind]
+    fact: T = target.__dict__[FACTS][kind]
     return fact
 
 
 def drop_fact(target: Any, kind: type) -> None:
     """Forget the fact of this type, if the object has one."""
-    facts = target.__dict__.get(_FACTS, {})
+    facts = target.__dict__.get(FACTS, {})
     facts.pop(kind, None)
     if not facts:
-        target.__dict__.pop(_FACTS, None)
+        target.__dict__.pop(FACTS, None)
 
 
 def _build_class(

@@ -220,11 +220,11 @@ def test_a_step_that_only_computes(name: str) -> None:
 def test_values_outside_the_code_are_known() -> None:
     steps = Steps()
     examination = examine(steps.plain)
-    before = examination.read_values()
-    assert before == (SCALE, 0.5)
+    before = examination.describe()
+    assert {SCALE, 0.5} <= set(before[1])
     steps.factor = 0.25
-    now = examination.read_values()
-    assert now == (SCALE, 0.25)
+    now = examination.describe()
+    assert {SCALE, 0.25} <= set(now[1])
     assert examination.find_changing(before, now) == "self.factor"
 
 
@@ -326,19 +326,19 @@ class Block(nn.Module):
 def test_every_block_has_its_own_numbers() -> None:
     model = nn.Sequential(Block(), Block())
     found = Examination([], model)
-    before = found.read_values()
+    before = found.describe()
     model[0].scale = 2.0
-    assert found.read_values() != before
+    assert found.describe() != before
 
 
 def test_numbers_of_a_librarys_modules() -> None:
     """A callback may change how attention is scaled, for example."""
     model = make_gpt2()
     found = Examination([], model)
-    before = found.read_values()
+    before = found.describe()
     model.transformer.h[0].attn.scaling = 0.125
     assert found.effect is None
-    assert found.read_values() != before
+    assert found.describe() != before
 
 
 def make_gpt2() -> Any:
@@ -384,9 +384,9 @@ def test_a_transformers_model_with_a_head_of_your_own() -> None:
     model = WithHead(BertConfig(intermediate_size=8, vocab_size=9, **sizes))
     found = Examination([Steps().plain], model)
     assert found.effect is None
-    before = found.read_values()
+    before = found.describe()
     model.config.num_labels = 7
-    assert found.read_values() != before, "its code reads the configuration"
+    assert found.describe() != before, "its code reads the configuration"
 
 
 def test_methods_of_a_model_that_do_more() -> None:

@@ -22,6 +22,7 @@ from rapidformer.log import warn_once
 from rapidformer.optim import optimizers
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.overlay import find_fact
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.training import test_cuda_graph as stand_in
 from tests.training.test_cuda_graph import (
     Spoiler,
@@ -90,6 +91,44 @@ def test_fixed_shapes(more: dict[str, Any], optimizer: str) -> None:
     assert count(on) == 1
     assert on.engine.updates.graphs is not None
     assert on.engine.updates.graphs.updates == (optimizer == "ours")
+
+
+class Changing(Callback):
+    """Changes what the code reads: a configuration, a function, a rate of dropout."""
+
+    def __init__(self, run: Any, model: Any) -> None:
+        self._run, self._model = run, model
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        if loop.step == 5:
+            self._model.config.aux = 0.5
+        if loop.step == 8:
+            self._run.loss_fn = partial(functional.cross_entropy, label_smoothing=0.2)
+        if loop.step == 11:
+            self._model.transformer.drop.p = 0.0
+
+
+class Changed(Run):
+    loss_fn: Any = staticmethod(functional.cross_entropy)
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        logits = model(**batch).logits[:, :-1].flatten(0, 1)
+        return self.loss_fn(logits, batch["labels"][:, 1:].flatten()) * model.config.aux
+
+
+def test_what_the_code_reads_changes_in_mid_run() -> None:
+    def run(**more: Any) -> tuple[Any, list[dict[str, Any]]]:
+        model = make_gpt2()
+        model.config.aux = 1.0
+        run = Changed(model, make_texts(64), **more)
+        run.callbacks = [run.values, Changing(run, model)]
+        return run, run.run_and_list()
+
+    on, lines = run()
+    assert count(on) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "MOST_GRAPHS", 0)
+        assert run()[1] == lines
 
 
 @pytest.mark.parametrize("precision", ["bf16", None])

@@ -167,6 +167,14 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
     assert all(get_compiled_call(block) is None for block in model.modules())
 
 
+def test_compiled_blocks_are_the_models_own_again_after_close() -> None:
+    model = make_gpt2()
+    run = train(Twice, model, make_texts(24), Again(), compile=True, compile_backend="eager")
+    assert isinstance(run.in_pieces, BlockGraphs)
+    run.engine.close()
+    assert all(get_compiled_call(block) is None for block in model.modules())
+
+
 class Changed(Counting):
     """Calls its second block with another tensor, once, and reads hidden states later."""
 

@@ -1038,6 +1038,29 @@ def test_a_number_that_changes_in_every_step_is_named() -> None:
     )
 
 
+class Casting(Callback):
+    """Runs a few steps in another precision."""
+
+    def __init__(self) -> None:
+        self._cast = torch.autocast("cpu", torch.bfloat16)
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        if loop.step == 3:
+            self._cast.__enter__()
+
+    def on_step_end(self, loop: RunningLoop, control: Control) -> None:
+        if loop.step == 6:
+            self._cast.__exit__(None, None, None)
+
+
+def test_steps_in_another_precision_have_another_graph() -> None:
+    run = Run(make_gpt2(), make_texts(48), Again())
+    run.callbacks = [Casting()]
+    run.train()
+    assert run.engine.updates.graphs is not None
+    assert (run.engine.updates.graphs.problem, run.engine.updates.graphs.count) == (None, 2)
+
+
 def test_a_replay_that_differs_is_not_used() -> None:
     off = Run(make_gpt2(), make_texts(24), None)
     off.train()

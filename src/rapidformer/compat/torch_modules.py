@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -16,6 +17,10 @@ PRIVATE_NAMES = {
     "torch.nn.Module._compiled_call_impl": "letting a call run compiled",
     **{
         f"torch.nn.Module.{name}": "hooks that would see a part of an activation" for name in _HOOKS
+    },
+    **{
+        f"torch.nn.modules.module._global{name}": "hooks on all modules, which a replay leaves out"
+        for name in _HOOKS
     },
     "torch.nn.Module._apply": "giving memory to the parameters of a split model",
     "torch.nn.Module._non_persistent_buffers_set": "buffers that another stage saves",
@@ -92,3 +97,8 @@ def list_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 def list_hook_tables(module: nn.Module) -> list[Mapping[int, Callable[..., Any]]]:
     """Where the module keeps its hooks; the same objects for as long as it exists."""
     return [getattr(module, name) for name in _HOOKS]
+
+
+def list_global_hook_tables() -> list[Mapping[int, Callable[..., Any]]]:
+    """Where torch keeps the hooks that run around every module."""
+    return [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]

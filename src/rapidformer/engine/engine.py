@@ -304,8 +304,8 @@ class RapidformerEngine:
         with ExitStack() as parts:  # the last one first, and all of them if one fails
             parts.callback(self._leave)
             parts.callback(self.data.close)
-            parts.callback(self.updates.close)
             parts.callback(self.model.close, gives_back=gives_back)
+            parts.callback(self.updates.close)  # before the rows that its graphs build on
             parts.callback(self.checkpoints.release_folder)
 
     def _leave(self) -> None:

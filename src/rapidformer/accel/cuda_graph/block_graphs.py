@@ -256,7 +256,7 @@ class BlockGraphs:
         if call is None:
             return run(*args, **kwargs)
         if block is self.blocks[0] or self._together is None:
-            self._described = describe_mode(self._device), self._code.describe()
+            self._described = describe_mode(self._device), self._code.examination.describe()
         if self._together is None:
             self._together = self._choose(call)
         together = self._together

@@ -3,8 +3,9 @@
 A step may compute with its arguments, constants, modules and calls known to be pure
 (``pure_calls.py``), but whatever else it calls or changes, such as a counter, a log or a queue,
 would silently stop working. So its source is read, and every name in it looked up; what cannot be
-judged counts as a side effect. Numbers and tensors that the code reads from outside, such as
-``self.weight``, may change later: a graph is valid only for the values it was recorded with.
+judged counts as a side effect. What the code reads from outside, such as ``self.rate``, a global
+function or anything that a module holds (``host_state.py``), may change later: a graph is valid
+only for what it was recorded with.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from rapidformer.accel.cuda_graph.host_state import (
+    CONSTANTS,
+    HostState,
+    is_configuration,
+    is_watched,
+)
 from rapidformer.accel.cuda_graph.pure_calls import (
     DRAWS,
     MUTATORS,
@@ -36,7 +43,6 @@ from rapidformer.accel.cuda_graph.pure_calls import (
 from rapidformer.config import Settings
 from rapidformer.overlay import get_own_class
 
-_CONSTANTS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _MOVE = "move it into a callback (on_step_end)"
 _COUNT = "count in a callback (on_step_end), or keep a tensor and change that in place"
 _READ = "return the tensor as a part, (loss, n, {name: tensor}), and read it in a callback (on_log)"
@@ -44,6 +50,9 @@ _DRAW = "draw on the device: torch.rand(..., device=loss.device)"
 _JOIN = "make it a part of the model, so that the optimizer and checkpoints have it"
 _WHOLE = "compose that model without ZeRO"
 _MISSING = object()
+
+Description = tuple[int, tuple[Hashable, ...]]
+"""A number for what modules hold, and what functions read from elsewhere."""
 
 
 class SideEffectError(Exception):
@@ -66,7 +75,6 @@ class Examination:
     def __init__(self, steps: Iterable[Callable[..., Any]], model: nn.Module) -> None:
         self._seen: set[Any] = set()
         self._values: list[tuple[str, Callable[[], Any]]] = []
-        self._attributes: list[tuple[str, Callable[[], Any]]] = []
         self._instances: dict[type, list[nn.Module]] = defaultdict(list)
         self._model = model
         self._own_parameters = {id(parameter) for parameter in model.parameters()}
@@ -80,21 +88,19 @@ class Examination:
                 check()
             except SideEffectError as effect:
                 self.effect = self.effect or effect
+        self._state = HostState(self.modules)
 
-    def read_values(self) -> Hashable:
-        """The current values of what the code reads from outside: a graph is valid for these."""
+    def describe(self) -> Description:
+        """What the code can see apart from its batch and the weights: a graph is valid for that."""
         values = (read() for _, read in self._values)
-        return (
-            *((v.data_ptr(), v.shape) if isinstance(v, torch.Tensor) else v for v in values),
-            *(read() for _, read in self._attributes),
-        )
+        seen = ((v.data_ptr(), v.shape) if isinstance(v, torch.Tensor) else v for v in values)
+        return self._state.describe(), tuple(seen)
 
-    def find_changing(self, before: Hashable, now: Hashable) -> str:
-        """The name of what differs between two results of ``read_values``."""
-        assert isinstance(before, tuple) and isinstance(now, tuple)
-        names = (name for name, _ in (*self._values, *self._attributes))
-        changes = (a != b for a, b in zip(before, now, strict=True))
-        return next((n for n, has_changed in zip(names, changes, strict=True) if has_changed), "")
+    def find_changing(self, before: Description, now: Description) -> str:
+        """The name of what differs between two results of ``describe``."""
+        values = zip(self._values, before[1], now[1], strict=True)
+        names = (name for (name, _), old, new in values if old != new)
+        return next(names, "") or self._state.find_changing(before[0], now[0])
 
     @property
     def reads_tensors(self) -> bool:
@@ -119,8 +125,6 @@ class Examination:
             raise SideEffectError(f"calls a {name} whose weights ranks gather together", _WHOLE)
         for module in new:
             self._instances[get_own_class(module)].append(module)
-            names = _list_attributes(module)
-            self._attributes += [(n, functools.partial(vars(module).get, n)) for n in names]
         for function in _list_own_code(new):
             self.check_function(function)
 
@@ -156,19 +160,21 @@ class Examination:
                 raise SideEffectError(f"uses {cls.__name__}.{name}")
         if name in WAITS:
             raise SideEffectError(f"calls .{name}(), which waits for the GPU", _READ)
+        if not all(is_watched(vars(module).get(name)) for module in self.modules):
+            raise SideEffectError(f"uses .{name} of a module, which may change unseen")
         parts = (getattr(module, name, None) for module in self.modules)
         if is_called and not is_known and not any(isinstance(part, nn.Module) for part in parts):
             raise SideEffectError(f"calls .{name}(), which is not known to compute only")
 
     def check_attribute(self, owner: Any, name: str) -> None:
         """Check ``self.name``: a method or property is read, and a value is noted."""
-        member = inspect.getattr_static(owner, name, None)
+        member = inspect.getattr_static(type(owner), name, None)
         if isinstance(member, property):
             if member.fget is not None:
                 self.check_function(MethodType(member.fget, owner))
         elif isinstance(member, functools.cached_property):
             self.check_function(MethodType(member.func, owner))
-        elif isinstance(member, FunctionType):
+        elif isinstance(member, FunctionType) and name not in vars(owner):
             self.check_function(MethodType(member, owner))
         else:
             # The code is the same for all instances of a class; each may have another value.
@@ -178,6 +184,8 @@ class Examination:
     def check_value(self, read: Callable[[], Any], name: str) -> None:
         """Check what a function reads from outside, and note it if its value may change."""
         value = read()
+        if isinstance(value, (nn.Module, FunctionType, MethodType, functools.partial)):
+            self._values.append((name, read))  # another one may take its place
         if isinstance(value, nn.Module):
             self._add(value)
         elif isinstance(value, torch.Tensor) and value.requires_grad:
@@ -271,7 +279,7 @@ class _Reader(ast.NodeVisitor):
         if is_called and node.attr in MUTATORS and is_part and not self._is_of_self(node.value):
             raise SideEffectError(f"changes {ast.unparse(node.value)}", _COUNT)
         holder = self._find(node.value)
-        if isinstance(holder, ModuleType) or _is_configuration(holder):
+        if isinstance(holder, ModuleType) or is_configuration(holder):
             read = functools.partial(getattr, holder, node.attr, None)
             self._examination.check_value(read, ast.unparse(node))
         elif self._is_of_self(node):
@@ -319,20 +327,10 @@ class _Reader(ast.NodeVisitor):
             return _MISSING
         if self._is_of_self(node):
             value = vars(self._owner).get(node.attr) if hasattr(self._owner, "__dict__") else None
-            return value if _is_configuration(value) else _MISSING
+            return value if is_configuration(value) else _MISSING
         holder = self._find(node.value)
-        is_known = isinstance(holder, ModuleType) or _is_configuration(holder)
+        is_known = isinstance(holder, ModuleType) or is_configuration(holder)
         return getattr(holder, node.attr, _MISSING) if is_known else _MISSING
-
-
-def _list_attributes(module: nn.Module) -> list[str]:
-    """Names of numbers that code may read or change: ``model.alpha``, ``attention.scaling``."""
-    cls = get_own_class(module)
-    if cls.__module__.partition(".")[0] == "torch":
-        return []
-    kinds = (bool, float) if is_pure(cls) else _CONSTANTS
-    items = vars(module).items()
-    return [name for name, value in items if isinstance(value, kinds) and name != "training"]
 
 
 def _list_own_code(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]:
@@ -346,11 +344,6 @@ def _list_own_code(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]
             yield module.forward
 
 
-def _is_configuration(value: Any) -> bool:
-    """Whether it is a transformers configuration, whose entries are read one by one."""
-    return any(cls.__module__ == "transformers.configuration_utils" for cls in type(value).__mro__)
-
-
 def _is_pure_class(value: Any) -> bool:
     return isinstance(value, type) and (is_pure(value) or issubclass(value, BaseException))
 
@@ -361,7 +354,7 @@ def _is_state(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     items = value if isinstance(value, (tuple, frozenset)) else (value,)
-    return all(isinstance(item, _CONSTANTS) for item in items)
+    return all(isinstance(item, CONSTANTS) for item in items)
 
 
 def _is_name(node: ast.AST, name: str | None) -> bool:

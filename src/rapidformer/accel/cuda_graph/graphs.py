@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.block_calls import describe_mode
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.examination import Description
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -102,7 +104,7 @@ class GraphedPasses:
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
-        self._described: tuple[Hashable, ...] = ()
+        self._described: Description | None = None
         """What the code depended on in the last update."""
         self._changes = 0
         self._graphs: dict[Hashable, RecordedPasses] = {}
@@ -213,7 +215,7 @@ class GraphedPasses:
             return None  # another loss
         sums_ranks = self._reducer is not None or self.placed is not None
         return Request(
-            run_forward, update, weights, self._describe_code(),
+            run_forward, update, weights, (self._describe_code(), describe_mode(self._device)),
             graphed_update=None if sums_ranks else graphed_update,
             sums_ranks=sums_ranks, reducer=self._reducer,
         )  # fmt: skip
@@ -233,17 +235,18 @@ class GraphedPasses:
         if self.finishing is not None:
             self.finishing.forget()
 
-    def _describe_code(self) -> tuple[Hashable, ...]:
+    def _describe_code(self) -> Description:
         """What a forward pass depends on apart from its batch and the weights."""
-        before, now = self._described, self._code.describe()
+        before, now = self._described, self._code.examination.describe()
         self._described = now
-        if before and before != now:
-            self._changes += 1
+        if before is None or before == now:
+            return now
+        self._changes += 1
         if self._changes > _MOST_CHANGES:
-            name = self._code.find_changing(before, now) if before != now else "a number"
+            name = self._code.examination.find_changing(before, now)
             raise NotRepeatableError(
-                f"{name} has another value in every step: keep it in a tensor, and change that in "
-                "place"
+                f"{name} has another value in every step: keep it in a tensor, "
+                "and change that in place"
             )
         return now
 
