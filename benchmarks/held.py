@@ -3,9 +3,9 @@
     python benchmarks/held.py [--size tiny] [--models vit ...] [--runs "HF Trainer" ...]
         [--together 6] [--steps 8] [--limit 120] [--json FILE] [--logs FOLDER]
 
-rapidformer with its defaults, then with --compile, beside Hugging Face's Trainer, as in
-``peers.py``: each run in its own process, data loading included, the first steps excluded, padding
-not counted, the same weights and rows. The loss is the mean over all steps.
+rapidformer with its defaults, then with --compile, beside Hugging Face's Trainer, or what --runs
+names, as in ``peers.py``: each run in its own process, data loading included, the first steps
+excluded, padding not counted, the same weights and rows. The loss is the mean over all steps.
 
 With --together, that many runs warm up side by side and are then timed one after the other, while
 the others wait. It saves minutes, but first steps then share the processor.
@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from peers import HAS_GPU, RUNS, WARM_UP, Result, Stopwatch
+from peers import HAS_GPU, RUNS, WARM_UP, Result, Stopwatch, get_peak
 from workloads import Rows, Workload
 
 NAMES = ("HF Trainer", "rapidformer", "rapidformer --compile")
@@ -214,9 +214,9 @@ def measure(
         profile.stop()
         print(profile.key_averages().table("self_device_time_total", row_limit=30))
     return {
-        "rate": units / (watch.stopped - watch.started),
+        "rate": (watch.tokens or units) / (watch.stopped - watch.started),
         "unit": work.unit,
-        "memory": torch.cuda.max_memory_allocated() / 2**30 if HAS_GPU else 0.0,
+        "memory": get_peak(watch),
         "first step": watch.first_step,
         "loss": watch.loss,
     }
@@ -278,10 +278,10 @@ def _work(pipe: Connection, log: str, arguments: tuple[Any, ...]) -> None:
         pipe.send({"problem": text[:80].replace("|", "/")})
 
 
-def format_row(model: str, runs: dict[str, Result]) -> str:
+def format_row(model: str, runs: dict[str, Result], names: Sequence[str]) -> str:
     base = runs.get("HF Trainer", {}).get("rate")
     cells = []
-    for name in NAMES:
+    for name in names:
         result = runs.get(name, {"problem": "-"})
         if "problem" in result:
             cells.append(result["problem"])
@@ -332,9 +332,10 @@ def main() -> None:
             print(f"{model}, {name}: {result}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\n| model, batch, row lengths | {' | '.join(NAMES)} |\n|---|---|---|---|")
+    names = options.runs
+    print(f"\n| model, batch, row lengths | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for model in options.models:
-        print(format_row(model, results[model]))
+        print(format_row(model, results[model], names))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,20 @@
-"""Every workload of the docs: rapidformer against Hugging Face's Trainer and a plain loop.
+"""Every workload of the docs: rapidformer against Hugging Face's Trainer, TRL, torchtitan, a loop.
 
     python benchmarks/peers.py [--size tiny] [--workloads gpt2 lora] [--runs rapidformer ...]
         [--steps 30] [--picture FILE] [--json FILE]
 
 Each run has its own process, data loading included, the first steps excluded; padding does not
 count. bf16 on a GPU, fp32 on a CPU; fused AdamW and clipping everywhere. rapidformer runs with
-its defaults, then with --compile. Prints a table in Markdown, and draws it with --picture.
+its defaults, then with --compile. Prints a table in Markdown, and draws it with --picture. The loss
+is the mean over all steps; for torchtitan, which logs single ones, that of the last step.
+
+TRL's SFTTrainer and torchtitan train causal models alone, and need their packages. SFTTrainer
+computes log-probabilities in chunks by itself; nothing is recomputed, and on a GPU, Liger's kernels
+replace the layers. Its runs "packed" lay rows end to end (best fit decreasing) in packs as long as
+the longest row, as many per step as hold the tokens of a batch. Flash attention would take their
+boundaries as they are, but it is a package of its own; here transformers computes attention with a
+mask of all tokens of a step (SDPA), or a sparse one (flex attention). After training, such a run
+checks that no row attends to another one: if it does, it has no figures.
 
 Processes are forked from one that has imported everything, so each starts at once. That one must
 never touch the GPU: CUDA does not survive a fork. If it fails in a fork, new processes are started
@@ -36,7 +45,14 @@ import peft  # noqa: F401  imported for the forks
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from workloads import LORA_TARGETS, Rows, Workload, add_lora, list_workloads
+from workloads import (
+    LORA_TARGETS,
+    Rows,
+    Workload,
+    add_lora,
+    build_word_tokenizer,
+    list_workloads,
+)
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
@@ -67,8 +83,16 @@ class Stopwatch:
         self._began = time.perf_counter()
         self.first_step = self.started = self.stopped = 0.0
         self._losses: list[tuple[float, int]] = []
+        self.tokens = 0
+        """Of the timed steps, if their batches are not those of the rows."""
+        self.memory: float | None = None
+        """The peak in GiB, if the run measures it itself."""
 
-    def begin_step(self) -> None:
+    def restart(self) -> None:
+        """Now, after a peer's imports; those of the others came before the run."""
+        self._began = time.perf_counter()
+
+    def begin_step(self, tokens: int = 0) -> None:
         """Call before the forward pass of each step."""
         if self._steps in (1, self._warm_up):
             wait()
@@ -77,7 +101,13 @@ class Stopwatch:
         if self._steps == self._warm_up:
             self._take_turn()
             self.started = time.perf_counter()
+        if self._steps >= self._warm_up:
+            self.tokens += tokens
         self._steps += 1
+
+    @property
+    def warm_up(self) -> int:
+        return self._warm_up
 
     def note_loss(self, mean: float, step: int) -> None:
         """The mean loss since the last call."""
@@ -91,8 +121,15 @@ class Stopwatch:
         return total / steps[-1] if steps[-1] else math.nan
 
     def stop(self) -> None:
-        wait()
-        self.stopped = time.perf_counter()
+        """The first call counts."""
+        if not self.stopped:
+            wait()
+            self.stopped = time.perf_counter()
+
+    def accept(self, *, seconds: float, memory: float, first_step: float, loss: float) -> None:
+        """The figures of a run that has measured itself; ``seconds`` for the timed steps."""
+        self.started, self.stopped = 0.0, seconds
+        self.memory, self.first_step, self._losses = memory, first_step, [(loss, 1)]
 
 
 def wait() -> None:
@@ -139,39 +176,101 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
     Bench(RapidformerEngine(args={**settings, **more})).train()
 
 
-def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
-    class Bench(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(rows)
+def watch_trainer(base: type[Trainer], watch: Stopwatch, *, counts: bool = False) -> type[Trainer]:
+    """A Trainer that takes the rows in their order; ``counts`` the tokens of each batch."""
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            watch.begin_step()
-            return super().training_step(*args, **kwargs)
+    class Bench(base):  # type: ignore[valid-type, misc]
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            watch.begin_step(inputs["input_ids"].numel() if counts else 0)
+            return super().training_step(model, inputs, *args, **kwargs)
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-            if "loss" in logs:
-                watch.note_loss(logs["loss"], self.state.global_step)
+            if "train_loss" in logs:
+                watch.note_loss(logs["train_loss"], self.state.global_step)
             super().log(logs, *args, **kwargs)
 
+    return Bench
+
+
+def get_trainer_arguments(folder: str, batch: int) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "per_device_train_batch_size": batch, "num_train_epochs": 1,
+        "learning_rate": 2e-5, "bf16": HAS_GPU, "use_cpu": not HAS_GPU,
+        "optim": "adamw_torch_fused", "max_grad_norm": 1.0, "logging_strategy": "no",
+        "save_strategy": "no", "report_to": [], "dataloader_num_workers": 2 if HAS_GPU else 0,
+        "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=work.batch,
-            num_train_epochs=1,
-            learning_rate=2e-5,
-            bf16=HAS_GPU,
-            use_cpu=not HAS_GPU,
-            optim="adamw_torch_fused",
-            max_grad_norm=1.0,
-            logging_steps=len(rows) // work.batch,
-            save_strategy="no",
-            report_to=[],
-            dataloader_num_workers=2 if HAS_GPU else 0,
-            disable_tqdm=True,
-            **more,
-        )
-        model = build_model(work)
-        Bench(model=model, args=arguments, train_dataset=rows, data_collator=PadCollator()).train()
+        arguments = TrainingArguments(**get_trainer_arguments(folder, work.batch), **more)
+        watch_trainer(Trainer, watch)(
+            model=build_model(work), args=arguments, train_dataset=rows, data_collator=PadCollator()
+        ).train()
+
+
+def run_trl(
+    work: Workload, rows: Rows, watch: Stopwatch, *, attention: str = "sdpa", packs: bool = False
+) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    watch.restart()
+    sizes = [len(row["input_ids"]) for row in rows]
+    longest = max(sizes)
+    batch = max(round(sum(sizes) * work.batch / len(rows) / longest), 1) if packs else work.batch
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            **get_trainer_arguments(folder, batch), packing=packs, packing_strategy="bfd",
+            max_length=longest, shuffle_dataset=False, gradient_checkpointing=False,
+            use_liger_kernel=HAS_GPU,
+        )  # fmt: skip
+        model: Any = build_model(work)
+        model.set_attn_implementation(attention)
+        run = watch_trainer(SFTTrainer, watch, counts=packs)(
+            model=model, args=arguments, train_dataset=Dataset.from_list(rows),
+            processing_class=build_word_tokenizer(8, has_frame=False, length=longest),
+        )  # fmt: skip
+        run.train()
+        watch.stop()
+        if packs:
+            check_packs(model, run.data_collator)
+
+
+def check_packs(model: Any, collate: Callable[..., Any]) -> None:
+    """Raises if other tokens in the first row of a pack change what the second one becomes."""
+
+    def compute(first: range) -> torch.Tensor:
+        ids = [*first, *range(20, 60)]
+        batch = collate([{"input_ids": ids, "labels": ids, "seq_lengths": [len(first), 40]}])
+        batch.pop("labels")
+        inputs = {n: v.to(DEVICE) if torch.is_tensor(v) else v for n, v in batch.items()}
+        with torch.no_grad(), torch.autocast(DEVICE.type, DTYPE, enabled=HAS_GPU):
+            hidden: torch.Tensor = model.model(**inputs).last_hidden_state
+        return hidden[:, len(first) :]
+
+    if not torch.equal(compute(range(100, 150)), compute(range(200, 250))):
+        raise RuntimeError("rows of a pack attend to each other")
+
+
+def run_torchtitan(work: Workload, rows: Rows, watch: Stopwatch) -> None:
+    import torchtitan_llama
+
+    model: Any = build_model(work, torch.device("meta"))
+    steps, timed = len(rows) // work.batch, rows[watch.warm_up * work.batch :]
+    with tempfile.TemporaryDirectory() as folder:
+        measured = torchtitan_llama.run(
+            model.config, rows, Path(folder), batch=work.batch, warm_up=watch.warm_up,
+            log_interval=math.gcd(watch.warm_up, steps), workers=2 if HAS_GPU else 0,
+        )  # fmt: skip
+    seconds = sum(len(row["input_ids"]) for row in timed) / measured.rate
+    watch.accept(
+        seconds=seconds, memory=measured.memory, first_step=measured.first_step, loss=measured.loss
+    )
 
 
 def run_plain_loop(work: Workload, rows: Rows, watch: Stopwatch) -> None:
@@ -184,6 +283,7 @@ def run_plain_loop(work: Workload, rows: Rows, watch: Stopwatch) -> None:
         rows, batch_size=work.batch, collate_fn=PadCollator(),
         num_workers=2 if HAS_GPU else 0, pin_memory=HAS_GPU,
     )  # fmt: skip
+    total = torch.zeros((), device=DEVICE)
     for batch in loader:
         watch.begin_step()
         batch = {name: value.to(DEVICE, non_blocking=True) for name, value in batch.items()}
@@ -193,6 +293,8 @@ def run_plain_loop(work: Workload, rows: Rows, watch: Stopwatch) -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        total += loss.detach()
+    watch.note_loss(total.item() / len(loader), len(loader))
 
 
 Run = Callable[[Workload, Rows, Stopwatch], None]
@@ -200,6 +302,13 @@ RUNS: dict[str, Run] = {
     "HF Trainer": run_trainer,
     "HF Trainer + compile": lambda *args: run_trainer(*args, torch_compile=True),
     "HF Trainer + Liger": lambda *args: run_trainer(*args, use_liger_kernel=True),
+    "HF Trainer + Liger + compile": lambda *args: run_trainer(
+        *args, use_liger_kernel=True, torch_compile=True
+    ),
+    "TRL": run_trl,
+    "TRL, packed": lambda *args: run_trl(*args, packs=True),
+    "TRL, packed, flex": lambda *args: run_trl(*args, packs=True, attention="flex_attention"),
+    "torchtitan": run_torchtitan,
     "plain loop + compile": run_plain_loop,
     "rapidformer": run_rapidformer,
     "rapidformer, padded": lambda *args: run_rapidformer(*args, dynamic_shape="off"),
@@ -212,9 +321,23 @@ OPTIONAL = ("rapidformer, padded",)
 """Runs that are only made if they are asked for."""
 ONLY_FOR = {
     "HF Trainer + Liger": ("llama1b", "lora"),
+    "HF Trainer + Liger + compile": ("llama1b",),
+    "TRL": ("llama1b",),
+    "TRL, packed": (),  # all rows are of one length here: ``held.py`` has others
+    "TRL, packed, flex": (),
+    "torchtitan": ("llama1b",),
     "rapidformer --compile --fp8": ("llama1b",),
 }
 """Runs that are made for these workloads alone."""
+NEEDED = {
+    "HF Trainer + Liger": ("liger_kernel",),
+    "HF Trainer + Liger + compile": ("liger_kernel",),
+    "TRL": ("trl", "datasets", "liger_kernel"),
+    "TRL, packed": ("trl", "datasets", "liger_kernel"),
+    "TRL, packed, flex": ("trl", "datasets", "liger_kernel"),
+    "torchtitan": ("torchtitan", "torchdata", "datasets"),
+}
+"""The packages of a run."""
 
 
 def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float) -> Result:
@@ -222,21 +345,28 @@ def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float)
     warm_up = WARM_UP * work.repeats
     rows = work.make_rows(work.batch * (warm_up + steps * work.repeats))
     timed = rows[warm_up * work.batch :]
-    tokens = sum(len(row["input_ids"]) for row in timed)
     targets = sum(len(row["labels"]) for row in timed) if work.unit == "samples" else 0
     watch = Stopwatch(warm_up)
     RUNS[name](work, rows, watch)
     watch.stop()
-    memory = torch.cuda.max_memory_allocated() if HAS_GPU else 0
+    tokens = watch.tokens or sum(len(row["input_ids"]) for row in timed)
     seconds = watch.stopped - watch.started
     counted = count_work(build_model(work, torch.device("meta")))
     operations = counted.count(tokens=tokens, targets=targets, rows=len(timed))
     return {
         "rate": (len(timed) if work.unit == "samples" else tokens) / seconds,
         "mfu": operations / seconds / matrix_rate,
-        "memory": memory / 2**30,
+        "memory": get_peak(watch),
         "first step": watch.first_step,
+        "loss": watch.loss,
     }
+
+
+def get_peak(watch: Stopwatch) -> float:
+    """GiB."""
+    if watch.memory is not None:
+        return watch.memory
+    return torch.cuda.max_memory_allocated() / 2**30 if HAS_GPU else 0.0
 
 
 def describe_device() -> Result:
@@ -257,8 +387,8 @@ def choose_method() -> tuple[str, Result]:
 
 def find_problem(name: str) -> str | None:
     """Why a run cannot work here; found without starting it."""
-    is_installed = importlib.util.find_spec("liger_kernel") is not None
-    return "not installed" if name.endswith("Liger") and not is_installed else None
+    missing = [each for each in NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def load_results(path: Path | None, device: Result, size: str) -> dict[str, dict[str, Result]]:
@@ -314,13 +444,13 @@ def _answer(sender: Connection, function: Callable[..., Result], args: Any) -> N
 
 def format_line(name: str, result: dict[str, Any], base: float | None) -> str:
     if "problem" in result:
-        return f"| {name} | {result['problem']} | | | | |"
+        return f"| {name} | {result['problem']} | | | | | |"
     rate = result["rate"]
     shown = f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.1f}"
     ratio = f"{rate / base:.2f} x" if base else ""
     return (
         f"| {name} | {shown} | {ratio} | {result['mfu']:.1%} | {result['memory']:.1f} GiB "
-        f"| {result['first step']:.1f} s |"
+        f"| {result['first step']:.1f} s | {result.get('loss', math.nan):.3f} |"
     )
 
 
@@ -384,7 +514,7 @@ def main() -> None:
     for workload in options.workloads or workloads:
         work = workloads[workload]
         print(f"\n| {workload} (goal: {work.goal or '-'}) | {work.unit}/s | speed | MFU "
-              "| memory | first step |\n|---|---|---|---|---|---|", flush=True)  # fmt: skip
+              f"| memory | first step | loss |\n|{'---|' * 7}", flush=True)  # fmt: skip
         runs = results.setdefault(workload, {})
         for name in options.runs:
             if workload not in ONLY_FOR.get(name, (workload,)):
