@@ -1,10 +1,13 @@
-"""``rapidformer predict`` beside Hugging Face's pipeline and ``generate``, on one GPU in bf16.
+"""``predict`` and ``evaluate`` beside Hugging Face's pipeline, Trainer and ``generate``, in bf16.
 
-    python benchmarks/predictions.py [--rows 100000] [--prompts 512] [--peer-part 0.1] [--batch 64]
+    python benchmarks/predictions.py [--works predict evaluate generate] [--rows 100000]
+        [--prompts 512] [--tokens 256] [--batch 64] [--peer-part 0.1]
+        [--prompt-batch 512] [--peer-prompts 512]
 
-Classification: BERT-base, texts of 5 to 60 words. Generation: 256 tokens each with a Llama of 1.2
-billion weights, prompts of 16 to 256 words. All in batches of one size. The peer gets a part of the
-rows, in their order; times include tokenizing, ours includes loading the model.
+predict and evaluate: BERT-base, texts of 5 to 60 words. generate: --tokens each with a Llama of 1.2
+billion weights, prompts of 16 to 256 words; --prompt-batch is another size of its batches. All in
+batches of one size. The peer gets a part of the rows, in their order, and is warm: --peer-part, or
+--peer-prompts for generation. Times include tokenizing, ours includes loading the model.
 """
 
 from __future__ import annotations
@@ -18,19 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 from peers import DEVICE, HAS_GPU, wait
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
 from workloads import build_word_tokenizer, list_workloads, make_bert_config
 
-from rapidformer import predict
+from rapidformer import evaluate, predict
 
 WORDS = 20_000 if HAS_GPU else 500
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
-def get_settings(options: argparse.Namespace) -> dict[str, Any]:
+def get_settings(batch: int) -> dict[str, Any]:
     precision = "bf16" if HAS_GPU else None
     return {
-        "eval_micro_batch_size": options.batch, "progress": False, "mixed_precision": precision
+        "eval_micro_batch_size": batch, "progress": False, "mixed_precision": precision
     }  # fmt: skip
 
 
@@ -46,14 +57,18 @@ def save(model: Any, folder: Path, *, classifies: bool) -> str:
     return str(folder)
 
 
-def classify(folder: Path, options: argparse.Namespace) -> None:
-    from transformers import pipeline
-
+def save_classifier(folder: Path) -> str:
     torch.manual_seed(0)
     with DEVICE:
         config = make_bert_config("base" if HAS_GPU else "small")
         assert isinstance(config, BertConfig)
-        where = save(BertForSequenceClassification(config), folder, classifies=True)
+        return save(BertForSequenceClassification(config), folder, classifies=True)
+
+
+def classify(folder: Path, options: argparse.Namespace) -> None:
+    from transformers import pipeline
+
+    where = save_classifier(folder)
     texts = make_texts(options.rows, 5, 60)
     part = texts[: max(int(len(texts) * options.peer_part), options.batch)]
     peer = pipeline("text-classification", model=where, device=DEVICE, dtype=DTYPE)
@@ -62,12 +77,59 @@ def classify(folder: Path, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     theirs = peer(part, batch_size=options.batch)
     theirs_rate = len(part) / (time.perf_counter() - started)
-    settings = get_settings(options)
+    settings = get_settings(options.batch)
     started = time.perf_counter()
     mine = predict(texts, task="sequence_classification", load=where, **settings)
     seconds = time.perf_counter() - started
     far = max(abs(a["score"] - b["score"]) for a, b in zip(mine, theirs, strict=False))
-    report("classification", "rows", len(texts) / seconds, theirs_rate, f"scores within {far:.1e}")
+    more = f"{len(part):,} of {len(texts):,} rows for the peer; scores within {far:.1e}"
+    report("predict", "rows", len(texts) / seconds, theirs_rate, more)
+
+
+def evaluate_classifier(folder: Path, options: argparse.Namespace) -> None:
+    where = save_classifier(folder)
+    texts = make_texts(options.rows, 5, 60)
+    labels = np.random.default_rng(1).integers(0, 2, len(texts)).tolist()
+    rows = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+    part = rows[: max(int(len(rows) * options.peer_part), options.batch)]
+    theirs_rate, their_loss = evaluate_as_peer(where, folder, part, options.batch)
+    settings = get_settings(options.batch)
+    started = time.perf_counter()
+    mine = evaluate(rows, task="sequence_classification", load=where, **settings)
+    seconds = time.perf_counter() - started
+    same = evaluate(part, task="sequence_classification", load=where, **settings)
+    off = abs(same.metrics["loss"] - their_loss)
+    more = f"{len(part):,} of {len(rows):,} rows for the peer; its loss within {off:.1e}"
+    report("evaluate", "rows", mine.examples / seconds, theirs_rate, more)
+
+
+def evaluate_as_peer(
+    where: str, folder: Path, rows: list[dict[str, Any]], batch: int
+) -> tuple[float, float]:
+    """Hugging Face's Trainer: rows per second with tokenizing, and the mean loss."""
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"), per_device_eval_batch_size=batch, bf16=HAS_GPU,
+        use_cpu=not HAS_GPU, report_to=[], disable_tqdm=True,
+        dataloader_num_workers=2 if HAS_GPU else 0,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=AutoModelForSequenceClassification.from_pretrained(where, dtype=DTYPE),
+        args=arguments, data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=lambda both: {"accuracy": (both[0].argmax(-1) == both[1]).mean()},
+    )  # fmt: skip
+
+    def encode(some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        ids = tokenizer([row["text"] for row in some], truncation=True)["input_ids"]
+        return [
+            {"input_ids": each, "labels": row["label"]} for each, row in zip(ids, some, strict=True)
+        ]
+
+    trainer.evaluate(encode(rows[:batch]))  # type: ignore[arg-type]
+    wait()
+    started = time.perf_counter()
+    metrics = trainer.evaluate(encode(rows))  # type: ignore[arg-type]
+    return len(rows) / (time.perf_counter() - started), metrics["eval_loss"]
 
 
 def generate(folder: Path, options: argparse.Namespace) -> None:
@@ -79,14 +141,16 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     where = save(model, folder, classifies=False)
     prompts = make_texts(options.prompts, 16, 256 if HAS_GPU else 32)
-    part = prompts[: max(int(len(prompts) * options.peer_part), options.batch)]
+    size = options.prompt_batch or options.batch
+    count = options.peer_prompts or max(int(len(prompts) * options.peer_part), size)
+    part = prompts[:count]
     tokenizer = build_word_tokenizer(WORDS, has_frame=False, length=512)
     tokenizer.padding_side = "left"
     model.eval()
     wait()
     started = time.perf_counter()
-    for first in range(0, len(part), options.batch):
-        batch = tokenizer(part[first : first + options.batch], padding=True, return_tensors="pt")
+    for first in range(0, len(part), size):
+        batch = tokenizer(part[first : first + size], padding=True, return_tensors="pt")
         batch.pop("token_type_ids", None)
         ids = model.generate(
             **batch.to(DEVICE), max_new_tokens=options.tokens, min_new_tokens=options.tokens,
@@ -96,14 +160,15 @@ def generate(folder: Path, options: argparse.Namespace) -> None:
     wait()
     theirs_rate = len(part) * options.tokens / (time.perf_counter() - started)
     del model
-    settings = get_settings(options)
+    settings = get_settings(size)
     started = time.perf_counter()
     predict(
         prompts, task="causal_lm", load=where, max_new_tokens=options.tokens, do_sample=False,
         allow_untrained=True, **settings,
     )  # fmt: skip
     seconds = time.perf_counter() - started
-    report("generation", "tokens", len(prompts) * options.tokens / seconds, theirs_rate, "")
+    more = f"{len(part):,} of {len(prompts):,} prompts for the peer"
+    report("generate", "tokens", len(prompts) * options.tokens / seconds, theirs_rate, more)
 
 
 def report(what: str, unit: str, ours: float, theirs: float, more: str) -> None:
@@ -114,16 +179,20 @@ def report(what: str, unit: str, ours: float, theirs: float, more: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    works = {"predict": classify, "evaluate": evaluate_classifier, "generate": generate}
+    parser.add_argument("--works", nargs="+", choices=works, default=list(works))
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--peer-part", type=float, default=0.1)
+    parser.add_argument("--prompt-batch", type=int, help="of generation (default: --batch)")
+    parser.add_argument("--peer-prompts", type=int, help="instead of --peer-part of them")
     options = parser.parse_args()
     print("| | Hugging Face | rapidformer | ratio | |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        classify(Path(folder) / "classifier", options)
-        generate(Path(folder) / "generator", options)
+        for name in options.works:
+            works[name](Path(folder) / name, options)
 
 
 if __name__ == "__main__":

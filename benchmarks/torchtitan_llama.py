@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs, get_train_spec
@@ -44,6 +45,7 @@ class TiedTransformer(Transformer):
         super().init_weights(buffer_device)
         # Moving it off the meta device has separated them.
         self.tok_embeddings.weight = self.output.weight
+        nn.init.normal_(self.output.weight, std=0.02)  # as in transformers, to compare losses
 
 
 class RowSet(torch.utils.data.Dataset[Any]):

@@ -33,7 +33,22 @@ def describe_fault(error: ValueError) -> str:
 
 def format_json(value: Any, **options: Any) -> str:
     """The value as JSON, with options of ``json.dumps``; numbers that are not finite are null."""
-    return json.dumps(drop_not_finite(value), ensure_ascii=False, allow_nan=False, **options)
+    try:
+        # Almost always there is nothing to replace, and looking for it takes longer than writing.
+        return _encode(value, **options)
+    except ValueError:
+        return _encode(drop_not_finite(value), **options)
+
+
+def _encode(value: Any, **options: Any) -> str:
+    # json.dumps() makes an encoder for each call.
+    encoder = (
+        json.JSONEncoder(ensure_ascii=False, allow_nan=False, **options) if options else _PLAIN
+    )
+    return encoder.encode(value)
+
+
+_PLAIN = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def drop_not_finite(value: Any) -> Any:

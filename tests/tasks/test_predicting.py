@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -380,6 +381,18 @@ def _run_until_stuck(words: list[str]) -> None:
 
     PartialPredictions.append = append_or_hang  # type: ignore[method-assign]
     main(words)
+
+
+def test_a_finished_file_has_the_lines_of_the_unfinished_one(tmp_path: Path) -> None:
+    target = tmp_path / "answers.jsonl"
+    partial = PartialPredictions(target, "key")
+    assert partial.resume(2) == 0
+    partial.append([{"text": "ü", "score": math.nan}, {"text": "b", "scores": [math.inf, 0.5]}])
+    partial.finish()
+    assert target.read_bytes() == (
+        '{"text": "ü", "score": null}\n{"text": "b", "scores": [null, 0.5]}\n'.encode()
+    )
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_of_a_damaged_file_the_rows_before_the_damage_are_kept(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def _read_lines(lines: Iterable[str], place: str) -> list[Row]:
 def _read_one(text: str, place: str) -> Row:
     """A text as it is, or the columns of an example as a JSON object."""
     try:
-        row: Row = parse_json(text) if text.lstrip().startswith("{") else text
+        if not text.lstrip().startswith("{"):
+            text.encode()
+            return text
+        row: Row = parse_json(text)
         format_json(row).encode()
     except UnicodeEncodeError:
         raise DataError(

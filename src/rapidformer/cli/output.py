@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,19 @@ class PartialPredictions:
 
     def finish(self) -> None:
         """Write the predictions to their own file."""
-        write_predictions(self, self._target)
+        if self._target.suffix.lower() in _OTHER_FORMATS:
+            write_predictions(self, self._target)
+        else:
+            self._copy_lines()
         self._path.unlink()
+
+    def _copy_lines(self) -> None:
+        """All but the first, as they are."""
+        staging = _name_staging(self._target)
+        with self._path.open("rb") as kept, staging.open("wb") as file:
+            next(kept)
+            shutil.copyfileobj(kept, file)
+        staging.replace(self._target)
 
     def __iter__(self) -> Iterator[Row]:
         with self._path.open(encoding="utf-8") as file:
@@ -92,18 +104,17 @@ class PartialPredictions:
 def write_predictions(rows: Iterable[Row], path: Path) -> None:
     """JSON lines, unless the name ends in .json, .csv, .tsv or .parquet; rows are read twice."""
     kind = path.suffix.lower()
-    staging = path.with_name(f".{path.name}.new")
+    staging = _name_staging(path)
     if kind == ".parquet":
         _write_parquet(list(rows), staging)
     else:
-        formats: dict[str, Callable[[Iterable[Row]], Iterator[str]]] = {
-            ".json": _format_document,
-            ".csv": lambda rows: _format_table(rows, ","),
-            ".tsv": lambda rows: _format_table(rows, "\t"),
-        }
         with staging.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(formats.get(kind, _iterate_lines)(rows))
+            file.writelines(_FORMATTERS.get(kind, _iterate_lines)(rows))
     staging.replace(path)
+
+
+def _name_staging(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
 
 
 def format_lines(rows: Iterable[Row]) -> str:
@@ -143,6 +154,15 @@ def _format_table(rows: Iterable[Row], separator: str) -> Iterator[str]:
         nested = {n: format_json(v) for n, v in row.items() if isinstance(v, (list, dict))}
         writer.writerow(row | nested)
         yield line.text
+
+
+_FORMATTERS: dict[str, Callable[[Iterable[Row]], Iterator[str]]] = {
+    ".json": _format_document,
+    ".csv": lambda rows: _format_table(rows, ","),
+    ".tsv": lambda rows: _format_table(rows, "\t"),
+}
+_OTHER_FORMATS = (".parquet", *_FORMATTERS)
+"""Endings of files that are not JSON lines."""
 
 
 def _write_parquet(rows: list[Row], path: Path) -> None:

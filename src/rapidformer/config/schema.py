@@ -100,12 +100,12 @@ class Setting:
             text = os.path.expanduser(text)  # noqa: PTH111
         if "\0" in text:
             raise ValueError("contains a zero byte")
-        longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
-        is_path = self.name in _PATHS and not text.lstrip().startswith("{")
-        if is_path and (longest > 255 or len(text) > 4095):
-            raise ValueError(
-                f"is too long for a file name: {text[:30]}... ({len(text)} characters)"
-            )
+        if self.name in _PATHS and not text.lstrip().startswith("{"):
+            longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
+            if longest > 255 or len(text) > 4095:
+                raise ValueError(
+                    f"is too long for a file name: {text[:30]}... ({len(text)} characters)"
+                )
         return text
 
     def _to_choice(self, value: Any) -> str | None:

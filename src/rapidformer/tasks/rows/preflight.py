@@ -226,10 +226,11 @@ def _check_input(args: Settings, task: Task) -> Iterator[str]:
 
 def _looks_like_missing_file(text: str) -> bool:
     """Whether a text without spaces has the ending of a data file that does not exist."""
+    if len(text) >= 256 or text.split(maxsplit=1) != [text]:
+        return False
     from rapidformer.data.files import get_format
 
-    is_name = len(text) < 256 and not any(letter.isspace() for letter in text)
-    return is_name and get_format(Path(text)) is not None and not Path(text).expanduser().is_file()
+    return get_format(Path(text)) is not None and not Path(text).expanduser().is_file()
 
 
 def _check_data(args: Settings, task: Task, *, has_answers: bool) -> list[str]:
