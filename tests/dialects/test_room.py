@@ -22,8 +22,9 @@ from tests.processes import PATIENCE
 ROOT = Path(rapidformer.__file__).parent
 # A system's name, and the classes and functions that its scripts import.
 WORDS = re.compile(
-    r"flagai|mindformers|mindspore|easynlp|megatron|init_context|(?<!\w)accelerate(?!\w)"
-    r"|(?-i:\b\w*Accelerator\b|\bTrainer\b|\b(Seq2Seq)?TrainingArguments\b)",
+    r"flagai|mindformers|mindspore|easynlp|megatron|init_context|(?<!\w)accelerate(?!\w)|\btrl\b"
+    r"|sentence_transformers|(?-i:\b\w*Accelerator\b|\b(?!\w*Pre)\w*Trainer\b"
+    r"|\b\w*TrainingArguments\b|CrossEncoder|SentenceTransformer)",
     re.IGNORECASE,
 )
 # Where a word is not a dialect's, each with the reason.
@@ -34,6 +35,11 @@ ALLOWED = {
     "cli/preprocess.py": "the same file format",
     "models/gpt/": "a model that is called the way Megatron's is",
     "tasks/pretraining/": "the objectives for that file format and that model",
+    "tasks/embedding/": "folders that sentence-transformers reads: a file format",
+    "cli/run_model.py": "the same file format",
+    "tasks/preference/": "metrics and their names are those that reports of preferences have",
+    "tasks/grpo/advantages.py": "the same",
+    "config/task_names.py": "what users call a task",
     "benchmarking/benched_run.py": "times transformers' own Trainer, to compare with",
     "cli/bench.py": "says what it compares with",
     "cli/config.py": "hands its first question to the dialogue of Accelerate's users",

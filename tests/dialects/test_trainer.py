@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
+    TrainerCallback,
     get_constant_schedule,
     get_scheduler,
 )
@@ -702,3 +703,19 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in text
     assert trainer.push_to_hub(commit_message="again", blocking=False) == "https://hub/me"
     assert StubHub.calls[-1][1]["run_as_future"] is True
+
+
+def test_tf32_is_the_trainers_own(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(TrainerCallback):
+        def on_step_end(self, *args: Any, **more: Any) -> None:
+            seen.append(torch.get_float32_matmul_precision())
+
+    before = torch.get_float32_matmul_precision()
+    trainer = make_trainer(tmp_path, tf32=before == "highest", max_steps=1)
+    trainer.add_callback(Looking())
+    trainer.train()
+    assert seen == ["high" if before == "highest" else "highest"]
+    trainer.engine.close()
+    assert torch.get_float32_matmul_precision() == before

@@ -21,7 +21,7 @@ from rapidformer.errors import ConfigurationError, count
 _MICRO_BATCH, _LEARNING_RATE, _EPOCHS = 8, 5e-5, 3
 """The defaults of a task without a script."""
 _LEARNING_RATES = {"preference": 1e-6, "reward": 1e-4, "grpo": 1e-6}
-"""Those of tasks that need another one; TRL's."""
+"""Those of tasks that need another one: the usual ones in their fields."""
 SMALLER_MICRO_BATCH = "derived: --global-batch-size / ranks"
 """The source of a micro-batch size that was reduced: the given one exceeds the global batch."""
 

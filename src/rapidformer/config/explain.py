@@ -58,7 +58,10 @@ def list_missed(args: Settings, situation: Situation, steps: int) -> list[str]:
         and switch.find_obstacle(args, situation) is None
     ]
     missed.sort(key=lambda switch: -switch.times[device])
-    return [f"{_describe_change(each, args, 'off')} ({each.gain})" for each in missed]
+    return [
+        f"{_describe_change(each, args, 'off')} (up to {each.times[device]:.1f} x as fast)"
+        for each in missed
+    ]
 
 
 def render(answers: list[Answer]) -> Iterator[str]:

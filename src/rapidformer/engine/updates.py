@@ -9,6 +9,7 @@ learning rates. ``run_update`` counts nothing: an update carries its micro-batch
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -393,7 +394,7 @@ class Updates:
         placed = (
             synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
         )
-        return GraphedPasses(
+        graphs = GraphedPasses(
             model, placed.parameters if placed else parameters, device, capture,
             self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
@@ -402,6 +403,9 @@ class Updates:
             placed=placed,
             blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
         )  # fmt: skip
+        row = parallelized.applied.get_row("CUDA graph")
+        row.find_obstacle = functools.partial(_find_graph_problem, weakref.ref(graphs))
+        return graphs
 
     def close(self) -> None:
         """Let go of model, optimizer and graphs."""
@@ -410,3 +414,8 @@ class Updates:
         self.graphs = self._graphed_update = self._passes = None
         self.optimizer = self.lr_scheduler = None
         self.clock.guard = self.clock.keeper = self.clock.on_bad_update = None
+
+
+def _find_graph_problem(reference: weakref.ref[GraphedPasses]) -> str | None:
+    graphs = reference()
+    return None if graphs is None else graphs.obstacle

@@ -138,6 +138,12 @@ class GraphedPasses:
         return self._in_pieces
 
     @property
+    def obstacle(self) -> str | None:
+        """Why neither steps nor parts of them are replayed; None while they are, or may be."""
+        pieces = self.in_pieces
+        return self.problem if pieces is None or pieces.problem is not None else None
+
+    @property
     def updates(self) -> bool:
         """Whether the graphs update the weights, too."""
         graphs = self._graphs.values()

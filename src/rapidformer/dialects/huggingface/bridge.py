@@ -7,6 +7,7 @@ compared it with the best one; here the result is only copied.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from rapidformer.checkpoint.finding import find_checkpoint
+from rapidformer.compat.patches import Change
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
@@ -42,6 +44,19 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_
 _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+
+
+def _set_matmul_precision(name: str) -> Callable[[], object]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    return functools.partial(torch.set_float32_matmul_precision, before)
+
+
+_TF32 = {
+    is_used: Change(functools.partial(_set_matmul_precision, name))
+    for is_used, name in ((True, "high"), (False, "highest"))
+}
+"""A setting of the whole process: a trainer's for as long as its engine is open."""
 
 
 def _copy_requests(source: Any, target: Any) -> None:
@@ -300,6 +315,8 @@ class TrainerTemplate(Template):
         self.engine.model.skips_cache = not trainer.args.use_cache
         self.frozen_models.before_compose()
         trainer.compose(self.engine)
+        if trainer.args.tf32 is not None:
+            self.engine.model.parallelized.applied.enter(_TF32[trainer.args.tf32])
         return trainer.model
 
     def build_objective(self) -> Objective:

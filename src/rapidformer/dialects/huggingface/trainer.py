@@ -267,8 +267,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         config = getattr(self.model, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = self.args.use_cache
-        if self.args.tf32 is not None:
-            torch.set_float32_matmul_precision("high" if self.args.tf32 else "highest")
 
     def build_objective(self) -> Objective | None:
         """What is learnt, if it is not the loss of ``compute_loss``."""
