@@ -37,6 +37,7 @@ ALLOWED = {
     "tasks/pretraining/": "the objectives for that file format and that model",
     "tasks/embedding/": "folders that sentence-transformers reads: a file format",
     "cli/run_model.py": "the same file format",
+    "training/summary.py": "names the program that needs an adapter merged",
     "tasks/preference/": "metrics and their names are those that reports of preferences have",
     "tasks/grpo/advantages.py": "the same",
     "config/task_names.py": "what users call a task",

@@ -201,7 +201,8 @@ def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
             yield f"          rapidformer predict --load {run} --chat"
         use = ""
         if (model / "adapter_config.json").is_file():
-            use = "   merges the adapter, for other programs"
+            user = "CrossEncoder(FOLDER)" if args.task == "reranking" else "other programs"
+            use = f"   merges the adapter, for {user}"
         yield f"          rapidformer export {run} FOLDER{use}"
     elif is_model_folder(model):
         yield f'next      load the model with from_pretrained("{model}")'
