@@ -377,6 +377,38 @@ def test_compiled_blocks_settle() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "kind", "layers", "graphs"),
+    [(AutoModelForCausalLM, "gemma3_text", ["sliding_attention", "full_attention"], 1),
+     # Its first block has no norm before attention, so it is of another kind.
+     (AutoModelForMaskedLM, "modernbert", ["full_attention", *["sliding_attention"] * 2,
+                                           "full_attention"], 2)],
+)  # fmt: skip
+def test_blocks_share_a_graph_whatever_their_windows(
+    make: Any, kind: str, layers: list[str], graphs: int
+) -> None:
+    """Also of rows that are shorter than a window first, and longer later."""
+    model = build(
+        make, kind, num_hidden_layers=len(layers), layer_types=layers, sliding_window=150,
+        local_attention=300, max_position_embeddings=512, use_cache=False,
+    )  # fmt: skip
+    reference, plan = copy.deepcopy(model), find_plan(model)
+    apply_compile(model, plan, backend="eager")
+    assert apply_unpadding(model, plan, is_compiled=True) is None
+    compiled = get_fact(model, CompiledBlocks)
+    compiled.expect_other_sizes()
+    for lengths in ([90, 4, 6], [400, 3, 290, 17], [151, 150, 149]):
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        ids = torch.arange(mask.numel()).remainder(50).view(mask.shape) + 5
+        labels = ids.masked_fill(~mask, -100)
+        batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+        expected = run(reference, batch)
+        for name, value in run(model, batch).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+        assert (compiled.graphs, compiled.recompilations) == (graphs, 0)
+
+
+@pytest.mark.slow
 def test_compiled_blocks_of_an_encoder_decoder_model_settle() -> None:
     """T5's, with a bias: rounding may give the two sides different numbers of rows."""
     model = build(AutoModelForSeq2SeqLM, "t5", **PAIR, num_hidden_layers=1, num_decoder_layers=1)

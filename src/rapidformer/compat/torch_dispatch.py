@@ -188,8 +188,9 @@ def attend_with_flash(
     fewer key and value heads than query heads from torch 2.12 on only.
     """
     before, after = window
+    # Not "causal", which is a constant of a compiled graph: the kernel reads it off the window.
     output: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, *ends, *longest, dropout, window == (-1, 0), False,
+        query, key, value, *ends, *longest, dropout, False, False,
         scale=scale, window_size_left=before, window_size_right=after,
     )[0]  # fmt: skip
     return output

@@ -116,9 +116,9 @@ class CompiledBlocks:
             first = self._first_sizes.setdefault(form, None if self._sizes_vary else sizes)
             takes_all = first != sizes
             self._sizes_vary |= takes_all
-        # torch compiles a size of 1 separately, since such a dimension broadcasts.
-        ones = tuple(tuple(length == 1 for length in size) for size in sizes)
-        key = (form, ones if takes_all else None)
+        # torch compiles sizes of 0 and 1 separately, since such a dimension may broadcast.
+        fixed = tuple(tuple(each if each in (0, 1) else None for each in size) for size in sizes)
+        key = (form, fixed if takes_all else None)
         if key not in self._functions:
             name = f"block_{len(self._functions)}"
             function = torch_compile.copy_function(_run, name)
@@ -190,7 +190,7 @@ def _describe(values: Iterable[Any], form: list[Any], sizes: list[torch.Size]) -
             form += [value.dtype, tuple(step == 0 for step in value.stride())]
             sizes.append(value.shape)
         elif isinstance(value, RowMask) and value.fused is not None:
-            form += [RowMask, value.fused.window, value.fused.are_short]
+            form += [RowMask, value.fused.are_short]
             sizes.append(value.fused.sizes)
         elif value is None or isinstance(value, bool):
             form.append(value)

@@ -69,7 +69,7 @@ def _describe(value: Any) -> Hashable:
     if isinstance(value, RowMask):
         assert value.fused is not None
         fused = value.fused
-        return fused.sizes, fused.window, fused.largest_head, fused.are_short
+        return fused.sizes, fused.largest_head, fused.are_short
     return value.shape, value.stride(), value.dtype, value.requires_grad
 
 

@@ -41,8 +41,8 @@ class Fused:
 
     @property
     def sizes(self) -> torch.Size:
-        """What a compiled block may depend on."""
-        return torch.Size((len(self.ends), self.longest, self.longest_key))
+        """What a compiled block may depend on; a window as well, so that blocks share a graph."""
+        return torch.Size((len(self.ends), self.longest, self.longest_key, *(self.window or ())))
 
 
 @dataclass(frozen=True)
