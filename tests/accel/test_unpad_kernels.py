@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from transformers import masking_utils as masks
 
 from rapidformer.accel.unpad import kernels, row_attention
+from rapidformer.accel.unpad import masks as row_masks
 from rapidformer.accel.unpad.kernels import make_row_mask
 from rapidformer.accel.unpad.masks import RowMask, fuse
 from rapidformer.accel.unpad.rows import Rows, round_up
+from rapidformer.compat.torch_compile import count_graphs
 from rapidformer.data.batch import get_host_copy, move_to_device
 
 MASKS = {
@@ -81,6 +84,24 @@ def test_shapes_and_types_of_flash_attention(
     assert found.shape == (1, 16, 4, 8) and found.dtype == dtype
     gradients = torch.autograd.grad(found.sum(), inputs)
     assert [each.shape for each in gradients] == [each.shape for each in inputs]
+
+
+@pytest.mark.slow
+def test_a_graph_of_flash_attention_takes_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced with both passes."""
+    monkeypatch.setattr(row_masks, "get_largest_head", lambda device: 256)
+    torch._dynamo.reset()
+    compiled = torch.compile(kernels.attend, backend="aot_eager", dynamic=True, fullgraph=True)
+    inputs, before = make_inputs(16, torch.bfloat16, device="meta"), count_graphs()
+    for kind in MASKS:
+        mask = fuse(make_mask(kind))
+        assert mask.fused is not None
+        ends, keys = mask.fused.ends.to("meta"), mask.fused.key_ends.to("meta")
+        mask = replace(mask, fused=replace(mask.fused, ends=ends, key_ends=keys))
+        found = compiled(*inputs, mask, scaling=0.3)
+        torch.autograd.grad(found.sum(), inputs)
+    assert count_graphs() - before == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["causal", "full"])

@@ -180,6 +180,30 @@ def test_dropout_keeps_as_much_as_it_should() -> None:
     assert first[..., 0].std() > 0.1
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_flash_attention_reads_causality_off_the_window(size: int) -> None:
+    """The same bits as with its own argument, which would be a constant of a compiled graph."""
+    torch.manual_seed(0)
+    lengths = [1, 0, 200, 64, 300, 129]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+    leaves = [
+        torch.randn(sum(lengths), heads, size, device="cuda").bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    kernel, found = torch.ops.aten._flash_attention_forward, []
+    # Its backward pass adds up gradients in any order otherwise.
+    torch.use_deterministic_algorithms(True)
+    for is_causal in (True, False):
+        torch.manual_seed(1)
+        output = kernel(
+            *leaves, ends, ends, 300, 300, 0.1, is_causal, False, scale=None,
+            window_size_left=-1, window_size_right=0,
+        )[0]  # fmt: skip
+        found.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
+    torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *found))
+
+
 def test_a_mask_that_is_read_off_the_gpu_has_no_window() -> None:
     allowed = torch.ones(2, 4, dtype=torch.bool, device="cuda")
     real = torch.ones(2, 4, dtype=torch.bool)
