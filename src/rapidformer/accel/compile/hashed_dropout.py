@@ -3,6 +3,8 @@
 inductor computes Philox's four random numbers for each element and uses one, which can take longer
 than reading and writing the element. Here, a hash of the element's index and a random seed
 decides, which takes far fewer operations. The backward pass computes it again, so no mask is kept.
+Each operation here also takes time to compile, in both passes: a hash of 32 bits had twice as many,
+and they were half of the compilation of a BERT block.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from torch.nn import functional
 
 from rapidformer.accel.compile.composite import define_composite
 from rapidformer.compat.torch_compile import get_example, is_wrapper
-from rapidformer.dist.seeding import hash_bits
 
-_END = 2**31
-"""Signed 32-bit integers end before this, and start at its negative."""
+_SEEDS = 2**63 - 1
+_FACTOR = 0xD6E8FEB86659FD93 - 2**64
+"""As a signed number. https://gist.github.com/degski/6e2069d6035ae04d5d6f64981c995ec2"""
 
 
 def hash_dropout(module: GraphModule) -> None:
@@ -49,22 +51,21 @@ def _read(node: Node) -> tuple[Any, float] | None:
     is_plain = is_training is True and not is_in_place and isinstance(source, Node)
     if not is_plain or not isinstance(rate, float) or not 0 < rate < 1:
         return None  # a rate may be computed in the graph
-    value = get_example(source)
-    # Indices have 32 bits. A dynamic size is not known here, and is not expected to be this large.
-    is_too_large = isinstance(value.numel(), int) and value.numel() >= _END
     # The elements of split (DTensor) and nested tensors cannot be numbered by one range.
-    return None if is_too_large or is_wrapper(value) else (source, rate)
+    return None if is_wrapper(get_example(source)) else (source, rate)
 
 
 def _drop(rows: Tensor, rate: float) -> Tensor:
     """Dropout in training."""
-    # From the device's generator, as CUDA graphs, recomputation and resuming expect.
-    seed = torch.randint(_END - 1, (1,), dtype=torch.int32, device=rows.device)
-    indices = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).view(rows.shape)
-    # Indices are hashed before the seed is mixed in: otherwise, masks would be permutations of
-    # each other.
-    lowest_kept = min(round(rate * 2**32) - _END, _END - 1)
-    is_kept = hash_bits(hash_bits(indices) ^ seed) >= lowest_kept
+    # From the device's generator, as CUDA graphs, recomputation and resuming expect. Seeds are so
+    # far apart that no two draws hash the same numbers.
+    numbers = torch.randint(_SEEDS, (1,), device=rows.device)
+    numbers = numbers + torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    for _ in range(2):  # a shift of signed numbers copies the sign, hence the mask
+        numbers = (numbers ^ ((numbers >> 32) & 0xFFFFFFFF)) * _FACTOR
+    # In 32 bits: torch keeps, instead of computing again, what takes less than a quarter.
+    numbers = (numbers >> 32).to(torch.int32)
+    is_kept = numbers >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
     # A product, as in torch: a dropped NaN must stay one, so that a broken step is noticed.
     return is_kept * rows * (1 / (1 - rate))
 

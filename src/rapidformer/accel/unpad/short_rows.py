@@ -128,7 +128,7 @@ def _launch(
 
 @triton.jit
 def _mix(numbers):  # type: ignore[no-untyped-def]
-    # The hash of compile/hashed_dropout.py.
+    # As hash_bits in dist/seeding.py.
     numbers = (numbers ^ (numbers >> 16)) * 0x7FEB352D
     numbers = (numbers ^ (numbers >> 15)) * 0x846CA68B
     return numbers ^ (numbers >> 16)
