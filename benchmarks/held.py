@@ -7,6 +7,9 @@ rapidformer with its defaults, then with --compile, beside Hugging Face's Traine
 names, as in ``peers.py``: each run in its own process, data loading included, the first steps
 excluded, padding not counted, the same weights and rows. The loss is the mean over all steps.
 
+With --first-steps, only first steps are timed: without --compile, with it and empty caches, and
+with it again, one process after the other.
+
 With --together, that many runs warm up side by side and are then timed one after the other, while
 the others wait. It saves minutes, but first steps then share the processor.
 """
@@ -19,6 +22,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -250,6 +254,18 @@ def run_together(
     return [result or {} for result in results]
 
 
+def time_first_steps(model: str, options: argparse.Namespace) -> str:
+    """A row of the table, in seconds."""
+    options.steps = options.warm_up = 1
+    cells = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
+        for name in (NAMES[1], NAMES[2], NAMES[2]):
+            (result,) = run_together([(model, name)], options, options.logs)
+            cells.append(result.get("problem") or f"{result['first step']:.1f}")
+    return f"| {model} | {' | '.join(cells)} |"
+
+
 def _receive(pipe: Connection, ends: float, limit: int) -> Result:
     if not pipe.poll(max(0.0, ends - time.monotonic())):
         return {"problem": f"not done after {limit} s"}
@@ -307,6 +323,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4 * WARM_UP if HAS_GPU else 2)
     parser.add_argument("--limit", type=int, default=120, help="seconds for a warm-up")
     parser.add_argument("--together", type=int, default=1)
+    parser.add_argument("--first-steps", action="store_true")
     parser.add_argument("--json", type=Path, help="keep the figures there; what it has is not run")
     parser.add_argument("--logs", type=Path, help="what each run prints")
     parser.add_argument(
@@ -316,6 +333,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
+    if options.first_steps:
+        print("| model | uncompiled | empty caches | the same again |\n|---|---|---|---|")
+        for model in options.models:
+            print(time_first_steps(model, options), flush=True)
+        return
     kept = options.json and options.json.exists()
     results: dict[str, dict[str, Result]] = json.loads(options.json.read_text()) if kept else {}
     jobs = [
