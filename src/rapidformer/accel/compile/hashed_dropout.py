@@ -22,7 +22,7 @@ from rapidformer.compat.torch_compile import get_example, is_wrapper
 
 _SEEDS = 2**63 - 1
 _FACTOR = 0xD6E8FEB86659FD93 - 2**64
-"""As a signed number. https://gist.github.com/degski/6e2069d6035ae04d5d6f64981c995ec2"""
+"""As a signed number. How random its masks are was measured: benchmarks/ATTEMPTS.md."""
 
 
 def hash_dropout(module: GraphModule) -> None:
@@ -57,8 +57,8 @@ def _read(node: Node) -> tuple[Any, float] | None:
 
 def _drop(rows: Tensor, rate: float) -> Tensor:
     """Dropout in training."""
-    # From the device's generator, as CUDA graphs, recomputation and resuming expect. Seeds are so
-    # far apart that no two draws hash the same numbers.
+    # From the device's generator, as CUDA graphs, recomputation and resuming expect. There are so
+    # many seeds that two masks hardly ever hash the same numbers.
     numbers = torch.randint(_SEEDS, (1,), device=rows.device)
     numbers = numbers + torch.arange(rows.numel(), device=rows.device).view(rows.shape)
     for _ in range(2):  # a shift of signed numbers copies the sign, hence the mask
