@@ -45,6 +45,7 @@ class Gathers(GraphedPasses):
     def run(self, *args: Any, **kwargs: Any) -> None:
         assert self.placed is not None
         self.placed.gather()
+        self.placed.use()
 
     def close(self) -> None:
         assert self.placed is not None

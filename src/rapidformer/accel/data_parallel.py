@@ -159,11 +159,6 @@ class GradientReducer(GradientSynchronizer):
         for bucket in self._buckets:
             bucket.memory = None
 
-    def has_placed(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether these are in the memory that ``place`` copies to."""
-        known = {id(place) for bucket in self._buckets for place in bucket.get_memory().places}
-        return all(id(gradient) in known for gradient in gradients if gradient is not None)
-
     def sum_placed(self, placed: Gradients) -> dict[nn.Parameter, torch.Tensor]:
         """Sum over the ranks what was placed, in place; returns the gradients of the update."""
         for bucket in self._buckets:
@@ -174,7 +169,7 @@ class GradientReducer(GradientSynchronizer):
             assert bucket.work is not None
             bucket.work.wait()
             bucket.work, memory = None, bucket.get_memory()
-            users = _count_users(memory.flags, [p in placed for p in bucket.parameters])
+            users = count_users(memory.flags, [p in placed for p in bucket.parameters])
             rows = zip(bucket.parameters, memory.places, users, strict=True)
             sums |= {p: place for p, place, count in rows if count > 0}
         return sums
@@ -260,15 +255,17 @@ def _finish(bucket: _Bucket) -> None:
     assert bucket.work is not None and bucket.flat is not None
     bucket.work.wait()
     gradients, flags = bucket.split(bucket.flat)
-    users = _count_users(flags, [p.grad is not None for p in bucket.parameters])
+    users = count_users(flags, [p.grad is not None for p in bucket.parameters])
     for parameter, gradient, count in zip(bucket.parameters, gradients, users, strict=True):
         if count > 0:
             parameter.grad = shape_like(gradient, parameter)
     bucket.flat, bucket.work = None, None
 
 
-def _count_users(flags: torch.Tensor, used: Sequence[bool]) -> list[float]:
-    """On how many ranks each parameter has a gradient; at least 1 if it has one on this rank."""
+def count_users(flags: torch.Tensor, used: Sequence[bool]) -> list[float]:
+    """On how many ranks each parameter has a gradient, by the sum of their flags; at least 1 if it
+    has one on this rank.
+    """
     # Only a rank without a gradient must ask (and wait) whether another rank had one.
     counts: list[float] = [1.0] * len(used) if all(used) else flags.tolist()
     return counts

@@ -42,6 +42,20 @@ QUIET_VIEWS = ignore_warnings("FSDP2-wrapped module .* returned a view tensor")
 operations: Any = torch.ops._c10d_functional
 
 
+def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Fill ``whole`` with the parts of all ranks, one after the other."""
+    distributed: Any = torch.distributed
+    gather = getattr(distributed, "all_gather_single", None)  # from torch 2.13 on
+    (gather or distributed.all_gather_into_tensor)(whole, part, group=group)
+
+
+def scatter_sum(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """Sum ``whole`` over the ranks, and fill ``part`` with this rank's part of the sum."""
+    distributed: Any = torch.distributed
+    scatter = getattr(distributed, "reduce_scatter_single", None)  # from torch 2.13 on
+    (scatter or distributed.reduce_scatter_tensor)(part, whole, group=group)
+
+
 def get_default_store() -> Any:
     """The key-value store through which the ranks have found each other."""
     return distributed_c10d._get_default_store()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,10 +21,10 @@ PRIVATE_NAMES = {
     f"{_STATE}._fsdp_param_groups or {_STATE}._fsdp_param_group": "releasing gathered weights",
     f"{_STATE}._state_ctx": "calling a part of a sharded model by itself",
     f"{_STATE}._training_state": "whole weights at fixed places",
-    f"{_STATE}._root_post_backward_final_callback": "whole weights at fixed places",
-    f"{_GROUP}.post_backward": "whole weights at fixed places",
+    f"{_GROUP}._to_unsharded": "whole weights at fixed places",
     f"{_GROUP}._training_state": "releasing gathered weights",
     f"{_PARAM}.free_unsharded_param": "whole weights at fixed places",
+    f"{_PARAM}._sharded_param_data": "whole weights at fixed places",
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState": (
         "whole weights at fixed places"
     ),
@@ -111,7 +112,7 @@ def free_memory(parameter: Any) -> None:
 
 
 def bypass_hooks(root: FSDPModule, are_bypassed: bool = True) -> None:
-    """Run modules as they are: all weights are gathered, and ``reduce_whole_gradients`` follows.
+    """Run modules as they are: all weights are gathered, and their gradients are the caller's.
 
     This is what torch does when a block is recomputed in the backward pass.
     """
@@ -124,18 +125,15 @@ def bypass_hooks(root: FSDPModule, are_bypassed: bool = True) -> None:
         state._training_state = mode
 
 
-def reduce_whole_gradients(root: FSDPModule) -> None:
-    """Reduce and scatter the gradients of gathered weights, and shard these again.
+def take_whole(module: FSDPModule) -> None:
+    """Give the module its whole weights, whose memory the caller has filled."""
+    for group in list_parameter_groups(module):
+        group._to_unsharded()
 
-    For passes without hooks, after ``set_requires_gradient_sync(True)`` and similar calls.
-    """
-    state: Any = root._get_fsdp_state()
-    for part in reversed(state._state_ctx.all_states):
-        for group in _list_groups(part):
-            group.post_backward()
-    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15
-        state._state_ctx.manual_backward_finalization_active = False
-    state._root_post_backward_final_callback()
+
+def list_padded_shards(parameters: Sequence[Any]) -> list[torch.Tensor]:
+    """This rank's part of each parameter of a group as a flat tensor, equally long on all ranks."""
+    return [parameter._sharded_param_data for parameter in parameters]
 
 
 def forget_sharding(module: FSDPModule) -> None:

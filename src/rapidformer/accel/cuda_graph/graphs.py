@@ -187,6 +187,7 @@ class GraphedPasses:
             return None
         if self.placed is not None:
             self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
+            self.placed.use()
         if request is None:
             return None
         inputs = self._round(request, inputs, least)
