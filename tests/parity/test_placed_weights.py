@@ -49,7 +49,7 @@ class Gathers(GraphedPasses):
 
     def close(self) -> None:
         assert self.placed is not None
-        self.placed.close()
+        self.placed.close_places()
 
 
 def place(engine: RapidformerEngine) -> PlacedWeights:
@@ -129,7 +129,7 @@ def interrupt() -> tuple[Trace, list[float], int]:
                     evaluate()
                 hook.remove()
             if number == 2:
-                placed.close()
+                placed.close_places()
                 engine.updates.graphs = None
             evaluate()
             engine.run_update(forward, update)

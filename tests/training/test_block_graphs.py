@@ -67,7 +67,7 @@ class Counting(whole.Run):
                 model, engine.model.parameters, engine.device, self._stand_in,
                 engine.updates.weights.count_labels,
                 is_asked=False, is_16_bit=False, compiles=False, work=None,
-                topology=engine.runtime.topology, reducer=None,
+                topology=engine.runtime.topology, exchange=None,
                 blocks=engine.model.parallelized.plan.get_blocks(model),
             )  # fmt: skip
         return model

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,7 +131,9 @@ class Full(Again):
         return super().record(function)
 
 
-def _list(outcome: Outcome) -> list[torch.Tensor]:
+def _list(outcome: Outcome | list[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(outcome, list):
+        return outcome
     gradients = [gradient for gradient in outcome.gradients or () if gradient is not None]
     norm = [outcome.norm] if outcome.norm is not None else []
     return [*norm, *(result.loss for result in outcome.results), *gradients]
@@ -161,6 +164,7 @@ class Launch:
         self._optimizer = optimizer
         given = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = [p for p in given if p.grad is not None]
+        self.is_sharded = any(isinstance(p, DTensor) for p in given)
 
     def prepare(self) -> bool:
         return True
@@ -208,7 +212,6 @@ class Run(Finetuner):
         if self._capture is not None:
             engine = self.engine
             synchronizer = engine.model.parallelized.synchronizer
-            reducer = synchronizer if isinstance(synchronizer, GradientReducer) else None
             is_sharded = isinstance(synchronizer, ShardedGradients)
             placed = synchronizer.place_weights() if is_sharded else None
             with placed.whole() if placed else nullcontext():
@@ -218,7 +221,8 @@ class Run(Finetuner):
                 engine.device, self._capture,
                 engine.updates.weights.count_labels,
                 is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.model.work,
-                topology=engine.runtime.topology, reducer=reducer, placed=placed,
+                topology=engine.runtime.topology,
+                exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
             )  # fmt: skip
         return model
 

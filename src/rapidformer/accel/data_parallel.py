@@ -154,7 +154,7 @@ class GradientReducer(GradientSynchronizer):
             placed |= here
         return placed
 
-    def forget_places(self) -> None:
+    def close_places(self) -> None:
         """Give back the memory of ``place``, which no CUDA graph fills any more."""
         for bucket in self._buckets:
             bucket.memory = None

@@ -60,9 +60,12 @@ def step_divided(divisor: Tensor, optimizer: Any, step: Callable[[], object]) ->
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether something must see each update, before or after it."""
-    after = (*_global_optimizer_post_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    is_seen = any(not getattr(hook, "may_be_skipped", False) for hook in after)
-    return is_seen or has_step_hooks(optimizer)
+    tables = (
+        _global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks,
+        _global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks,
+    )  # fmt: skip
+    hooks = (hook for table in tables for hook in table.values())
+    return any(not getattr(hook, "may_be_skipped", False) for hook in hooks)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

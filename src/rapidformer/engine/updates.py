@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -49,7 +49,7 @@ from rapidformer.engine.optimizing import (
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import RapidformerError
 from rapidformer.models.work import ModelWork
-from rapidformer.optim.gradients import scale_loss
+from rapidformer.optim.gradients import scale_loss, take_gradients
 from rapidformer.optim.guard import RecentValues
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import get_observer
@@ -57,6 +57,8 @@ from rapidformer.optim.update import UpdateClock
 from rapidformer.overlay import find_fact
 
 Forward = Callable[[Any], Any]
+_MOST_COPIED = 2**31
+"""In bytes of gradients: above, launching the kernels of an update costs little beside them."""
 
 
 class Updates:
@@ -250,6 +252,7 @@ class Updates:
             else:
                 results = self._run_in_turn(passes, forward, update, after_micro_batch)
                 after_micro_batch = None  # it has been called
+                self._finish_in_graph(passes, self._find_graphed_update(steps_at_once))
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
@@ -307,8 +310,7 @@ class Updates:
         if self.graphs is None:
             return None
         beat("forward", self.clock.updates + 1)
-        can_update = steps_at_once and uses_plain_gradients(self.clock, self.optimizer, self.scaler)
-        graphed_update = self._graphed_update if can_update else None
+        graphed_update = self._find_graphed_update(steps_at_once)
         is_padding_left = getattr(forward, "reads_no_padding", False)
         with reading_no_padding() if is_padding_left else nullcontext():
             outcome = self.graphs.run(
@@ -326,24 +328,15 @@ class Updates:
             self.clock.add_loss(result.loss, fraction)
         get_observer().see_phase("backward")
         beat("update")
-        if self.graphs.placed is not None:
-            assert outcome.gradients is not None
-            self.graphs.placed.assign(outcome.gradients)
-            passes.parallelized.synchronizer.before_backward(True)
-            passes.parallelized.synchronizer.after_backward()
-            passes.finish()
-            return outcome.results
         # In the order of passes that run one by one: other ranks may do so in this update.
-        finishing = self.graphs.finishing
-        if finishing is not None:
-            outcome = finishing.sum_gradients(outcome)
-        total = self.clock.sum_weights(self._runtime.device)
-        if finishing is not None:
-            outcome = finishing.run(outcome, total, graphed_update)
+        sums = self.graphs.sum_gradients(outcome)
+        if sums is not None:
+            self._finish_sums(passes, sums, graphed_update)
+            return outcome.results
+        self.clock.sum_weights(self._runtime.device)
         assert outcome.norm is not None
         if outcome.gradients is not None:
-            for parameter, gradient in zip(passes.parameters, outcome.gradients, strict=True):
-                parameter.grad = gradient
+            _assign(passes.parameters, outcome.gradients)
         self.clock.take_finished(
             passes.parameters,
             outcome.norm,
@@ -352,6 +345,41 @@ class Updates:
         )
         passes.notice_unfrozen()
         return outcome.results
+
+    def _find_graphed_update(self, steps_at_once: bool) -> GraphedUpdate | None:
+        """What updates weights inside a graph; None if something looks at the gradients before."""
+        is_plain = steps_at_once and uses_plain_gradients(self.clock, self.optimizer, self.scaler)
+        return self._graphed_update if is_plain else None
+
+    def _finish_sums(
+        self, passes: BackwardPasses, sums: list[Tensor | None], graphed: GraphedUpdate | None
+    ) -> None:
+        """Make a mean of sums over ranks, and update the weights if that may be in a graph."""
+        assert self.graphs is not None
+        finishing = self.graphs.finishing
+        if graphed is None or not finishing.prepare(sums, graphed):
+            _assign(finishing.parameters, sums)
+            passes.finish()
+            return
+        norm = finishing.run(self.clock.sum_weights(self._runtime.device))
+        self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
+        passes.notice_unfrozen()
+
+    def _finish_in_graph(self, passes: BackwardPasses, graphed: GraphedUpdate | None) -> None:
+        """Update the weights with finished gradients, after passes inside the user's own code."""
+        graphs = self.graphs
+        if graphs is None or graphed is None or not self.clock.is_unused:
+            return
+        pieces, finishing = graphs.in_pieces, graphs.finishing
+        if pieces is None or pieces.problem is not None:
+            return
+        gradients = [parameter.grad for parameter in passes.parameters]
+        if sum(g.nbytes for g in gradients if g is not None) > _MOST_COPIED:
+            return
+        if finishing.prepare(finishing.place(gradients), graphed):
+            take_gradients(passes.parameters)
+            norm = finishing.run(1.0)
+            self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
 
     def _run_pipelined(
         self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update
@@ -399,8 +427,7 @@ class Updates:
             self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
             compiles=self.args.compile, work=work, topology=self._runtime.topology,
-            reducer=synchronizer if isinstance(synchronizer, GradientReducer) else None,
-            placed=placed,
+            exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
             blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
         )  # fmt: skip
         row = parallelized.applied.get_row("CUDA graph")
@@ -419,3 +446,8 @@ class Updates:
 def _find_graph_problem(reference: weakref.ref[GraphedPasses]) -> str | None:
     graphs = reference()
     return None if graphs is None else graphs.obstacle
+
+
+def _assign(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -110,8 +110,16 @@ def _refuse_clip(held: set[int], gradients: list[torch.Tensor]) -> None:
 
 def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over gradients that are split along some axes, by one reduction per axis."""
+    sums = [sum_over_mesh(total, mesh) for mesh, total in sum_all_squares(gradients).items()]
+    return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
+
+
+def sum_all_squares(
+    gradients: Sequence[torch.Tensor],
+) -> dict[DeviceMesh | None, torch.Tensor]:
+    """This rank's part of the sum of squares, by the mesh that gradients are split on."""
     plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    sums = [_square_norm(plain)] if plain else []
+    sums: dict[DeviceMesh | None, torch.Tensor] = {None: _square_norm(plain)} if plain else {}
     parts: dict[DeviceMesh, dict[int, list[torch.Tensor]]] = {}
     for gradient in gradients if len(plain) < len(gradients) else ():
         if isinstance(gradient, DTensor):
@@ -120,15 +128,15 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
                 copies *= mesh.size(axis) if placement.is_replicate() else 1
             squares = parts.setdefault(mesh, defaultdict(list))
             squares[copies].append(get_shard(gradient))
-    sums += [_sum_squares(squares, mesh) for mesh, squares in parts.items()]
-    return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
+    for mesh, squares in parts.items():
+        each = [(copies, _square_norm(some)) for copies, some in squares.items()]
+        sums[mesh] = _add([part / copies if copies > 1 else part for copies, part in each])
+    return sums
 
 
-def _sum_squares(squares: dict[int, list[torch.Tensor]], mesh: DeviceMesh) -> torch.Tensor:
-    """Over all ranks of the mesh that these are split on."""
-    sums = [(copies, _square_norm(some)) for copies, some in squares.items()]
-    total = _add([part / copies if copies > 1 else part for copies, part in sums])
-    for axis in range(mesh.ndim):
+def sum_over_mesh(total: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Sum in place over all ranks of the mesh."""
+    for axis in range(mesh.ndim if mesh is not None else 0):
         dist.all_reduce(total, group=mesh.get_group(axis))
     return total
 

@@ -1,7 +1,8 @@
-"""What several ranks exchange around the passes of an update, and the graph of its end.
+"""The end of an update as a graph of its own: it makes the mean of sums, clips and updates.
 
-That second graph makes the mean of the sums, clips it and updates the weights. It knows neither
-batches nor the user's code, so it is recorded once for all sizes.
+It follows what several ranks exchange, or passes that are replayed inside a user's step. It knows
+neither batches nor the user's code, so it is recorded once for all sizes. If ranks hold shards of
+the gradients, it is two graphs: what comes before and after the sum of all squares.
 """
 
 from __future__ import annotations
@@ -10,126 +11,155 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import GraphedUpdate, Outcome, place_sums
+from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, describe_error
-from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
-from rapidformer.compat.torch_tensors import multiply_all
+from rapidformer.compat.torch_tensors import copy_all, multiply_all
 from rapidformer.dist.collectives import gather_objects, max_over_replicas
 from rapidformer.dist.topology import Topology
+from rapidformer.dist.whole import get_shard
 from rapidformer.log import get_logger
-from rapidformer.optim.gradients import get_norm
+from rapidformer.optim.gradients import sum_all_squares, sum_over_mesh
 from rapidformer.optim.multi_tensor.launch import Launch
 
 _ROUNDING = 1e-5
 """What a sum in another order may change in a norm, relative."""
 
-Recorded = tuple[Outcome, Callable[[], None]]
+Gradients = Sequence[Tensor | None]
 
 
 class Finishing:
-    """Sums gradients over the ranks, measures and clips their mean, and updates the weights."""
+    """Measures and clips the gradients of an update, and updates the weights."""
 
     def __init__(
-        self,
-        capture: CudaCapture,
-        parameters: Sequence[nn.Parameter],
-        device: torch.device,
-        reducer: GradientReducer,
+        self, capture: CudaCapture, parameters: Sequence[nn.Parameter], device: torch.device
     ) -> None:
-        self._capture, self._parameters, self._reducer = capture, parameters, reducer
+        """``parameters`` are those that are updated, and gradients are in their order."""
+        self._capture, self.parameters = capture, parameters
         self._factor = torch.ones((), device=device)
-        self._gradients: list[Tensor | None] = []
+        self._gradients: Gradients = []
+        self._places: Gradients = []
+        self._mesh: DeviceMesh | None = None
+        """Over which the gradients are split, if they are."""
+        self._graphed: GraphedUpdate
         self._launch: Launch | None = None
-        self._recorded: Recorded | None = None
+        self._recorded: tuple[list[Callable[[], Any]], Tensor] | None = None
+        """What to call one after the other, and the norm that it leaves."""
         self._is_warm = self._has_failed = False
 
     @property
     def updates(self) -> bool:
-        """Whether the graph updates the weights."""
+        """Whether a graph updates the weights."""
         return self._recorded is not None
-
-    def sum_gradients(self, outcome: Outcome) -> Outcome:
-        """The outcome with the sums over all ranks, which all of them call this for."""
-        assert outcome.gradients is not None
-        if not self._reducer.has_placed(outcome.gradients):  # the passes were not replayed
-            outcome = place_sums(outcome, self._parameters, self._reducer)
-        pairs = zip(self._parameters, outcome.gradients or (), strict=True)
-        sums = self._reducer.sum_placed({p: g for p, g in pairs if g is not None})
-        return replace(outcome, gradients=[sums.get(p) for p in self._parameters])
-
-    def run(
-        self, outcome: Outcome, total: float | Tensor, graphed: GraphedUpdate | None
-    ) -> Outcome:
-        """Divide sums by the weight of all ranks; with ``graphed``, update the weights as well."""
-        assert outcome.gradients is not None
-        if self._recorded is None or graphed is None or not self._fits(outcome.gradients):
-            self._prepare(outcome.gradients, graphed)
-        self._factor.fill_(1.0 / total)
-        if self._recorded is None:
-            compute = functools.partial(self._compute, graphed)
-            finished = self._capture.warm_up(compute, forbids_reads=False)
-        else:
-            finished, replay = self._recorded
-            replay()
-        return replace(finished.copy([]), results=outcome.results)
 
     def forget(self) -> None:
         """Drop the graph and what it needs."""
-        self._gradients, self._launch, self._recorded = [], None, None
+        self._gradients, self._places, self._launch, self._recorded = [], [], None, None
 
-    def _fits(self, gradients: list[Tensor | None]) -> bool:
-        """Whether the graph may be replayed: all it needs is where it was."""
-        assert self._launch is not None
-        are_same = all(map(operator.is_, gradients, self._gradients))
-        return are_same and self._launch.prepare()
+    def place(self, gradients: Gradients) -> Gradients:
+        """Copies of gradients at fixed places."""
+        kinds = [gradient is None for gradient in gradients]
+        if kinds != [place is None for place in self._places]:
+            self.forget()
+            self._places = [None if g is None else torch.empty_like(g) for g in gradients]
+        copy_all(
+            [p for p in self._places if p is not None], [g for g in gradients if g is not None]
+        )
+        return self._places
 
-    def _prepare(self, gradients: list[Tensor | None], graphed: GraphedUpdate | None) -> None:
-        self.forget()
-        self._gradients = gradients
-        if graphed is not None:
-            self._launch = graphed.find_launch(self._parameters, gradients)
-        if graphed is None or self._launch is None:
-            return
-        if self._is_warm and not self._has_failed:
+    def prepare(self, gradients: Gradients, graphed: GraphedUpdate) -> bool:
+        """Whether ``run`` will update the weights, with these sums or means."""
+        if self._recorded is not None and self._fits(gradients):
+            return True
+        self._gradients, self._graphed, self._recorded = gradients, graphed, None
+        meshes = {getattr(gradient, "device_mesh", None) for gradient in self._held}
+        if len(meshes) != 1:
+            return False
+        [self._mesh] = meshes
+        self._launch = graphed.find_launch(self.parameters, gradients)
+        if self._launch is not None and self._is_warm and not self._has_failed:
             try:
-                self._recorded = self._record(graphed)
+                self._recorded = self._record()
             except Exception as error:  # it runs without a graph, like the first one
                 self._has_failed = True
                 reason = describe_error(error)
                 get_logger().info(f"the optimizer's step is not replayed as a CUDA graph: {reason}")
-        self._is_warm = True
+        return self._launch is not None
 
-    def _compute(self, graphed: GraphedUpdate | None) -> Outcome:
-        held = [gradient for gradient in self._gradients if gradient is not None]
-        multiply_all(held, self._factor)
-        norm = get_norm(held)
-        if graphed is None or self._launch is None:
-            return Outcome([], self._gradients, norm)
-        pairs = zip(self._parameters, self._gradients, strict=True)
+    def run(self, total: float | Tensor) -> Tensor:
+        """Divide sums by the weight of all ranks, and update the weights; returns the norm."""
+        self._factor.fill_(1.0 / total)
+        if self._recorded is None:
+            self._is_warm = True
+            return self._capture.warm_up(self._run_eagerly, forbids_reads=False)
+        calls, norm = self._recorded
+        for call in calls:
+            call()
+        return norm.clone()  # the next replay overwrites it
+
+    @property
+    def _held(self) -> list[Tensor]:
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def _fits(self, gradients: Gradients) -> bool:
+        """Whether the graph may be replayed: all it needs is where it was."""
+        assert self._launch is not None
+        are_same = len(gradients) == len(self._gradients) and all(
+            map(operator.is_, gradients, self._gradients)
+        )
+        return are_same and self._launch.prepare()
+
+    def _measure(self) -> list[Tensor]:
+        """This rank's part of the sum of all squares."""
+        if self._gradients is not self._places:  # which are means
+            multiply_all(list(map(get_shard, self._held)), self._factor)
+        return list(sum_all_squares(self._held).values())
+
+    def _update(self, squares: Tensor) -> list[Tensor]:
+        """Clip, and update the weights; returns the norm."""
+        assert self._launch is not None
+        norm = squares.sqrt().float()
+        pairs = zip(self.parameters, self._gradients, strict=True)
         by_parameter = {id(p): gradient for p, gradient in pairs if gradient is not None}
-        graphed.run(self._launch, by_parameter, norm)
-        return Outcome([], None, norm)
+        self._graphed.run(self._launch, by_parameter, norm)
+        return [norm]
 
-    def _record(self, graphed: GraphedUpdate) -> Recorded:
-        """Record, and compare the norm of a replay that changes nothing."""
+    def _run_eagerly(self) -> Tensor:
+        [squares] = self._measure()
+        [norm] = self._update(sum_over_mesh(squares, self._mesh))
+        return norm
+
+    def _record(self) -> tuple[list[Callable[[], Any]], Tensor]:
+        """Record, and compare the norm of a replay that changes nothing; by this rank alone."""
         self._factor.fill_(1.0)
-        with graphed.without_effect():
-            outcome, replay = self._capture.record(functools.partial(self._compute, graphed))
-            replay()
-        (mine,) = outcome.read()
-        expected = float(get_norm([g for g in self._gradients if g is not None]))
-        is_same = math.isclose(mine, expected, rel_tol=_ROUNDING)
-        if not is_same and not (math.isnan(mine) and math.isnan(expected)):
-            text = f"replaying an update gave the norm {mine:.6g} instead of {expected:.6g}"
-            raise NotRepeatableError(text)
-        return outcome, replay
+        with self._graphed.without_effect():
+            if self._mesh is None:
+                [norm], replay = self._capture.record(lambda: self._update(*self._measure()))
+                replay()
+                calls = [replay]
+            else:
+                [squares], measure = self._capture.record(self._measure)
+                measure()
+                [norm], update = self._capture.record(functools.partial(self._update, squares))
+                update()
+                calls = [measure, functools.partial(sum_over_mesh, squares, self._mesh), update]
+        [expected] = sum_all_squares(self._held).values()
+        _check(float(norm), math.sqrt(float(expected)))
+        return calls, norm
+
+
+def _check(mine: float, expected: float) -> None:
+    is_same = math.isclose(mine, expected, rel_tol=_ROUNDING)
+    if not is_same and not (math.isnan(mine) and math.isnan(expected)):
+        text = f"replaying an update gave the norm {mine:.6g} instead of {expected:.6g}"
+        raise NotRepeatableError(text)
 
 
 def agree(

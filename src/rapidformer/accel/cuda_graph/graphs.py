@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
@@ -26,6 +26,7 @@ from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import (
+    Exchange,
     GraphedUpdate,
     Outcome,
     Passes,
@@ -42,7 +43,6 @@ from rapidformer.accel.cuda_graph.recorder import (
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
-from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import Sizes
@@ -87,20 +87,20 @@ class GraphedPasses:
         compiles: bool,
         work: ModelWork | None,
         topology: Topology,
-        reducer: GradientReducer | None,
-        placed: PlacedWeights | None = None,
+        exchange: Exchange | None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
         self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
         self._model, self._parameters, self._device = model, parameters, device
         self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
-        self._capture, self._topology, self._reducer = capture, topology, reducer
-        self.finishing = Finishing(capture, parameters, device, reducer) if reducer else None
-        """What becomes of the passes' results on several ranks."""
-        self.placed = placed
+        self._capture, self._topology, self._exchange = capture, topology, exchange
+        self.placed = exchange if isinstance(exchange, PlacedWeights) else None
         """The weights of a sharded model, used by every pass of this run."""
-        self._leaves = [*parameters, *(placed.shards if placed else ())]
+        updated = self.placed.shards if self.placed is not None else parameters
+        self._leaves = list(dict.fromkeys([*parameters, *updated]))
         """All that may get gradients: whole weights, and their shards."""
+        self.finishing = Finishing(capture, updated, device)
+        """The update, unless it is part of the graph of the passes."""
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
@@ -147,8 +147,7 @@ class GraphedPasses:
     def updates(self) -> bool:
         """Whether the graphs update the weights, too."""
         graphs = self._graphs.values()
-        is_second = self.finishing is not None and self.finishing.updates
-        return is_second or any(graph.passes.updated for graph in graphs)
+        return self.finishing.updates or any(graph.passes.updated for graph in graphs)
 
     def run(
         self,
@@ -159,10 +158,34 @@ class GraphedPasses:
     ) -> Outcome | None:
         """Run the passes of an update, maybe with the update itself; None: without a graph.
 
-        All ranks call this; ``finishing`` has the rest.
+        All ranks call this; ``sum_gradients`` and ``finishing`` have the rest.
         """
-        if self._has_ended:
+        outcome = (
+            None
+            if self._has_ended
+            else self._run_agreed(run_forward, update, steps, graphed_update)
+        )
+        if outcome is None and self.placed is not None and not self._has_ended:
+            self.placed.use()
+        return outcome
+
+    def sum_gradients(self, outcome: Outcome) -> list[Tensor | None] | None:
+        """The sums over all ranks, in the order of ``finishing.parameters``; None: there is one."""
+        if self._exchange is None:
             return None
+        assert outcome.gradients is not None
+        pairs = zip(self._parameters, outcome.gradients, strict=True)
+        sums = self._exchange.sum_placed({p: g for p, g in pairs if g is not None})
+        return list(map(sums.get, self._parameters))
+
+    def _run_agreed(
+        self,
+        run_forward: RunForward,
+        update: Update,
+        steps: Sequence[Callable[..., Any]],
+        graphed_update: GraphedUpdate | None,
+    ) -> Outcome | None:
+        """The same, while any rank may replay."""
         request, inputs = None, list[Inputs | None]()
         try:
             if self.problem is None:
@@ -180,14 +203,11 @@ class GraphedPasses:
             removal = find_fact(self._model, Removal)
             if removal is not None:
                 removal.stop_yielding()
-            if self._reducer is not None:
-                self._reducer.forget_places()
-            if self.placed is not None:
-                self.placed.close()
+            if self._exchange is not None:
+                self._exchange.close_places()
             return None
         if self.placed is not None:
             self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
-            self.placed.use()
         if request is None:
             return None
         inputs = self._round(request, inputs, least)
@@ -217,30 +237,30 @@ class GraphedPasses:
         if any(micro_batch.is_filler for micro_batch in update) or min(weights) <= 0:
             return None
         if not self._is_asked:
-            self._code.check_hooks(self._leaves, self._reducer)
+            self._code.check_hooks(self._leaves, self._exchange)
         if steps != self._code.steps:
             return None  # another loss
-        sums_ranks = self._reducer is not None or self.placed is not None
+        if self.placed is not None:
+            run_forward = self.placed.using(run_forward)
         return Request(
             run_forward, update, weights, (self._describe_code(), describe_mode(self._device)),
-            graphed_update=None if sums_ranks else graphed_update,
-            sums_ranks=sums_ranks, reducer=self._reducer,
+            graphed_update=graphed_update if self._exchange is None else None,
+            exchange=self._exchange,
         )  # fmt: skip
 
     def close(self) -> None:
         """Drop all graphs and give their memory back."""
         self.problem = self.problem or "the engine is closed"
         self._drop()
-        if self.placed is not None:
-            self.placed.close()
+        if self._exchange is not None:
+            self._exchange.close_places()
         if self._in_pieces is not None:
             self._in_pieces.close()
         self._capture.close()
 
     def _drop(self) -> None:
         self._graphs.clear()
-        if self.finishing is not None:
-            self.finishing.forget()
+        self.finishing.forget()
 
     def _describe_code(self) -> Description:
         """What a forward pass depends on apart from its batch and the weights."""
@@ -307,7 +327,7 @@ class GraphedPasses:
 
         def work(before: Snapshot) -> Outcome:
             if waits:
-                return Passes(request, inputs, self._parameters, self._device).run_passes()
+                return Passes(request, inputs, self._parameters, self._device).run()
             is_small = len(request.update) == 1 and inputs[0].num_tokens <= MANY_TOKENS
             if self.count and is_common and is_small and not self._looked_ahead:
                 self._looked_ahead = True

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, StaticInputs
 from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.compat.torch_tensors import copy_all, count_changes, multiply_all
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
 from rapidformer.models.plan import LAYER_DROPS, find_plan
-from rapidformer.optim.gradients import get_divisor, get_norm, scale_loss, take_gradients
+from rapidformer.optim.gradients import (
+    clip_norm,
+    get_divisor,
+    get_norm,
+    scale_loss,
+    take_gradients,
+)
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.multi_tensor.launch import Launch
 from rapidformer.overlay import get_own_class
 
 RunForward = Callable[[MicroBatch], MicroBatchResult]
+Exchange = GradientReducer | PlacedWeights
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,12 @@ class GraphedUpdate:
     def run(self, launch: Launch, gradients: dict[int, Tensor], norm: Tensor) -> None:
         """Clip and update; ``gradients`` by the ids of their parameters."""
         # As the optimizer does it outside, so that the bits are the same.
-        divisor = get_divisor(norm, self._max_norm) if self._max_norm > 0 else None
-        launch.run(divisor, self._flag, [gradients[id(p)] for p in launch.parameters])
+        used, divisor = [gradients[id(p)] for p in launch.parameters], None
+        if launch.is_sharded:
+            clip_norm(used, self._max_norm, norm.masked_fill(self._flag > 0, 0.0))
+        elif self._max_norm > 0:
+            divisor = get_divisor(norm, self._max_norm)
+        launch.run(divisor, self._flag, used)
 
     @contextmanager
     def without_effect(self) -> Iterator[None]:
@@ -108,10 +120,8 @@ class Request:
     code: Hashable
     """All that the loss depends on besides its batch and the weights."""
     graphed_update: GraphedUpdate | None
-    sums_ranks: bool = False
-    """Whether the gradients of several ranks are summed afterwards."""
-    reducer: GradientReducer | None = None
-    """What sums them from its buckets; None under ZeRO-1."""
+    exchange: Exchange | None = None
+    """What sums the gradients of several ranks afterwards."""
 
     def describe(self, inputs: list[Inputs]) -> Hashable:
         """The key of its graph, if these are its inputs."""
@@ -132,7 +142,7 @@ class Passes:
         self._launch: Launch | None = None
         self._inputs = [StaticInputs(item, device) for item in inputs]
         self._weights = torch.empty(len(inputs) + 1, device=device)
-        self._is_whole = len(inputs) == 1 and not request.sums_ranks
+        self._is_whole = len(inputs) == 1 and request.exchange is None
         """Whether a single micro-batch is all of the update."""
         self._fill_weights(request.weights)
         self.gradients: list[Tensor | None] | None = None
@@ -163,7 +173,7 @@ class Passes:
         """Each micro-batch's fraction in units of the first, and what their sum is divided by."""
         if self._is_whole:
             return  # so nothing is multiplied
-        unit = 1.0 if self._request.sums_ranks else weights[0]  # ranks share theirs
+        unit = 1.0 if self._request.exchange is not None else weights[0]  # ranks share theirs
         fractions = [weight / unit for weight in weights]
         values = torch.tensor([*fractions, 1.0 / sum(fractions)], device="cpu")
         pinned = values.pin_memory() if self._weights.device.type == "cuda" else values
@@ -187,18 +197,23 @@ class Passes:
             self._launch = graphed.find_launch(self._parameters, outcome.gradients)
             with graphed.without_effect():
                 self._finish(outcome)
-        elif self._request.reducer is not None:
+        elif self._request.exchange is not None:
             self._finish(outcome)
         return outcome
 
     def run(self) -> Outcome:
-        """What a graph records: the passes, and the update if it can be recorded."""
+        """What a graph records: the passes, and the update if it can be recorded.
+
+        Sums are left where ranks exchange them.
+        """
         return self._finish(self.run_passes())
 
     def _finish(self, outcome: Outcome) -> Outcome:
         assert outcome.gradients is not None
-        if self._request.reducer is not None:
-            return place_sums(outcome, self._parameters, self._request.reducer)
+        if self._request.exchange is not None:
+            pairs = zip(self._parameters, outcome.gradients, strict=True)
+            placed = self._request.exchange.place({p: g for p, g in pairs if g is not None})
+            return replace(outcome, gradients=[placed.get(p) for p in self._parameters])
         if self._launch is None:
             return replace(outcome, gradients=self._leave(outcome.gradients))
         assert outcome.norm is not None
@@ -226,7 +241,7 @@ class Passes:
         held = [gradient for gradient in gradients if gradient is not None]
         if not held:
             raise NotRepeatableError("a step has no gradients")
-        if self._request.sums_ranks:
+        if self._request.exchange is not None:
             return Outcome(results, gradients, None)
         divisor = self._get_factor(results)
         if isinstance(divisor, Tensor) or divisor != 1.0:
@@ -241,7 +256,7 @@ class Passes:
             raise NotRepeatableError("only some of its forward steps return a weight")
         if not result.is_weight_given:
             return 1.0 if self._is_whole else self._weights[number]
-        if self._request.sums_ranks:
+        if self._request.exchange is not None:
             return result.weight
         unit = 1.0 if isinstance(first.weight, Tensor) or first.weight <= 0 else first.weight
         return result.weight / unit
@@ -259,16 +274,6 @@ class Passes:
         moved = [(old, new) for old, new in pairs if old is not None and new is not None]
         copy_all([old for old, _ in moved], [new for _, new in moved])
         return [new if old is None or new is None else old for old, new in pairs]
-
-
-def place_sums(
-    outcome: Outcome, parameters: Sequence[nn.Parameter], reducer: GradientReducer
-) -> Outcome:
-    """The outcome with its gradients where the reducer takes them from."""
-    assert outcome.gradients is not None
-    pairs = zip(parameters, outcome.gradients, strict=True)
-    placed = reducer.place({p: gradient for p, gradient in pairs if gradient is not None})
-    return replace(outcome, gradients=[placed.get(p) for p in parameters])
 
 
 def _copy_result(result: MicroBatchResult, counted: float) -> MicroBatchResult:

@@ -37,10 +37,8 @@ class ReplayedCode:
         """Whether there are hooks, if only a library's."""
         return any(self._tables)
 
-    def check_hooks(
-        self, parameters: Sequence[nn.Parameter], reducer: GradientReducer | None = None
-    ) -> None:
-        """Refuse hooks but the reducer's, which may be registered at any time."""
+    def check_hooks(self, parameters: Sequence[nn.Parameter], exchange: object = None) -> None:
+        """Refuse hooks but those of a reducer, which may be registered at any time."""
         if any(list_global_hook_tables()):
             raise NotRepeatableError("a replay would not run the hooks on all modules")
         hooks = [hook for table in self._tables if table for hook in table.values()]
@@ -50,6 +48,6 @@ class ReplayedCode:
                 names = describe_watched(watched)
                 raise NotRepeatableError(f"a replay would not run the hooks on {names}")
             self._known_hooks = hooks
-        reduces = reducer and reducer.on_gradient
+        reduces = exchange.on_gradient if isinstance(exchange, GradientReducer) else None
         if has_gradient_hooks(parameters, lambda hook: hook == reduces or runs_no_hook(hook)):
             raise NotRepeatableError("a replay would not run the hooks on its parameters")

@@ -78,7 +78,12 @@ class GatheredWeights:
 
     def watch_updates(self, optimizer: Optimizer) -> RemovableHandle:
         """Reshard before every update: the optimizer updates the shards."""
-        return optimizer.register_step_pre_hook(lambda *_: self.release())
+
+        def release(*_: Any) -> None:
+            self.release()
+
+        release.may_be_skipped = True  # type: ignore[attr-defined]
+        return optimizer.register_step_pre_hook(release)
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         # In training, the backward pass needs the weights, and reshards them when it is done.

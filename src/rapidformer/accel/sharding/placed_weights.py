@@ -14,9 +14,9 @@ the weights also stay whole in memory between updates.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ _MOST_BYTES = 2**28
 """Of whole weights that are exchanged at once."""
 
 Gradients = Mapping[nn.Parameter, Tensor]
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class PlacedWeights:
@@ -62,7 +64,7 @@ class PlacedWeights:
         self.gather()
         self.parameters: list[nn.Parameter] = [weight.unsharded_param for weight in self._weights]
         """The whole weights, in which backward passes leave gradients."""
-        self.close()
+        self.close_places()
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -119,6 +121,15 @@ class PlacedWeights:
         self._gathered.is_kept = self.is_gathered = True
         bypass_hooks(self._model)
 
+    def using(self, run_forward: Callable[[T], S]) -> Callable[[T], S]:
+        """The same passes, which call ``use`` first."""
+
+        def run(argument: T) -> S:
+            self.use()
+            return run_forward(argument)
+
+        return run
+
     def place(self, gradients: Gradients) -> dict[nn.Parameter, Tensor]:
         """Copy whole gradients to where ``sum_placed`` takes them from; returns them there.
 
@@ -158,7 +169,7 @@ class PlacedWeights:
             self._gathered.is_kept = self.is_gathered = False
             self._gathered.release()
 
-    def close(self) -> None:
+    def close_places(self) -> None:
         """Give the memory back, until ``gather`` is called again."""
         if not self._has_places:
             return
@@ -177,7 +188,7 @@ class PlacedWeights:
         try:
             yield
         finally:
-            self.close()
+            self.close_places()
 
 
 def _list_weights(model: nn.Module, modules: Sequence[FSDPModule]) -> list[Any]:
@@ -235,12 +246,23 @@ class _Scatter:
         self._rows = first.new_zeros(count, sum(sizes))
         """For each rank, its part of each gradient, and which of them are gradients."""
         *self._places, self._flags = self._rows.split(sizes, 1)
-        self._pieces = [_cut(p, place) for p, place in zip(self._parameters, self._places, strict=True)]
+        self._pieces = [
+            _cut(p, place) for p, place in zip(self._parameters, self._places, strict=True)
+        ]
         self._part = first.new_empty(sum(sizes))
         self._gradients = self._cut(self._part)
         self._known_flags: dict[tuple[bool, ...], Tensor] = {}
 
     @torch.no_grad()
+    def using(self, run_forward: Callable[[T], S]) -> Callable[[T], S]:
+        """The same passes, which call ``use`` first."""
+
+        def run(argument: T) -> S:
+            self.use()
+            return run_forward(argument)
+
+        return run
+
     def place(self, gradients: Gradients) -> dict[nn.Parameter, Tensor]:
         """Copy gradients to where ``run`` takes them from."""
         used = tuple(parameter in gradients for parameter in self._parameters)
@@ -291,4 +313,6 @@ def _list_sizes(weights: Iterable[Any]) -> list[int]:
 def _cut(parameter: Tensor, place: Tensor) -> list[Tensor]:
     """Views of the rows of a gradient, as ``chunk`` cuts it."""
     chunks = parameter.detach().chunk(len(place))
-    return [row[: chunk.numel()].view(chunk.shape) for row, chunk in zip(place, chunks, strict=False)]
+    return [
+        row[: chunk.numel()].view(chunk.shape) for row, chunk in zip(place, chunks, strict=False)
+    ]

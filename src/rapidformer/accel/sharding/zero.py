@@ -126,7 +126,7 @@ class ShardedGradients(GradientSynchronizer):
     def close(self) -> None:
         """Leave nothing gathered."""
         if self._placed is not None:
-            self._placed.close()
+            self._placed.close_places()
         self.gathered_weights.release()
 
     def before_backward(self, is_last: bool) -> None:
