@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from rapidformer.compat.patches import ignore_warnings, quieten
@@ -18,6 +19,7 @@ __all__ = ["StridedShard"]
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
     "torch.distributed._broadcast_coalesced": "weights of the first rank for all, many at a time",
+    "torch.distributed.tensor.DTensor._local_tensor": "where hundreds of shards are, in every step",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "groups over two axes of a run",
     "torch.distributed.tensor.placement_types._StridedShard": "fused weights split by heads",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
@@ -54,6 +56,14 @@ def scatter_sum(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
     distributed: Any = torch.distributed
     scatter = getattr(distributed, "reduce_scatter_single", None)  # from torch 2.13 on
     (scatter or distributed.reduce_scatter_tensor)(part, whole, group=group)
+
+
+def list_local(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of split tensors, and other tensors themselves, without autograd.
+
+    ``to_local`` takes some microseconds for each of them.
+    """
+    return [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
 
 
 def get_default_store() -> Any:

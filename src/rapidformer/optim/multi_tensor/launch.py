@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from rapidformer.compat.torch_distributed import list_local
 from rapidformer.compat.triton import on_device
 from rapidformer.dist.whole import get_shard
 from rapidformer.optim.multi_tensor.tables import (
@@ -192,7 +193,7 @@ class Launch:
             family.steps.write([steps[i] for i in family.numbers])
 
     def _get_shards(self, tensors: Sequence[Any]) -> list[Tensor]:
-        return list(map(get_shard, tensors) if self.is_sharded else tensors)
+        return list_local(tensors) if self.is_sharded else list(tensors)
 
     @torch.no_grad()
     def run(
