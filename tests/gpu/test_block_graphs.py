@@ -47,6 +47,7 @@ def count(run: Run) -> int:
     assert "self.losses" in str(graphs.problem)
     assert graphs.in_pieces is not None
     assert graphs.in_pieces.problem is None
+    assert graphs.finishing.updates, "a graph of its own updates the weights"
     return graphs.in_pieces.count
 
 

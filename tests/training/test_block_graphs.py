@@ -114,8 +114,16 @@ class Timid(BertForSequenceClassification):
         return super().forward(**batch)
 
 
-def train(kind: type[Counting], model: Any, rows: Rows, capture: Any, **more: Any) -> Counting:
+def train(
+    kind: type[Counting],
+    model: Any,
+    rows: Rows,
+    capture: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    **more: Any,
+) -> Counting:
     run = kind(model, rows, capture, **more)
+    run.optimizer = optimizer
     run.train()
     return run
 

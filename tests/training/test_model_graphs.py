@@ -15,9 +15,18 @@ from transformers import BertForSequenceClassification, BertForTokenClassificati
 
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
+from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.overlay import list_layers
+from rapidformer.training.callbacks import Callback
 from tests.training.test_block_graphs import Again, Counting, Stale, Twice, train
-from tests.training.test_cuda_graph import Rows, make_bert, make_gpt2, make_rows, make_texts
+from tests.training.test_cuda_graph import (
+    Recordable,
+    Rows,
+    make_bert,
+    make_gpt2,
+    make_rows,
+    make_texts,
+)
 
 
 class OwnLoss(Counting):
@@ -272,16 +281,69 @@ def test_hooks_inside_the_model_run_in_every_step() -> None:
     assert len(seen) >= replayed.steps
 
 
+class Unhurried(Counting):
+    """Hears of every update before it is made."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.callbacks = [*self.callbacks, Hearing()]
+
+
+class Hearing(Callback):
+    def on_pre_optimizer_step(self, *_: Any) -> None:
+        """A user may look at gradients here."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "more"),
+    [
+        (Counting, make_bert, {}),
+        (Counting, make_bert, {"global_batch_size": 8}),
+        (Counting, make_gpt2, {}),
+        (Unfreezing, make_bert, {}),
+        (Unhurried, make_bert, {}),
+    ],
+)
+def test_the_update_after_them_is_replayed(
+    kind: type[Counting], make: Any, more: dict[str, Any]
+) -> None:
+    """Losses, norms and weights of the same passes with an update without a graph, bit by bit."""
+    is_bert = make is make_bert
+    rows = make_rows(32, longest=20) if is_bert else make_texts(32)
+    runs = []
+    for optimizer_class in (Recordable, MultiTensorAdamW):
+        model = make_bert(0.1) if is_bert else make_gpt2()
+        optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1)
+        # Clipping divides here and multiplies there.
+        runs.append(train(kind, model, rows, Again(), optimizer, clip_grad=1e9, **more))
+    replayed, plain = runs
+    graphs = replayed.engine.updates.graphs
+    assert graphs is not None and replayed.in_pieces.count > 0
+    assert graphs.finishing.updates == (kind is not Unhurried)
+    updates = 0 if kind is Unhurried else len(replayed.values.lines)
+    assert isinstance(replayed.optimizer, Recordable)
+    assert replayed.optimizer.launches == updates
+    assert all(parameter.grad is None for parameter in replayed.engine.model.parameters)
+    check_same(replayed, plain, 0.0)
+
+
 def make_heads() -> TwoHeads:
     torch.manual_seed(0)
     return TwoHeads(make_bert(0.0).config)
 
 
-def test_an_output_that_is_not_used_has_no_gradient() -> None:
+@pytest.mark.parametrize("is_recordable", [False, True])
+def test_an_output_that_is_not_used_has_no_gradient(is_recordable: bool) -> None:
+    """So the optimizer leaves its weights alone, also in a graph."""
     rows = [{**row, "input_ids": (20 * row["input_ids"])[:20]} for row in make_rows(48)]
     more = {"weight_decay": 0.1}
     plain = train(Alternating, make_heads(), rows, None, dynamic_shape="off", **more)
-    replayed = train(Alternating, make_heads(), rows, Again(), **more)
+    heads = make_heads()
+    decayed = [p for p in heads.parameters() if p.dim() > 1]
+    others = [p for p in heads.parameters() if p.dim() < 2]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    recordable = Recordable(groups, lr=1e-2, weight_decay=0.1) if is_recordable else None
+    replayed = train(Alternating, heads, rows, Again(), recordable, **more)
     assert isinstance(replayed.in_pieces, ModelGraphs)
     assert replayed.in_pieces.count > 0
     check_same(replayed, plain, 1e-4)

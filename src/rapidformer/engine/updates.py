@@ -373,13 +373,13 @@ class Updates:
         pieces, finishing = graphs.in_pieces, graphs.finishing
         if pieces is None or pieces.problem is not None:
             return
-        gradients = [parameter.grad for parameter in passes.parameters]
-        if sum(g.nbytes for g in gradients if g is not None) > _MOST_COPIED:
+        gradients = take_gradients(passes.parameters)
+        size = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        if size > _MOST_COPIED or not finishing.prepare(finishing.place(gradients), graphed):
+            _assign(passes.parameters, gradients)
             return
-        if finishing.prepare(finishing.place(gradients), graphed):
-            take_gradients(passes.parameters)
-            norm = finishing.run(1.0)
-            self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
+        norm = finishing.run(1.0)
+        self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
 
     def _run_pipelined(
         self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update

@@ -80,18 +80,19 @@ class Finishing:
             return True
         self._gradients, self._graphed, self._recorded = gradients, graphed, None
         meshes = {getattr(gradient, "device_mesh", None) for gradient in self._held}
-        if len(meshes) != 1:
-            return False
-        [self._mesh] = meshes
-        self._launch = graphed.find_launch(self.parameters, gradients)
-        if self._launch is not None and self._is_warm and not self._has_failed:
+        self._mesh, *others = meshes or (None,)
+        launch = None if others else graphed.find_launch(self.parameters, gradients)
+        self._launch = launch
+        if launch is None:
+            self.forget()
+        elif self._is_warm and not self._has_failed:
             try:
                 self._recorded = self._record()
             except Exception as error:  # it runs without a graph, like the first one
                 self._has_failed = True
                 reason = describe_error(error)
                 get_logger().info(f"the optimizer's step is not replayed as a CUDA graph: {reason}")
-        return self._launch is not None
+        return launch is not None
 
     def run(self, total: float | Tensor) -> Tensor:
         """Divide sums by the weight of all ranks, and update the weights; returns the norm."""
