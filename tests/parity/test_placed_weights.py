@@ -152,14 +152,21 @@ def test_evaluation_errors_and_the_end() -> None:
 
 
 def run_twice(is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
-    """Two losses of each micro-batch, computed first and back-propagated one after the other."""
+    """Two losses of each micro-batch, computed first and back-propagated one after the other.
+
+    The first block is unfrozen by the second step, and frozen again by the sixth one.
+    """
     engine, model, loader = compose(TRAINING, zero(1))
+    steps = 0
     if is_placed:
         place(engine)
     forward, norms = make_forward(model), list[float]()
     model.train()
 
     def step(batch: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        model.transformer.h[0].requires_grad_(1 < steps < 6)
         first, second = forward(batch)[0], forward(batch)[0]
         engine.updates.backward_within(first)
         engine.updates.backward_within(2 * second)
@@ -167,7 +174,7 @@ def run_twice(is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
 
     for update in engine.data.iterate_updates(loader):
         engine.run_update(step, update)
-        gradients = [join_whole(p.grad) for p in engine.model.parameters]
+        gradients = [join_whole(p.grad) for p in engine.model.parameters if p.grad is not None]
         norms.append(float(torch.stack([g.square().sum() for g in gradients]).sum()))
         engine.step()
     weights = [join_whole(p).clone() for p in engine.model.parameters]

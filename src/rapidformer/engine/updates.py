@@ -379,6 +379,7 @@ class Updates:
             _assign(passes.parameters, gradients)
             return
         norm = finishing.run(1.0)
+        pieces.end()  # graphs share their memory
         self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
 
     def _run_pipelined(

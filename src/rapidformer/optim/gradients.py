@@ -136,8 +136,8 @@ def sum_all_squares(
 
 def sum_over_mesh(total: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """Sum in place over all ranks of the mesh."""
-    for axis in range(mesh.ndim if mesh is not None else 0):
-        dist.all_reduce(total, group=mesh.get_group(axis))
+    for group in mesh.get_all_groups() if mesh is not None else ():
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -200,6 +200,10 @@ class BlockGraphs:
             self._record(last, last.notes)
         self.calls.clear()
 
+    def end(self) -> None:
+        """What the forward pass has left for its backward pass is gone."""
+        self._number += 1
+
     def _check_all_called(self) -> None:
         following, self._following = self._following, None
         if following is not None:

@@ -7,11 +7,9 @@ the gradients, it is two graphs: what comes before and after the sum of all squa
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +48,7 @@ class Finishing:
         """Over which the gradients are split, if they are."""
         self._graphed: GraphedUpdate
         self._launch: Launch | None = None
-        self._recorded: tuple[list[Callable[[], Any]], Tensor] | None = None
+        self._recorded: tuple[list[Callable[[], object]], Tensor] | None = None
         """What to call one after the other, and the norm that it leaves."""
         self._is_warm = self._has_failed = False
 
@@ -137,23 +135,23 @@ class Finishing:
         [norm] = self._update(sum_over_mesh(squares, self._mesh))
         return norm
 
-    def _record(self) -> tuple[list[Callable[[], Any]], Tensor]:
+    def _record(self) -> tuple[list[Callable[[], object]], Tensor]:
         """Record, and compare the norm of a replay that changes nothing; by this rank alone."""
         self._factor.fill_(1.0)
+        record = self._capture.record
         with self._graphed.without_effect():
             if self._mesh is None:
-                [norm], replay = self._capture.record(lambda: self._update(*self._measure()))
-                replay()
-                calls = [replay]
+                norms, replay = record(lambda: self._update(self._measure()[0]))
+                calls: list[Callable[[], object]] = [replay]
             else:
-                [squares], measure = self._capture.record(self._measure)
+                squares, measure = record(self._measure)
                 measure()
-                [norm], update = self._capture.record(functools.partial(self._update, squares))
-                update()
-                calls = [measure, functools.partial(sum_over_mesh, squares, self._mesh), update]
+                norms, update = record(lambda: self._update(squares[0]))
+                calls = [measure, lambda: sum_over_mesh(squares[0], self._mesh), update]
+            calls[-1]()
         [expected] = sum_all_squares(self._held).values()
-        _check(float(norm), math.sqrt(float(expected)))
-        return calls, norm
+        _check(float(norms[0]), math.sqrt(float(expected)))
+        return calls, norms[0]
 
 
 def _check(mine: float, expected: float) -> None:

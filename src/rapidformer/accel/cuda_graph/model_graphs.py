@@ -229,6 +229,10 @@ class ModelGraphs:
         self.number += 1
         self._has_run = False
 
+    def end(self) -> None:
+        """What the forward pass has left for its backward pass is gone."""
+        self.number += 1
+
     def begin_call(self) -> None:
         """The model is called."""
 

@@ -37,6 +37,7 @@ from rapidformer.compat.torch_fsdp import (
 )
 from rapidformer.compat.torch_tensors import copy_all
 from rapidformer.optim.gradients import add_gradients, take_gradients
+from rapidformer.optim.multi_tensor.tables import HOST, send
 
 _MOST_BYTES = 2**28
 """Of whole weights that are exchanged at once."""
@@ -58,6 +59,7 @@ class PlacedWeights:
         self._gathers: list[_Gather] = []
         self._scatters: list[_Scatter] = []
         self._trained: list[bool] = []
+        """Which weights may have gradients, and are in ``_scatters``."""
         self._has_places = False
         self.is_gathered = False
         """Whether passes run on whole weights, and only ``reduce`` communicates."""
@@ -92,8 +94,7 @@ class PlacedWeights:
             return
         for gather in self._gathers:
             gather.run()
-        if [shard.requires_grad for shard in self.shards] != self._trained:
-            self._find_trained()
+        self._follow_shards()
 
     def _open(self) -> None:
         for weight in self._weights:
@@ -102,15 +103,21 @@ class PlacedWeights:
         for module in self._gathered.modules:
             module.unshard()  # which takes the memory
         self._gathers = list(map(_Gather, _group(self._weights)))
-        self._find_trained()
+        self._follow_shards()
         self._gathered.release()
 
-    def _find_trained(self) -> None:
-        self._trained = [shard.requires_grad for shard in self.shards]
-        for weight, is_trained in zip(self._weights, self._trained, strict=True):
-            weight.unsharded_param.requires_grad_(is_trained)
-        trained = itertools.compress(self._weights, self._trained)
-        self._scatters = list(map(_Scatter, _group(trained)))
+    def _follow_shards(self) -> None:
+        """Train the weights whose shards are trained now."""
+        trained = [shard.requires_grad for shard in self.shards]
+        if trained != self._trained:
+            for weight, is_trained in zip(self._weights, trained, strict=True):
+                weight.unsharded_param.requires_grad_(is_trained)
+            self._lay_out(trained)
+
+    def _lay_out(self, trained: list[bool]) -> None:
+        self._trained = trained
+        weights = itertools.compress(self._weights, trained)
+        self._scatters = list(map(_Scatter, _group(weights)))
 
     def use(self) -> None:
         """Let passes run: the model has its whole weights until ``reduce`` or ``release``."""
@@ -156,6 +163,10 @@ class PlacedWeights:
         """Sum the gradients that passes have left; each shard gets its part, and the model its
         shards.
         """
+        pairs = zip(self.parameters, self._trained, strict=True)
+        used = [p.requires_grad or p.grad is not None or is_trained for p, is_trained in pairs]
+        if used != self._trained:  # the forward step has unfrozen some
+            self._lay_out(used)
         left = zip(self.parameters, take_gradients(self.parameters), strict=True)
         gradients = {parameter: gradient for parameter, gradient in left if gradient is not None}
         self.place(gradients)
@@ -176,7 +187,7 @@ class PlacedWeights:
         self._has_places = False
         self.release()
         self._gathered.release()  # also what other passes have gathered
-        self._gathers, self._scatters = [], []
+        self._gathers, self._scatters, self._trained = [], [], []
         for weight in self._weights:
             free_memory(weight)
 
@@ -199,17 +210,23 @@ def _list_weights(model: nn.Module, modules: Sequence[FSDPModule]) -> list[Any]:
         for group in list_parameter_groups(module)
         for weight in group.fsdp_params
     }
-    return [known[parameter] for parameter in model.parameters() if parameter in known]
+    weights = [known[parameter] for parameter in model.parameters()]
+    assert len(weights) == len(known)
+    return weights
 
 
 def _group(weights: Iterable[Any]) -> list[list[Any]]:
     """What is exchanged together: weights of one dtype, up to some size."""
     groups: dict[torch.dtype, list[list[Any]]] = {}
+    sizes: dict[torch.dtype, int] = {}
     for weight in weights:
-        alike = groups.setdefault(weight.sharded_param.dtype, [[]])
-        if sum(other.unsharded_param.nbytes for other in alike[-1]) >= _MOST_BYTES:
+        whole = weight.unsharded_param
+        alike, size = groups.setdefault(whole.dtype, [[]]), sizes.get(whole.dtype, 0)
+        if size >= _MOST_BYTES:
             alike.append([])
+            size = 0
         alike[-1].append(weight)
+        sizes[whole.dtype] = size + whole.nbytes
     return list(itertools.chain.from_iterable(groups.values()))
 
 
@@ -254,15 +271,6 @@ class _Scatter:
         self._known_flags: dict[tuple[bool, ...], Tensor] = {}
 
     @torch.no_grad()
-    def using(self, run_forward: Callable[[T], S]) -> Callable[[T], S]:
-        """The same passes, which call ``use`` first."""
-
-        def run(argument: T) -> S:
-            self.use()
-            return run_forward(argument)
-
-        return run
-
     def place(self, gradients: Gradients) -> dict[nn.Parameter, Tensor]:
         """Copy gradients to where ``run`` takes them from."""
         used = tuple(parameter in gradients for parameter in self._parameters)
@@ -281,7 +289,8 @@ class _Scatter:
     def _get_flags(self, used: tuple[bool, ...]) -> Tensor:
         """On the device: a CUDA graph keeps reading them."""
         if used not in self._known_flags:
-            self._known_flags[used] = torch.tensor(used, dtype=self._rows.dtype).to(self._rows)
+            flags = torch.tensor(used, dtype=self._rows.dtype, device=HOST)
+            self._known_flags[used] = send(flags, self._rows.device)
         return self._known_flags[used]
 
     def run(self, placed: Gradients, *, is_fixed: bool) -> dict[nn.Parameter, Tensor]:
