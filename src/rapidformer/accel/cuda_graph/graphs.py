@@ -160,11 +160,9 @@ class GraphedPasses:
 
         All ranks call this; ``sum_gradients`` and ``finishing`` have the rest.
         """
-        outcome = (
-            None
-            if self._has_ended
-            else self._run_agreed(run_forward, update, steps, graphed_update)
-        )
+        if self._has_ended:
+            return None
+        outcome = self._run_agreed(run_forward, update, steps, graphed_update)
         if outcome is None and self.placed is not None and not self._has_ended:
             self.placed.use()
         return outcome

@@ -78,12 +78,7 @@ class GatheredWeights:
 
     def watch_updates(self, optimizer: Optimizer) -> RemovableHandle:
         """Reshard before every update: the optimizer updates the shards."""
-
-        def release(*_: Any) -> None:
-            self.release()
-
-        release.may_be_skipped = True  # type: ignore[attr-defined]
-        return optimizer.register_step_pre_hook(release)
+        return optimizer.register_step_pre_hook(_Release(self))
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         # In training, the backward pass needs the weights, and reshards them when it is done.
@@ -103,6 +98,19 @@ class GatheredWeights:
                 if version != self._versions.setdefault(parameter, 0):
                     self._versions[parameter] = version
                     _copy_to_shard(parameter)
+
+
+class _Release:
+    """A hook that runs before every optimizer step."""
+
+    may_be_skipped = True
+    """Where a CUDA graph updates the shards, nothing is left gathered."""
+
+    def __init__(self, gathered: GatheredWeights) -> None:
+        self._gathered = gathered
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._gathered.release()
 
 
 def _copy_to_shard(parameter: Any) -> None:
