@@ -30,6 +30,9 @@ from rapidformer.optim.multi_tensor.launch import Launch
 _ROUNDING = 1e-5
 """What a sum in another order may change in a norm, relative."""
 
+_MOST_UNUSED = 3
+"""If other parameters have gradients in every update, recording takes longer than it saves."""
+
 Gradients = Sequence[Tensor | None]
 
 
@@ -50,7 +53,8 @@ class Finishing:
         self._launch: Launch | None = None
         self._recorded: tuple[list[Callable[[], object]], Tensor] | None = None
         """What to call one after the other, and the norm that it leaves."""
-        self._is_warm = self._has_failed = False
+        self._unused = 0
+        """Recordings in a row that were not replayed for a later update."""
 
     @property
     def updates(self) -> bool:
@@ -63,8 +67,7 @@ class Finishing:
 
     def place(self, gradients: Gradients) -> Gradients:
         """Copies of gradients at fixed places."""
-        kinds = [gradient is None for gradient in gradients]
-        if kinds != [place is None for place in self._places]:
+        if not _are_alike(gradients, self._places):
             self.forget()
             self._places = [None if g is None else torch.empty_like(g) for g in gradients]
         copy_all(
@@ -75,7 +78,9 @@ class Finishing:
     def prepare(self, gradients: Gradients, graphed: GraphedUpdate) -> bool:
         """Whether ``run`` will update the weights, with these sums or means."""
         if self._recorded is not None and self._fits(gradients):
+            self._unused = 0
             return True
+        has_run = _are_alike(gradients, self._gradients)  # kernels are set up
         self._gradients, self._graphed, self._recorded = gradients, graphed, None
         meshes = {getattr(gradient, "device_mesh", None) for gradient in self._held}
         self._mesh, *others = meshes or (None,)
@@ -83,11 +88,12 @@ class Finishing:
         self._launch = launch
         if launch is None:
             self.forget()
-        elif self._is_warm and not self._has_failed:
+        elif has_run and self._unused < _MOST_UNUSED:
+            self._unused += 1
             try:
                 self._recorded = self._record()
             except Exception as error:  # it runs without a graph, like the first one
-                self._has_failed = True
+                self._unused = _MOST_UNUSED
                 reason = describe_error(error)
                 get_logger().info(f"the optimizer's step is not replayed as a CUDA graph: {reason}")
         return launch is not None
@@ -96,7 +102,6 @@ class Finishing:
         """Divide sums by the weight of all ranks, and update the weights; returns the norm."""
         self._factor.fill_(1.0 / total)
         if self._recorded is None:
-            self._is_warm = True
             return self._capture.warm_up(self._run_eagerly, forbids_reads=False)
         calls, norm = self._recorded
         for call in calls:
@@ -110,9 +115,7 @@ class Finishing:
     def _fits(self, gradients: Gradients) -> bool:
         """Whether the graph may be replayed: all it needs is where it was."""
         assert self._launch is not None
-        are_same = len(gradients) == len(self._gradients) and all(
-            map(operator.is_, gradients, self._gradients)
-        )
+        are_same = all(map(operator.is_, gradients, self._gradients))
         return are_same and self._launch.prepare()
 
     def _measure(self) -> list[Tensor]:
@@ -152,6 +155,11 @@ class Finishing:
         [expected] = sum_all_squares(self._held).values()
         _check(float(norms[0]), math.sqrt(float(expected)))
         return calls, norms[0]
+
+
+def _are_alike(gradients: Gradients, others: Gradients) -> bool:
+    """Whether the same parameters have gradients."""
+    return [g is None for g in gradients] == [g is None for g in others]
 
 
 def _check(mine: float, expected: float) -> None:
