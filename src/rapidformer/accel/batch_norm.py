@@ -76,7 +76,7 @@ class _JoinedStatistics:
         # From centred values: the mean of squares minus the squared mean would cancel.
         variance = self._sum(centred.square().sum(dims) * counted) / total
         if self.training and self.running_mean is not None:
-            self._follow(mean.detach(), variance.detach() * total / (total - 1))
+            self._follow(mean, variance * total / (total - 1))
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
@@ -87,6 +87,7 @@ class _JoinedStatistics:
         """The sum over the ranks, whose gradient is summed too."""
         return copy_in(sum_out(tensor, self._replicas), self._replicas)
 
+    @torch.no_grad()
     def _follow(self: Any, mean: Tensor, variance: Tensor) -> None:
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
