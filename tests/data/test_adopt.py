@@ -32,10 +32,9 @@ def adopt(
         loader,
         num_replicas=replicas,
         replica=replica,
-        rounds_per_update=1,
         seed=seed,
         device=torch.device("cpu"),
-        **options,
+        **{"rounds_per_update": 1, **options},
     )
 
 
@@ -58,6 +57,13 @@ def test_what_the_loader_was_given_carries_over() -> None:
     assert adopted.collate_fn is collate
     assert adopted.batch_size == 3
     assert take(adopted) == [[0, 10, 20], [30, 40, 50]]
+
+
+def test_a_dropped_batch_takes_no_other_of_its_update_with_it() -> None:
+    loader = DataLoader(range(11), batch_size=2, drop_last=True)
+    adopted = adopt(loader, rounds_per_update=2)
+    assert (len(adopted), adopted.updates_per_epoch) == (5, 3)
+    assert take(adopted) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -171,8 +171,20 @@ def test_a_callback_may_ask_for_anything(tmp_path: Path) -> None:
     watcher = Watcher()
     trainer = make_trainer(tmp_path, callbacks=[Asks, watcher])
     trainer.train()
-    assert ("on_save", 3) in watcher.events and ("on_evaluate", 3) not in watcher.events
+    assert ("on_save", 3) in watcher.events and ("on_evaluate", 3) in watcher.events
+    assert watcher.events.count(("on_evaluate", 5)) == 0  # the settings ask for none at the end
     assert trainer.state.global_step == 5 == len(read_losses(tmp_path))
+
+
+def test_an_epoch_that_a_callback_stops_is_one_of_those_asked_for(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(tmp_path, callbacks=[Stops])
+    trainer.train()
+    assert trainer.state.global_step == 2 + 4
+    assert trainer.state.log_history[-1]["epoch"] == 2.0
 
 
 def test_early_stopping_as_transformers_ships_it(tmp_path: Path) -> None:

@@ -231,6 +231,17 @@ def test_generated_rows_have_transformers_width_and_padding(tmp_path: Path) -> N
     assert -100 not in ours.predictions
 
 
+def test_the_last_batch_alone_is_dropped(tmp_path: Path) -> None:
+    """Of 22 rows, 5 batches remain; the third update of an epoch has one of them."""
+    trainer = make_trainer(
+        tmp_path, train_dataset=make_rows(22), num_train_epochs=1, dataloader_drop_last=True,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert len(trainer.get_train_dataloader()) == 5
+
+
 def test_special_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -198,6 +198,32 @@ def test_the_ways_out_of_that_refusal_work() -> None:
     accumulate(engine, clip)
 
 
+# ---- parameters that come later ------------------------------------------------------------------
+
+
+def test_parameters_added_after_compose_are_divided_and_clipped_with_the_others() -> None:
+    model, plain = make_model(), make_model()
+    optimizer, expected = make_sgd(model), make_sgd(plain)
+    engine = make_engine(gradient_accumulation_steps=2, clip_grad=0.1)
+    engine.compose(model, optimizer)
+    for network, its_optimizer in ((model, optimizer), (plain, expected)):
+        torch.manual_seed(1)
+        network[2] = nn.Linear(4, 2)  # type: ignore[index]
+        its_optimizer.add_param_group({"params": [*network[2].parameters()], "lr": 0.3})  # type: ignore[index]
+    for number in range(4):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        engine.backward(model(x).square().mean(), weight=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        (plain(x).square().mean() / 2).backward()
+        if number % 2:
+            # What is no part of the model any more is still held by the optimizer, without gradient.
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            expected.step()
+            expected.zero_grad()
+    assert_equal(model, plain)
+
+
 # ---- which batch a loss belongs to ---------------------------------------------------------------
 
 

@@ -173,6 +173,18 @@ def test_parameters_unfrozen_after_compose_are_trained_alike_on_all_ranks() -> N
     assert_same([(case, layout, options) for case in cases for layout in layouts])
 
 
+def add_a_layer(loop: Loop) -> None:
+    loop.model.head = nn.Linear(16, 64)
+    loop.optimizer.add_param_group({"params": [*loop.model.head.parameters()]})
+    loop.engine.backward(loop.compute_loss(0))
+
+
+def test_parameters_added_after_compose_are_refused_on_several_ranks() -> None:
+    """Each rank would train its own."""
+    for ranks in run_on_ranks([(add_a_layer, layout, {}) for layout in ({}, zero(1))]):
+        assert all("optimizer was given 2 parameters after compose()" in o.error for o in ranks)
+
+
 def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -266,6 +278,15 @@ def copy_the_model(loop: Loop) -> None:
         loop.note_mean(copied(**loop.get_batch(VALIDATION))["loss"])
 
 
+def swap_weights(loop: Loop) -> None:
+    """A moving average, in the model's place while it is evaluated."""
+    loop.engine.backward(loop.compute_loss(0))
+    loop.engine.step()
+    average = [torch.zeros_like(p) for p in loop.model.parameters()]
+    for mean, parameter in zip(average, loop.model.parameters(), strict=True):
+        parameter.data, mean.data = mean.data, parameter.data
+
+
 def average_whole_weights(loop: Loop) -> None:
     """torch's own average, which cannot copy a sharded model."""
     average = torch.optim.swa_utils.AveragedModel(build_model("small-gpt2"))
@@ -285,6 +306,7 @@ def test_weights_parts_and_averages_of_a_split_model() -> None:
     runs += [(call_the_parts, layout, GPT2) for layout in sharded]
     runs += [(average_whole_weights, layout, GPT2) for layout in [zero(1), zero(3), TENSOR]]
     runs += [(copy_the_model, layout, GPT2) for layout in ({}, TENSOR)]
+    runs += [(swap_weights, {}, GPT2)]
     runs += [(penalise_shards, layout, GPT2) for layout in ({}, TENSOR)[: 1 + CAN_JOIN_FUSED]]
     assert_same(runs)
 
@@ -295,7 +317,10 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     runs += [(copy_the_model, zero(stage), GPT2) for stage in (1, 3)]
     clipped = [(clip_while_accumulating, layout, GPT2) for layout in ({}, zero(1), zero(3), TENSOR)]
     clipped += [(clip_values_while_accumulating, layout, GPT2) for layout in (zero(3), TENSOR)]
-    results = run_on_ranks(runs + clipped)
+    swapped = [(swap_weights, layout, GPT2) for layout in (zero(1), zero(3), TENSOR)]
+    *results, first, second, third = run_on_ranks(runs + clipped + swapped)
+    for outcome in (*first, *second, *third):
+        assert "Copy the values: p.data.copy_(tensor)" in outcome.error
     outcomes = results[: len(runs)]
     for outcome in itertools.chain(*results[len(runs) :]):
         assert "Clip with engine.clip_grad_norm(max_norm)" in outcome.error

@@ -50,7 +50,9 @@ def adopt_loader(
     if is_random or isinstance(sampler, SequentialSampler):
         sampler = None
     adopted = DistributedLoader(
-        loader.dataset, collate=loader.collate_fn, shuffle=is_random, drop_last=batches.drop_last,
+        loader.dataset, collate=loader.collate_fn, shuffle=is_random,
+        # Of a batch, as it says, also if several make an update.
+        drop_last=batches.drop_last, keeps_rounds=True,
         micro_batch_size=batch_size or batches.batch_size,
         order=None if sampler is None else lambda: list(sampler),
         num_samples=len(sampler) if isinstance(sampler, Sized) else None, **common,

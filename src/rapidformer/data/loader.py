@@ -49,6 +49,7 @@ class DistributedLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        keeps_rounds: bool = False,
         num_workers: int = 0,
         device: torch.device | None = None,
         order: Callable[[], Sequence[int]] | MixedOrder | None = None,
@@ -59,6 +60,8 @@ class DistributedLoader:
         lengths: Sequence[int] | None = None,
         gather_digests: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
+        """``drop_last`` drops an epoch's last, smaller update; with ``keeps_rounds`` only its last,
+        smaller round, as torch's DataLoader does."""
         self.dataset = dataset
         self.source = open_source(dataset, gather_digests)
         self.collate_fn = collate
@@ -82,7 +85,8 @@ class DistributedLoader:
         """Samples in an epoch: the data set's, or those that a sampler of the user's own gives."""
         self._cut = Rounds(
             micro_batch_size=micro_batch_size, num_replicas=num_replicas, replica=replica,
-            per_update=rounds_per_update, num_samples=self.num_samples, drops_last=drop_last,
+            per_update=rounds_per_update, num_samples=self.num_samples,
+            whole=0 if not drop_last else 1 if keeps_rounds else rounds_per_update,
             get_batch_size=get_batch_size, token_budget=token_budget,
         )  # fmt: skip
         self.samples_per_round = self.total_batch_size = self._cut.samples

@@ -128,7 +128,8 @@ class Rounds:
     per_update: int
     num_samples: int
     """Samples in an epoch; 0 for a stream."""
-    drops_last: bool
+    whole: int
+    """Rounds that an epoch has a multiple of: what is left over is dropped. 0: nothing is."""
     get_batch_size: Callable[[int], int] | None
     """Samples of the next update after this many samples, if updates differ in size."""
     token_budget: int | None
@@ -145,13 +146,13 @@ class Rounds:
 
     def count_after(self, consumed: int) -> int:
         """Rounds left in the epoch after this many of its samples."""
-        if not self.drops_last:
+        if not self.whole:
             return -(-(self.num_samples - consumed) // self.samples)
-        end = self.num_samples // self.samples_per_update * self.samples_per_update
+        together = self.samples * self.whole
+        end = self.num_samples // together * together
         if self.get_batch_size is not None:
             return max(end - consumed, 0) // self.samples
-        updates = max(self.num_samples - consumed, 0) // self.samples_per_update
-        return updates * self.per_update
+        return max(self.num_samples - consumed, 0) // together * self.whole
 
     def get_update_size(self, epoch: int, consumed: int) -> int:
         """Samples of the update that begins after this many samples of the epoch."""
@@ -166,7 +167,7 @@ class Rounds:
         if self.count_after(0) == 0:
             raise DataError(
                 f"the data set has {self.num_samples} samples, less than one global batch of "
-                f"{self.samples_per_update}, and the last, smaller batch is dropped: use a smaller "
+                f"{self.samples * self.whole}, and the last, smaller batch is dropped: use a smaller "
                 "--global-batch-size, or --keep-last."
             )
 
@@ -177,7 +178,7 @@ class Rounds:
         if self.token_budget is not None:
             assert lengths is not None
             start, end = consumed, self.num_samples
-            if self.drops_last:
+            if self.whole:
                 end = start + self.count_after(start) * self.samples
             while start < end:
                 size = min(self.get_update_size(epoch, start), end - start)
@@ -230,10 +231,10 @@ class Rounds:
         while True:
             size = self.get_update_size(epoch, start) if has_budget else self.samples
             samples = take(size)
-            if not samples or (self.drops_last and len(samples) < size):
+            if not samples or (self.whole and len(samples) < size):
                 return
             waiting.append((start, list(enumerate(samples, start))))
             start += size
-            if has_budget or not self.drops_last or len(waiting) == self.per_update:
+            if has_budget or not self.whole or len(waiting) == self.whole:
                 yield from waiting
                 waiting = []

@@ -185,6 +185,7 @@ class BackwardPasses:
 
     def __post_init__(self) -> None:
         self._trainable = [p.requires_grad for p in self.parameters]
+        self._num_held = sum(len(group["params"]) for group in self.optimizer.param_groups)
         self._held: HeldGradients | None = None
         """What the micro-batches of this update have added up to so far."""
         self._joined: MicroBatch | None = None
@@ -220,6 +221,7 @@ class BackwardPasses:
         return is_last, self.clock.add_weight(weight, shared_unit=unit)
 
     def _release(self) -> None:
+        self._adopt_added()
         if self._held is not None:
             self._held.put_back()
             self._held = None
@@ -349,6 +351,25 @@ class BackwardPasses:
             deepspeed = self.parallelized.deepspeed
             read = deepspeed.gather_gradient if deepspeed else operator.attrgetter("grad")
             check_whole_gradients(self.parallelized.model, group, read)
+
+    def _adopt_added(self) -> None:
+        """Take in parameters that the script has given the optimizer since ``compose``."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(held) <= self._num_held:
+            return
+        self._num_held = len(held)
+        known = {id(p) for p in self.parameters}
+        added = [p for p in held if id(p) not in known]
+        if added and self.topology.mesh is not None:
+            number = f"{len(added)} parameters" if added[1:] else "a parameter"
+            raise RapidformerError(
+                f"the optimizer was given {number} after compose(), whose gradient is that of this "
+                "rank alone: ranks sum and split only what the model had in compose(). Add layers "
+                "and adapters before it; or engine.close(), add them, and compose the model with a "
+                "new engine and optimizer."
+            )
+        self.parameters = [*self.parameters, *added]
+        self._trainable += [p.requires_grad for p in added]
 
     def notice_unfrozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""

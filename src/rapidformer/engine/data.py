@@ -63,12 +63,14 @@ class RunData:
         batch_size: int | None = None,
         is_training: bool | None = None,
         order: Sequence[int] | None = None,
+        keeps_rounds: bool = False,
     ) -> DistributedLoader:
         """A loader for this rank's part of the data, with batches on the device.
 
         The first one built is the training data's, unless ``is_training`` says otherwise.
         ``shuffle`` follows the data set's own name for its split (``train`` is), unless said.
-        ``order`` lists the samples to hand out, by their index.
+        ``order`` lists the samples to hand out, by their index. Without ``--keep-last``, an update
+        that lacks micro-batches is dropped; with ``keeps_rounds``, only a smaller micro-batch.
         """
         if is_training is None:
             is_training = self.train_loader is None
@@ -87,7 +89,7 @@ class RunData:
         loader = DistributedLoader(
             dataset, collate=collate, shuffle=shuffle, **self._describe_share(is_training),
             micro_batch_size=batch_size or self.args.micro_batch_size or 1,
-            drop_last=is_training and not self.args.keep_last,
+            drop_last=is_training and not self.args.keep_last, keeps_rounds=keeps_rounds,
             num_workers=workers if workers is not None else 2 * (self._device.type == "cuda"),
             get_batch_size=self.batches.get_size if is_growing else None,
             token_budget=budget, lengths=lengths, order=chosen, tells_sets=is_training,

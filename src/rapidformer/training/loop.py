@@ -57,7 +57,7 @@ class TrainingLoop:
             engine.args, train_iters=train_iters, saves_each_epoch=saves_each_epoch,
             eval_interval=evaluation.interval if evaluation else None,
         )  # fmt: skip
-        self.evaluation = evaluation if self.timetable.evaluates else None
+        self.evaluation = evaluation
         self.progress, self.control = Progress(), Control()
         self._callbacks: list[Callback] = [reporter, record]
         if evaluation is not None:
@@ -78,6 +78,7 @@ class TrainingLoop:
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self._step_before = self.step
+        self._has_cut_epoch = False
         saves, is_alone = bool(self.args.save), self.args.world_size == 1
         self._signals = StopSignals(reporter.say, engine.device, saves=saves, is_alone=is_alone)
         self._garbage = GarbageCollection(train_iters)
@@ -123,7 +124,7 @@ class TrainingLoop:
         self._log_lines.measure_device()
         try:
             self._notify("on_train_begin")
-            if self.evaluation is not None and self.timetable.evaluates_first and self.step == 0:
+            if self.evaluation and self.timetable.evaluates_first and self.step == 0:
                 self._evaluate()
             with self._signals, self._garbage:
                 while not self._is_over():
@@ -172,6 +173,9 @@ class TrainingLoop:
             raise RapidformerError("the training data yielded no batch: is the stream empty?")
         self._notify("on_epoch_end")
         self._act()
+        if self.control.should_epoch_stop and not self._is_over():
+            self._has_cut_epoch = True
+            self.loader.set_epoch(self.loader.epoch + 1)
 
     def _run_passes(self, update: Update) -> list[MicroBatchResult]:
         is_watched = any(
@@ -283,7 +287,8 @@ class TrainingLoop:
     def _finish(self) -> None:
         if self._has_passed:
             self.train_iters = self._attempts
-        if self.evaluation is not None and self.progress.evaluated_at != self.step:
+        is_due = self.timetable.evaluates and self.progress.evaluated_at != self.step
+        if self.evaluation is not None and is_due:
             self._evaluate()
         if self.test is not None and self._attempts >= self.train_iters:
             self._log()  # log first, so that the evaluation does not count as training time
@@ -322,8 +327,14 @@ class TrainingLoop:
 
     @property
     def _has_passed(self) -> bool:
-        """Whether a run over a stream of unknown length has done its passes."""
-        return self.train_iters == OPEN_END and self.loader.epoch >= (self.args.epochs or 1)
+        """Whether a run that counts its passes has done them.
+
+        It does over a stream of unknown length, and once a callback has ended an epoch early.
+        """
+        args = self.args
+        counts = self._has_cut_epoch and not (args.train_iters or args.train_samples)
+        is_counting = counts or self.train_iters == OPEN_END
+        return is_counting and self.loader.epoch >= (args.epochs or 1)
 
     def _log(self) -> None:
         self.control.should_log = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType, NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, get_base
 from rapidformer.dist.whole import join_whole
+from rapidformer.errors import RapidformerError
 
 Step = Callable[[Tensor], Any]
 _PLACES = (int, slice, NoneType, EllipsisType)
@@ -97,10 +98,25 @@ def _build_method(name: str, _: Any) -> Callable[..., Any]:
     return call
 
 
+def _build_data(_: Any) -> property:
+    """``p.data`` as it is; torch would leave a split tensor as it is if one is assigned."""
+    inherited: Any = Tensor.data
+
+    def refuse(self: Any, value: Tensor) -> NoReturn:
+        raise RapidformerError(
+            f"`p.data = tensor` cannot change a tensor of shape {tuple(self.shape)} that is split "
+            "over ranks. Copy the values: p.data.copy_(tensor). To exchange two sets of weights, "
+            "copy one of them first: kept = p.data.clone()."
+        )
+
+    return property(inherited.__get__, refuse)
+
+
 CHANGING_ITEMS = Patch(
     lambda: [
         Entry(DTensor, "__setitem__", lambda _: _set_items),
         Entry(DTensor, "__getitem__", lambda _: _get_items),
+        Entry(DTensor, "data", _build_data),
         *[Entry(DTensor, name, partial(_build_method, name)) for name in _ELEMENTWISE],
     ]
 )

@@ -142,5 +142,6 @@ class DataMethods(TrainerInterface):
                 num_workers=args.dataloader_num_workers,
             )  # fmt: skip
         return self.engine.data.build_loader(
-            dataset, collate, shuffle=shuffle, batch_size=size, is_training=is_training
-        )
+            dataset, collate, shuffle=shuffle, batch_size=size, is_training=is_training,
+            keeps_rounds=True,
+        )  # fmt: skip
