@@ -198,6 +198,22 @@ def test_the_ways_out_of_that_refusal_work() -> None:
     accumulate(engine, clip)
 
 
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+def test_a_seed_of_the_script_that_nothing_follows_is_said(said: Any) -> None:
+    torch.manual_seed(87)
+    make_engine(log_level="warning", seed=5).close()
+    assert "order of shuffled data" not in said.text
+    make_engine(log_level="warning").close()  # the seed is now the engine's
+    assert "order of shuffled data" not in said.text
+    torch.manual_seed(88)
+    make_engine(log_level="warning").close()
+    assert "follow --seed, which is 1234, not the seed that the script has given torch (88)" in (
+        said.text
+    )
+
+
 # ---- parameters that come later ------------------------------------------------------------------
 
 

@@ -10,8 +10,20 @@ import torch
 from torch import Tensor
 
 
+UNSEEDED = 67280421310721
+"""What torch's generator says of its seed in a process that nobody has seeded."""
+_own_seeds = {UNSEEDED}
+
+
+def find_foreign_seed() -> int | None:
+    """What the script has seeded torch with; None if nobody but the library has."""
+    seed = torch.initial_seed()
+    return None if seed in _own_seeds else seed
+
+
 def seed_everything(seed: int, *, deterministic: bool) -> None:
     """Seed Python, NumPy and torch; ``deterministic`` also selects deterministic kernels."""
+    _own_seeds.add(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from rapidformer.config import Settings, resolve
 from rapidformer.context import set_context
 from rapidformer.data.tokenizers.build import load_tokenizer
 from rapidformer.dist.processes import start_processes
-from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.seeding import find_foreign_seed, seed_everything
 from rapidformer.dist.topology import Topology, build_topology
 from rapidformer.engine.unused_settings import find_idle_settings
 from rapidformer.foreign_names import get_foreign_flags
@@ -55,11 +55,23 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     build_tokenizer = functools.partial(load_tokenizer, args)
     set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)
     _warn_about_settings_without_effect(args)
+    _warn_about_seed(args)
     seed_everything(args.seed, deterministic=args.deterministic)
     prepare_compilation(args, processes.device)
     return args, Runtime(
         device=processes.device, topology=topology, precision=precision, is_main=processes.is_main
     )
+
+
+def _warn_about_seed(args: Settings) -> None:
+    """A script that seeds torch expects its dropout and the order of its data to follow."""
+    seed = None if args.is_given("seed") else find_foreign_seed()
+    if seed not in (None, args.seed):
+        warn_once(
+            f"dropout and the order of shuffled data follow --seed, which is {args.seed}, not the "
+            f"seed that the script has given torch ({seed}). Say it to the engine: "
+            f'RapidformerEngine(args={{"seed": {seed}, ...}}) or --seed {seed}.'
+        )
 
 
 def _warn_about_settings_without_effect(args: Settings) -> None:

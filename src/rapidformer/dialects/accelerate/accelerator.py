@@ -35,15 +35,11 @@ from rapidformer.dialects.accelerate.settings import (
     splits_batches,
 )
 from rapidformer.dialects.accelerate.tracking import TrackingVerbs
-from rapidformer.dist.seeding import seed_everything
+from rapidformer.dist.seeding import UNSEEDED, seed_everything
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import add_gradients, clip_norm
-
-_UNSEEDED = 67280421310721
-"""What torch's generator says of its seed in a process that nobody has seeded."""
-
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
@@ -84,7 +80,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
     def __init__(self, **arguments: Any) -> None:
         settings = build_accelerator_settings(arguments)
         seed = torch.initial_seed()
-        if seed != _UNSEEDED:
+        if seed != UNSEEDED:
             settings = settings.replace("set_seed()", seed=seed % 2**32)
         self._settings = settings
         self._models, self._optimizers, self._schedulers, self._guards = [], [], [], []
@@ -115,7 +111,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
 
     def _start_engine(self) -> None:
         """Make the engine; a script that has seeded its random numbers keeps them."""
-        is_seeded, device = torch.initial_seed() != _UNSEEDED, torch.device("cpu")
+        is_seeded, device = torch.initial_seed() != UNSEEDED, torch.device("cpu")
         states = get_random_states(device)
         self.engine = RapidformerEngine(args=self._settings)
         self.engine.updates.has_own_parts = False
