@@ -332,6 +332,35 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
                    for o in ranks)  # fmt: skip
 
 
+class ScaledModel(PlainModel):
+    """Learns how large its logits are, like CLIP: a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(input_ids, **batch)["logits"] * self.scale.exp()
+        labels = batch["labels"].flatten()
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels)}
+
+
+def make_scaled() -> nn.Module:
+    torch.manual_seed(7)
+    return ScaledModel()
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def test_a_parameter_that_is_a_single_number_is_trained_under_sharding() -> None:
+    """``fully_shard`` refuses it."""
+    options = {"make_model": make_scaled, "make_optimizer": make_adam}
+    cases = [penalise_weights, halve_and_clip]
+    assert_same([(case, zero(stage), options) for case in cases for stage in (1, 2, 3)])
+
+
 # ---- gradient penalties --------------------------------------------------------------------------
 
 

@@ -267,7 +267,7 @@ def test_each_process_makes_its_share_of_the_same_weights(
 
 def _offload_alone() -> tuple[str, list[float]]:
     model = build_model("gpt2")
-    apply_sharding(model, find_plan(model), build_lone_mesh("cpu"), 3, offloads=True)
+    apply_sharding(model, find_plan(model), build_lone_mesh("cpu"), 3, None, offloads=True)
     optimizer = make_sgd(model)
     losses = []
     for rows in cut_updates(Training("gpt2")):

@@ -70,9 +70,11 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
     """Put parameters on another mesh (experts) into own groups: torch updates one at a time."""
     for group in list(optimizer.param_groups):
         kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        numbers = []  # which torch updates together with any mesh
         for parameter in group["params"]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            kinds.setdefault(mesh, []).append(parameter)
+            is_number = mesh is None and parameter.dim() == 0
+            (numbers if is_number else kinds.setdefault(mesh, [])).append(parameter)
         if len(kinds) < 2:
             continue
         if ready_made is not None:
@@ -82,6 +84,7 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
                 "lr_scheduler_fn=lambda optimizer: ..., instead of lr_scheduler."
             )
         group["params"], *others = kinds.values()
+        group["params"] += numbers
         optimizer.param_groups += [{**group, "params": parameters} for parameters in others]
 
 

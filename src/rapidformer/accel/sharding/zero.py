@@ -13,11 +13,13 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
+from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights, serve_outside_calls
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.compat.torch_dispatch import is_in_backward
@@ -47,7 +49,8 @@ def apply(assembly: Assembly) -> str | None:
             fully_shard(module, **options)
     stage = 1 if _is_reduced_late(args) else args.zero_stage
     assembly.applied.enter(QUIET_VIEWS)
-    sharded = apply_sharding(model, assembly.plan, mesh, stage, offloads=args.cpu_offload)
+    group = assembly.topology.get_replica_group()
+    sharded = apply_sharding(model, assembly.plan, mesh, stage, group, offloads=args.cpu_offload)
     assembly.synchronizer = sharded
     assembly.applied.on_close(_take_off, model, sharded)
     if assembly.pipeline is None:  # a rank with several stages runs them in the schedule's order
@@ -108,8 +111,12 @@ def gather_weight(synchronizer: object, parameter: Tensor) -> Tensor:
 class ShardedGradients(GradientSynchronizer):
     """Tells the sharded model, before each backward pass, whether it is the update's last."""
 
-    def __init__(self, model: nn.Module, stage: int) -> None:
+    def __init__(
+        self, model: nn.Module, stage: int, scalars: GradientReducer | None = None
+    ) -> None:
         assert isinstance(model, FSDPModule)
+        self.scalars = scalars
+        """Sums the gradients of parameters that are single numbers, which nothing shards."""
         self._root = model
         self.gathered_weights = GatheredWeights(model, stage)
         self._stage = stage
@@ -125,11 +132,15 @@ class ShardedGradients(GradientSynchronizer):
 
     def close(self) -> None:
         """Leave nothing gathered."""
+        if self.scalars is not None:
+            self.scalars.close()
         if self._placed is not None:
             self._placed.close_places()
         self.gathered_weights.release()
 
     def before_backward(self, is_last: bool) -> None:
+        if self.scalars is not None:
+            self.scalars.before_backward(is_last)
         if is_last == self._was_last:
             return  # each of these calls walks through all modules
         self._was_last = is_last
@@ -140,15 +151,29 @@ class ShardedGradients(GradientSynchronizer):
             self._root.set_reshard_after_backward(is_last)
 
     def after_backward(self) -> None:
+        if self.scalars is not None:
+            self.scalars.after_backward()
         if self._was_last and self._placed is not None and self._placed.must_reduce:
             self._placed.reduce()
 
 
 def apply_sharding(
-    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, stage: int, *, offloads: bool = False
+    model: nn.Module,
+    plan: ModelPlan,
+    mesh: DeviceMesh,
+    stage: int,
+    group: dist.ProcessGroup | None,
+    *,
+    offloads: bool = False,
 ) -> ShardedGradients:
-    """Shard the training state over the mesh; with ``offloads`` it stays in host memory."""
+    """Shard the training state over the mesh; with ``offloads`` it stays in host memory.
+
+    A parameter that is a single number (CLIP's ``logit_scale``) stays whole on every rank of the
+    ``group``: there is nothing to shard.
+    """
     options = _get_options(mesh, stage, offloads=offloads)
+    scalars = [p for p in model.parameters() if p.dim() == 0]
+    options["ignored_params"] = set(scalars)
     tied_names = {name for group in plan.tied for name in group}
     for name in plan.blocks:
         if not any(tied.startswith(f"{name}.") for tied in tied_names):
@@ -162,7 +187,8 @@ def apply_sharding(
             module.set_force_sum_reduction_for_comms(True)
             # Instead of torch's own refusal, which says neither why nor what to do.
             module.__dict__["__deepcopy__"] = _refuse_copy
-    gradients = ShardedGradients(model, stage)
+    reducer = GradientReducer(scalars, group) if scalars and group is not None else None
+    gradients = ShardedGradients(model, stage, reducer)
     serve_outside_calls(model, gradients.gathered_weights)
     if hasattr(model, "generate"):
         weights = gradients.gathered_weights
