@@ -297,6 +297,22 @@ def test_a_batch_that_cannot_be_followed_is_said(said: Any) -> None:
     assert "engine.backward(loss, weight=n)" in said.text
 
 
+@pytest.mark.parametrize("is_shifted", [True, False])
+def test_a_mean_over_other_labels_than_were_counted_is_said(is_shifted: bool, said: Any) -> None:
+    """A decoder of one's own: nothing says that it compares each position with the next label."""
+    model = nn.Linear(3, 8)
+    engine = make_engine(global_batch_size=4, log_level="warning")
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
+    for batch in loader:
+        logits, labels = model(batch["x"]).view(-1, 4, 2), batch["labels"]
+        if is_shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        engine.backward(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        engine.step()
+    assert said.text.count("a mean over fewer labels than were counted") == is_shifted
+
+
 def test_no_batch_is_kept_alive_and_no_hook_stays() -> None:
     model = make_model()
     engine = make_engine()

@@ -27,6 +27,11 @@ PRIVATE_NAMES = {
         f"torch._C._functions.MmBackward0._saved_{name}_sym_sizes": "losses that compare rows"
         for name in ("self", "mat2")
     },
+    **{
+        f"torch._C._functions.{name}Backward0._saved_{what}": "losses over other labels than counted"
+        for name in ("NllLoss", "NllLoss2D")
+        for what in ("weight", "reduction", "total_weight")
+    },
     "torch.cuda._sleep": "timing kernels apart from their launches",
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
 }
@@ -102,6 +107,14 @@ def find_product_sizes(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | 
     if node.name() != "MmBackward0":
         return None
     return tuple(node._saved_self_sym_sizes), tuple(node._saved_mat2_sym_sizes)  # type: ignore[attr-defined]
+
+
+def find_mean_count(node: Node) -> float | None:
+    """What a cross-entropy of a graph is a mean over; None if this is none, or has weights."""
+    if not node.name().startswith("NllLoss") or getattr(node, "_saved_weight", None) is not None:
+        return None
+    is_mean = getattr(node, "_saved_reduction", None) == 1
+    return float(node._saved_total_weight) if is_mean else None  # type: ignore[attr-defined]
 
 
 def is_view_of_leaf(node: Node) -> bool:

@@ -29,7 +29,7 @@ from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.dist.heartbeat import beat
 from rapidformer.dist.topology import Topology
 from rapidformer.engine.current_batch import CurrentBatch
-from rapidformer.engine.in_batch import warn_if_rows_are_compared
+from rapidformer.engine.in_batch import warn_if_rows_are_compared, warn_of_other_weight
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import (
@@ -202,6 +202,8 @@ class BackwardPasses:
         """Back-propagate a micro-batch's loss; finish the gradient after the last of its update."""
         if self.topology.data * self.clock.rounds_per_update > 1 or self.clock.is_accumulating:
             warn_if_rows_are_compared(result.loss, self.clock.updates)
+            if not result.is_weight_given and self.topology.context == 1:
+                warn_of_other_weight(result.loss, result.weight, self.clock.updates)
         is_last, fraction = self.count(result, micro_batch, ends_update=ends_update)
         self._back_propagate(result.loss, fraction, is_last=is_last, retain_graph=retain_graph)
         if is_last:

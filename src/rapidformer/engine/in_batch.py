@@ -1,6 +1,6 @@
-"""Losses that compare the rows of a batch with each other, such as in-batch negatives.
+"""What the graph of a loss shows of it: how many labels it is a mean over, and in-batch negatives.
 
-The mean of such losses over micro-batches or ranks is not the loss of the whole batch: each row
+The mean over micro-batches or ranks of a loss that compares the rows of a batch is not the loss of the whole batch: each row
 meets fewer others. Only a look at the loss's graph shows it: near its end, a product of two
 activations with a row and a column for each row.
 """
@@ -8,11 +8,12 @@ activations with a row and a column for each row.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from rapidformer.compat.torch_tensors import find_product_sizes, is_view_of_leaf
+from rapidformer.compat.torch_tensors import find_mean_count, find_product_sizes, is_view_of_leaf
 from rapidformer.log import warn_once
 
 _MOST_OPERATIONS = 200
@@ -36,16 +37,40 @@ def warn_if_rows_are_compared(loss: Tensor, updates: int) -> None:
 
 def compares_rows(loss: Tensor) -> bool:
     """Whether activations near the loss are compared row by row, and were not gathered."""
-    waiting: deque[Node] = deque([loss.grad_fn] if loss.grad_fn is not None else [])
-    seen, has_found = set(waiting), False
-    while waiting and len(seen) < _MOST_OPERATIONS:
-        node = waiting.popleft()
-        inputs = [child for child, _ in node.next_functions if child is not None]
+    has_found, was_gathered = False, False
+    for node, inputs in _list_last_operations(loss):
+        was_gathered |= node.name() == "_GatherBackward"
         sizes = find_product_sizes(node)
         if sizes is not None and len(inputs) == 2 and not any(map(is_view_of_leaf, inputs)):
             (rows, _), (_, columns) = sizes
             has_found |= rows == columns > 1
-        new = [child for child in inputs if child not in seen]
+    return has_found and not was_gathered
+
+
+def warn_of_other_weight(loss: Tensor, weight: float | Tensor, updates: int) -> None:
+    """Warn if the labels that were counted are not those that the loss is a mean over."""
+    if updates & (updates - 1) or isinstance(weight, Tensor) or not weight:
+        return
+    counts = [find_mean_count(node) for node, _ in _list_last_operations(loss)]
+    known = [count for count in counts if count is not None]
+    if len(known) == 1 and known[0] not in (0.0, weight):
+        warn_once(
+            f"the loss of a micro-batch is a mean over {'fewer' if known[0] < weight else 'more'} "
+            "labels than were counted in its batch (a model of your own may shift them, or leave "
+            "some out), so micro-batches with unequal counts do not weigh what they should. Pass "
+            "engine.backward(loss, weight=n), return (loss, n) from run_forward_step, or set "
+            "labels that are never compared to -100."
+        )
+
+
+def _list_last_operations(loss: Tensor) -> Iterator[tuple[Node, list[Node]]]:
+    """The operations nearest to the loss, each with those before it."""
+    waiting: deque[Node] = deque([loss.grad_fn] if loss.grad_fn is not None else [])
+    seen = set(waiting)
+    while waiting:
+        node = waiting.popleft()
+        inputs = [child for child, _ in node.next_functions if child is not None]
+        yield node, inputs
+        new = [child for child in inputs if child not in seen][: _MOST_OPERATIONS - len(seen)]
         seen.update(new)
         waiting += new
-    return has_found and not any(node.name() == "_GatherBackward" for node in seen)
