@@ -198,6 +198,43 @@ def test_the_ways_out_of_that_refusal_work() -> None:
     accumulate(engine, clip)
 
 
+class TableModel(nn.Module):
+    """A table of which a batch reads a few rows, some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table((x.abs() * 2).long()).mean(1))  # type: ignore[no-any-return]
+
+
+def make_table_model() -> nn.Module:
+    torch.manual_seed(0)
+    return TableModel()
+
+
+def test_sparse_gradients_are_accumulated_and_clipped() -> None:
+    model, plain = make_table_model(), make_table_model()
+    optimizer, expected = make_sgd(model), make_sgd(plain)
+    engine = make_engine(gradient_accumulation_steps=2, clip_grad=0.1)
+    engine.compose(model, optimizer)
+    for number in range(4):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        engine.backward(model(x).square().mean(), weight=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        (plain(x).square().mean() / 2).backward()
+        if number % 2:
+            gradients = [p.grad.to_dense() for p in plain.parameters()]  # type: ignore[union-attr]
+            factor = min(1.0, 0.1 / (float(nn.utils.get_total_norm(gradients)) + 1e-6))
+            for parameter in plain.parameters():
+                parameter.grad = parameter.grad * factor  # type: ignore[operator]
+            expected.step()
+            expected.zero_grad()
+    assert_equal(model, plain)
+
+
 # ---- seeds ---------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,18 @@ def test_parameters_added_after_compose_are_refused_on_several_ranks() -> None:
         assert all("optimizer was given 2 parameters after compose()" in o.error for o in ranks)
 
 
+def make_sparse_model() -> nn.Module:
+    model = build_model("small-plain")
+    model.embedding.sparse = True
+    return model
+
+
+def test_sparse_gradients_are_refused_on_several_ranks() -> None:
+    options = {"make_model": make_sparse_model}
+    for ranks in run_on_ranks([(halve_and_clip, layout, options) for layout in ({}, zero(1))]):
+        assert all("embedding of PlainModel has sparse gradients" in o.error for o in ranks)
+
+
 def test_unfrozen_parameters_that_no_optimizer_holds_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -27,7 +27,13 @@ from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients
-from rapidformer.accel.weights import broadcast_weights, check_weights, make_weights, place_weights
+from rapidformer.accel.weights import (
+    broadcast_weights,
+    check_gradients,
+    check_weights,
+    make_weights,
+    place_weights,
+)
 from rapidformer.config import Settings
 from rapidformer.config.explain import Answer, explain
 from rapidformer.config.row import Moment
@@ -143,6 +149,8 @@ def parallelize(
         applied=Applied(model, plain),
     )  # fmt: skip
     check_weights(model, assembly.deferred)
+    if for_training and topology.mesh is not None:
+        check_gradients(model)
     try:
         _apply_all(assembly)
     except BaseException:

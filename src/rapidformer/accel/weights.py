@@ -39,6 +39,16 @@ def check_weights(model: nn.Module, deferred: DeferredWeights | None) -> None:
         )
 
 
+def check_gradients(model: nn.Module) -> None:
+    """Refuse layers with sparse gradients, which ranks cannot add up."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(
+                f"{name} of {type(model).__name__} has sparse gradients (sparse=True), which "
+                "several ranks do not add up: build it without, or train on one rank."
+            )
+
+
 def place_weights(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
     """Move a whole model; if it lives in host memory, move only its buffers."""
     if getattr(model, "is_quantized", False):

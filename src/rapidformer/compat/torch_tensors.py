@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 PRIVATE_NAMES = {
     "torch._foreach_mul_": "scaling all gradients in one kernel",
+    "torch.Tensor._values": "scaling sparse gradients",
     "torch._foreach_copy_": "copying all gradients in one kernel",
     "torch._foreach_norm": "the norms of all gradients in one kernel",
     "torch._utils._unflatten_dense_tensors": "the gradients in one piece of memory, by one call",
@@ -63,7 +64,8 @@ def has_storage(tensor: Tensor) -> bool:
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply every tensor by one factor, in place."""
-    torch._foreach_mul_(list(tensors), factor)
+    # Rows that a sparse tensor has twice are added up later.
+    torch._foreach_mul_([t._values() if t.is_sparse else t for t in tensors], factor)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -48,9 +48,9 @@ def compares_rows(loss: Tensor) -> bool:
 
 
 def warn_of_other_weight(loss: Tensor, weight: float | Tensor, updates: int) -> None:
-    """Warn if the labels that were counted are not those that the loss is a mean over."""
-    if updates & (updates - 1) or isinstance(weight, Tensor) or not weight:
-        return
+    """Warn in the first update if not the labels that the loss is a mean over were counted."""
+    if updates > 0 or isinstance(weight, Tensor) or not weight:
+        return  # later, the host does not wait for numbers of the device
     counts = [find_mean_count(node) for node, _ in _list_last_operations(loss)]
     known = [count for count in counts if count is not None]
     if len(known) == 1 and known[0] not in (0.0, weight):

@@ -146,6 +146,7 @@ def _add(numbers: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _square_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     total = sum_squares(tensors)
     if total is not None:
         return total
