@@ -270,7 +270,7 @@ def test_parameters_added_after_compose_are_divided_and_clipped_with_the_others(
         optimizer.zero_grad()
         (plain(x).square().mean() / 2).backward()
         if number % 2:
-            # What is no part of the model any more is still held by the optimizer, without gradient.
+            # The layer that was replaced is still held by the optimizer, without a gradient.
             nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             expected.step()
             expected.zero_grad()

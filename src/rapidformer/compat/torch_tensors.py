@@ -29,7 +29,7 @@ PRIVATE_NAMES = {
         for name in ("self", "mat2")
     },
     **{
-        f"torch._C._functions.{name}Backward0._saved_{what}": "losses over other labels than counted"
+        f"torch._C._functions.{name}Backward0._saved_{what}": "what a mean is taken over"
         for name in ("NllLoss", "NllLoss2D")
         for what in ("weight", "reduction", "total_weight")
     },

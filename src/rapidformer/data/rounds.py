@@ -167,8 +167,8 @@ class Rounds:
         if self.count_after(0) == 0:
             raise DataError(
                 f"the data set has {self.num_samples} samples, less than one global batch of "
-                f"{self.samples * self.whole}, and the last, smaller batch is dropped: use a smaller "
-                "--global-batch-size, or --keep-last."
+                f"{self.samples * self.whole}, and the last, smaller batch is dropped: use a "
+                "smaller --global-batch-size, or --keep-last."
             )
 
     def deal(

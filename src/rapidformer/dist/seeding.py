@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 UNSEEDED = 67280421310721
 """What torch's generator says of its seed in a process that nobody has seeded."""
 _own_seeds = {UNSEEDED}

@@ -1,8 +1,8 @@
 """What the graph of a loss shows of it: how many labels it is a mean over, and in-batch negatives.
 
-The mean over micro-batches or ranks of a loss that compares the rows of a batch is not the loss of the whole batch: each row
-meets fewer others. Only a look at the loss's graph shows it: near its end, a product of two
-activations with a row and a column for each row.
+The mean over micro-batches or ranks of a loss that compares rows is not the loss of the whole
+batch: each row meets fewer others. Only a look at the loss's graph shows it: near its end, a
+product of two activations with a row and a column for each row.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 from rapidformer.optim.gradients import add_gradients, clip_norm
 
+
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch; ``device_specific`` gives every process another seed."""
     rank = int(os.environ.get("RANK") or 0) if device_specific else 0
