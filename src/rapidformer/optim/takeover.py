@@ -70,7 +70,7 @@ def split_groups_by_mesh(optimizer: Optimizer, ready_made: Any = None) -> None:
     """Put parameters on another mesh (experts) into own groups: torch updates one at a time."""
     for group in list(optimizer.param_groups):
         kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-        numbers = []  # which torch updates together with any mesh
+        numbers: list[nn.Parameter] = []  # torch updates them together with any mesh
         for parameter in group["params"]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             is_number = mesh is None and parameter.dim() == 0
