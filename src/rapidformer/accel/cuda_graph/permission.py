@@ -59,7 +59,8 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     """What of this model cannot be replayed, beside what the row says."""
     if any("statistics" in list_layers(module) for module in assembly.model.modules()):
         return "the ranks exchange the statistics of BatchNorm in every pass"
-    if getattr(assembly.synchronizer, "scalars", None) is not None:
+    shards = assembly.synchronizer
+    if isinstance(shards, ShardedGradients) and shards.scalars is not None:
         return "ZeRO-1 leaves parameters that are single numbers out of the weights it gathers"
     if assembly.is_meant(get_switch("recompute")) and has_dropout(assembly.model):
         return "recomputed blocks with dropout need random numbers that a recording cannot repeat"
