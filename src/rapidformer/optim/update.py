@@ -130,12 +130,12 @@ class UpdateClock:
         if self._is_complete:
             if self._outcome is None:
                 raise RapidformerError(
-                    "the gradient of an update is ready, but optimizer.step() of compose()'s "
-                    "optimizer was not called before the next engine.backward(). Call it after "
-                    "every backward: it waits by itself until an update is due. Several losses of "
-                    "a batch are one: engine.backward(loss + other). To accumulate, give "
-                    "--gradient-accumulation-steps, or say `with engine.accumulate(is_last=...):` "
-                    "around each backward; the loss is then not divided by the number of steps."
+                    "the gradient of an update is ready, but optimizer.step() was not called "
+                    "before the next engine.backward(), on the optimizer that compose() returned. "
+                    "Call it after every backward: it waits by itself until an update is due. Add "
+                    "up several losses of a batch: engine.backward(loss + other). To accumulate, "
+                    "give --gradient-accumulation-steps, or say `with engine.accumulate(is_last="
+                    "...):` around each backward; do not divide the loss by the number of steps."
                 )
             self._reset()
         self._was_dropped = False
