@@ -1,4 +1,9 @@
-"""Check by a small batch whether the user's model gives the same results without padding."""
+"""Check by a small batch whether the user's model gives the same results without padding.
+
+The result holds for later weights and modes: what adds nothing yet, because a weight of it is zero,
+gets another weight for the trial (``stirring.py``), frozen weights have gradients as well, and both
+training and evaluation are compared.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Enter
 from rapidformer.accel.unpad.sides import is_encoder_decoder
+from rapidformer.accel.unpad.stirring import Steady, keep_state, stir
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -24,6 +30,11 @@ from rapidformer.models.towers import get_text_config
 _LENGTHS = (9, 4, 6)
 _LIMIT = 1e-4
 _LIMIT_16_BIT = 3e-2
+_LIMIT_STIRRED_16_BIT = 0.1
+"""The same with other weights than the model's own, with which rounding has more effect."""
+_FEW = 2**16
+"""Up to so many numbers, a weight's gradient is compared in every block: those of gates, norms and
+biases, each of which sums up over all tokens what its block has computed."""
 
 Forward = Callable[[dict[str, Any]], Any]
 
@@ -43,20 +54,28 @@ def find_difference(
     ``sharing`` are the ranks that share each row, which all call this. Passes run inside ``enter``.
     """
     device = next(model.parameters()).device
+    compare = functools.partial(_compare, model, plan, forward, sharing, enter)
     try:
-        with evaluation_mode(model), _keep_numbers(), torch.enable_grad():
-            # Not torch.manual_seed: it also seeds GPUs, whose states are not restored here.
+        with _keep_numbers(device), keep_state(model), torch.enable_grad():
+            # Not torch.manual_seed: it also seeds GPUs.
             torch.default_generator.manual_seed(0)
             batch = _make_batch(model, is_packed=is_packed)
             is_rounded = dtype is not None and any(p.dtype == dtype for p in model.parameters())
+            in_16_bit = dtype is not None and (is_rounded or device.type == "cuda")
             difference = None
             if not is_rounded:  # frozen weights in 16 bits do not meet fp32 outside autocast
-                difference = _compare(model, plan, forward, batch, sharing, enter)
-            if difference is None and dtype is not None and (is_rounded or device.type == "cuda"):
+                modes = [True] if in_16_bit else [True, False]
+                with stir(model):
+                    found = (compare(batch, in_training=mode) for mode in modes)
+                    difference = next(filter(None, found), None)
+            if difference is None and in_16_bit:
                 with torch.autocast(device.type, dtype=dtype):
-                    difference = _compare(
-                        model, plan, forward, batch, sharing, enter, _LIMIT_16_BIT
-                    )
+                    difference = compare(batch, limit=_LIMIT_16_BIT)
+                    if difference is None and is_rounded:
+                        with stir(model):
+                            difference = compare(
+                                batch, in_training=True, limit=_LIMIT_STIRRED_16_BIT
+                            )
             return difference
     except ModelError as error:
         return str(error)
@@ -66,11 +85,11 @@ def find_difference(
 
 
 @contextmanager
-def _keep_numbers() -> Iterator[None]:
-    """Afterwards, the host draws the same random numbers as if nothing had happened."""
+def _keep_numbers(device: torch.device) -> Iterator[None]:
+    """Afterwards, the same random numbers are drawn as if nothing had happened."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(of_python)
@@ -87,22 +106,28 @@ def _compare(
     model: nn.Module,
     plan: ModelPlan,
     forward: Forward,
-    batch: dict[str, Any],
     sharing: dist.ProcessGroup | None,
     enter: Enter,
+    batch: dict[str, Any],
+    *,
+    in_training: bool = False,
     limit: float = _LIMIT,
 ) -> str | None:
-    """Compare the logits, and the gradients of the first and the last block."""
+    """Compare the logits, and gradients: all of the first and the last block, others' small ones."""
     blocks = plan.get_blocks(model)
-    ends = [blocks[0], *([blocks[-1]] if len(blocks) > 1 else [])]
-    weights = [p for block in ends for p in block.parameters() if p.requires_grad]
-    expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
-    changed = _run(forward, batch, weights, enter)
+    weights = _choose_weights(blocks)
+    rows = batch["input_ids"].shape
+    with evaluation_mode(model), _needing_gradients(weights):
+        model.train(in_training)
+        with Steady(model, rows):
+            expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
+        with Steady(model):
+            changed = _run(forward, batch, weights, enter)
     if sharing is not None:  # each rank has those of its own tokens
         for gradient in (*expected[1:], *changed[1:]):
             dist.all_reduce(get_shard(gradient), group=sharing)
     if expected[0].dtype in (torch.float16, torch.bfloat16):
-        limit = _LIMIT_16_BIT
+        limit = max(limit, _LIMIT_16_BIT)
     names = ["logits", *["gradients"] * (len(expected) - 1)]
     sizes = [float(each.abs().max()) for each in expected]
     # A gradient that is zero in theory, such as that of the key bias, is nothing but noise. It is
@@ -113,6 +138,30 @@ def _compare(
         if not (mine - theirs).abs().max() <= limit * max(scale, 1e-3):
             return f"{name} differ"
     return None
+
+
+def _choose_weights(blocks: Sequence[nn.Module]) -> list[Tensor]:
+    """Of the first and the last block, all that are trained; of every block, all small ones."""
+    of_ends = {id(p) for block in (blocks[0], blocks[-1]) for p in block.parameters()}
+    weights = {id(p): p for block in blocks for p in block.parameters() if p.is_floating_point()}
+    return [
+        weight
+        for key, weight in weights.items()
+        if weight.numel() <= _FEW or (weight.requires_grad and key in of_ends)
+    ]
+
+
+@contextmanager
+def _needing_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, these weights have gradients: a frozen one may be trained later."""
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
 
 
 def _make_batch(model: Any, *, is_packed: bool) -> dict[str, Any]:

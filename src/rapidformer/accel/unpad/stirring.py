@@ -1,0 +1,181 @@
+"""A model as it may become: other weights than the first ones, and training without chance.
+
+A gate that starts at zero hides the tokens behind it, and so does a constant of 1e-6. So for a
+trial, weights that are constant or tiny get other values; afterwards every bit is as before.
+Training draws random numbers, which no two passes share. So each draw is replaced by one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.dropout_seeds import DROPOUTS
+from rapidformer.accel.split.absent import AbsentWeight
+from rapidformer.compat.torch_dispatch import TorchDispatchMode
+from rapidformer.dist.whole import get_shard
+from rapidformer.errors import ModelError
+from rapidformer.overlay import get_own_class
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_TINY = 0.01
+_SAMPLE = 1024
+_OF_MATRICES = 0.05
+"""The standard deviation of a matrix that says nothing: more than most start with."""
+_ALL_KEPT = 0x7FFF7FFF7FFF7FFF
+"""Random bits by which ``dropout.py`` keeps all four elements."""
+
+
+@contextmanager
+def stir(model: nn.Module) -> Iterator[None]:
+    """Inside, no weight of a model is all zero, constant or tiny."""
+    generator = torch.Generator().manual_seed(0)  # the same on ranks that share a weight
+    shards = [get_shard(p.detach()) for p in model.parameters() if _has_values(p)]
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for shard in _list_silent(shards):
+                kept.append((shard, shard.clone()))
+                shard.copy_(_draw(shard, generator))
+        yield
+    finally:
+        with torch.no_grad():
+            for shard, values in reversed(kept):
+                shard.copy_(values)
+
+
+def _has_values(parameter: Tensor) -> bool:
+    is_known = parameter.dtype in _DTYPES and not isinstance(parameter, AbsentWeight)
+    return is_known and not parameter.is_meta and parameter.numel() > 0
+
+
+def _list_silent(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are constant or tiny; the first numbers of most show that they are not."""
+    for size in (_SAMPLE, None):
+        if not weights:
+            break
+        parts = [weight.flatten()[:size].float() for weight in weights]
+        bounds = torch.stack([torch.stack(part.aminmax()) for part in parts]).tolist()
+        weights = [
+            weight
+            for weight, (least, most) in zip(weights, bounds, strict=True)
+            if least == most or max(-least, most) < _TINY
+        ]
+    return list(weights)
+
+
+def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Other values for a weight that says nothing; constants other than zero keep their sign."""
+    if weight.dim() > 1:
+        return torch.randn(weight.shape, generator=generator) * _OF_MATRICES
+    sizes = torch.rand(weight.shape, generator=generator) + 0.5
+    signs = torch.rand(weight.shape, generator=generator).sub(0.5).sign()
+    first = float(weight.flatten()[0])
+    return sizes * (signs / 2 if abs(first) < _TINY else torch.tensor(first).sign())
+
+
+@contextmanager
+def keep_state(model: nn.Module) -> Iterator[None]:
+    """Afterwards, all that forward passes have changed in modules is as before, such as counts."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    numbers = [(module, _list_numbers(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+        for module, values in numbers:
+            for name, value in values.items():
+                if vars(module).get(name) is not value:
+                    setattr(module, name, value)
+
+
+def _list_numbers(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float)) and name != "training"
+    }
+
+
+class Steady(TorchDispatchMode):
+    """Inside, dropout keeps everything, and other random numbers are always the same.
+
+    With the shape of a padded batch, it raises what draws a number for each row: without padding,
+    there is a single row.
+    """
+
+    def __init__(self, model: nn.Module, shape: Sequence[int] = (1, 1)) -> None:
+        super().__init__()
+        self._model, (self._rows, self._columns) = model, shape
+        self._rates: list[tuple[Any, str, float]] = []
+
+    def __enter__(self) -> Steady:
+        # Attention would draw in its kernels.
+        for module in filter(_is_from_library, self._model.modules()):
+            for name, value in vars(module).items():
+                is_rate = name == "p" if isinstance(module, DROPOUTS) else "dropout" in name
+                if is_rate and isinstance(value, float):
+                    self._rates.append((module, name, value))
+        for module, name, _ in self._rates:
+            setattr(module, name, 0.0)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        for module, name, value in self._rates:
+            setattr(module, name, value)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        drawn = result[0] if isinstance(result, tuple) else result
+        sizes = tuple(drawn.shape) if isinstance(drawn, Tensor) else ()
+        if self._rows > 1 and self._rows in sizes and self._columns not in sizes:
+            raise ModelError("its blocks draw random numbers for each row")
+        settle = _SETTLED.get(func.overloadpacket.__name__.rstrip("_").removesuffix("_like"))
+        return result if settle is None else settle(result, *args)
+
+
+def _is_from_library(module: nn.Module) -> bool:
+    """Whether it is a torch dropout, or (derived from) a module of transformers or an adapter."""
+    if isinstance(module, DROPOUTS):
+        return get_own_class(module) in DROPOUTS
+    return any(cls.__module__.startswith(("transformers.", "peft.")) for cls in type(module).__mro__)
+
+
+def _drop_nothing(result: tuple[Tensor, Tensor], given: Tensor, rate: float, *_: Any) -> Any:
+    kept, mask = result
+    return kept.copy_(given).div_(1 - rate), mask.fill_(True)
+
+
+def _use_middle(drawn: Tensor, _: Any, least: float = 0.0, most: float = 1.0) -> Tensor:
+    return drawn.fill_((least + most) / 2)
+
+
+def _use_mean(drawn: Tensor, _: Any, mean: float = 0.0, *__: Any) -> Tensor:
+    return drawn.fill_(mean)
+
+
+def _use_bits(drawn: Tensor, *bounds: Any) -> Tensor:
+    is_whole = drawn.dtype == torch.int64 and bounds[-1] is None
+    return drawn.fill_(_ALL_KEPT) if is_whole else drawn.zero_()
+
+
+_SETTLED: dict[str, Callable[..., Any]] = {
+    "native_dropout": _drop_nothing, "bernoulli": lambda drawn, *_: drawn.fill_(1),
+    "uniform": _use_middle, "rand": lambda drawn, *_: drawn.fill_(0.5), "normal": _use_mean,
+    "randn": lambda drawn, *_: drawn.zero_(), "exponential": lambda drawn, *_: drawn.fill_(1),
+    "random": _use_bits,
+}  # fmt: skip
+"""By its name, what a draw of random numbers gives: of dropout, that all is kept."""
