@@ -102,6 +102,11 @@ class Examination:
         names = (name for (name, _), old, new in values if old != new)
         return next(names, "") or self._state.find_changing(before[0], now[0])
 
+    def read_values(self) -> list[tuple[str, Any]]:
+        """What functions read from elsewhere, by name, but tensors and the mode."""
+        values = ((name, read()) for name, read in self._values if name != "self.training")
+        return [(name, value) for name, value in values if not isinstance(value, torch.Tensor)]
+
     @property
     def reads_tensors(self) -> bool:
         """Whether the code reads tensors that are neither in its batch nor weights of the model."""

@@ -1,8 +1,7 @@
 """A model as it may become: other weights than the first ones, and training without chance.
 
-A gate that starts at zero hides the tokens behind it, and so does a constant of 1e-6. So for a
-trial, weights that are constant or tiny get other values; afterwards every bit is as before.
-Training draws random numbers, which no two passes share. So each draw is replaced by one number.
+A gate that starts at zero hides what it lets through later, and so does a constant of 1e-6. So for
+a trial, such weights get other values; afterwards every bit is as before. Training draws random numbers, which no two passes share. So each draw is replaced by one number.
 """
 
 from __future__ import annotations
@@ -25,51 +24,63 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TINY = 0.01
 _SAMPLE = 1024
 _OF_MATRICES = 0.05
-"""The standard deviation of a matrix that says nothing: more than most start with."""
+"""The standard deviation of a matrix: more than most start with."""
 _ALL_KEPT = 0x7FFF7FFF7FFF7FFF
 """Random bits by which ``dropout.py`` keeps all four elements."""
 
 
 @contextmanager
 def stir(model: nn.Module) -> Iterator[None]:
-    """Inside, no weight of a model is all zero, constant or tiny."""
+    """Inside, no weight of a model hides what it is multiplied by."""
     generator = torch.Generator().manual_seed(0)  # the same on ranks that share a weight
-    shards = [get_shard(p.detach()) for p in model.parameters() if _has_values(p)]
     kept: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad():
-            for shard in _list_silent(shards):
-                kept.append((shard, shard.clone()))
-                shard.copy_(_draw(shard, generator))
+            for weight in _list_hiding(model):
+                kept.append((weight, weight.clone()))
+                weight.copy_(_draw(weight, generator))
         yield
     finally:
         with torch.no_grad():
-            for shard, values in reversed(kept):
-                shard.copy_(values)
+            for weight, values in reversed(kept):
+                weight.copy_(values)
 
 
-def _has_values(parameter: Tensor) -> bool:
-    is_known = parameter.dtype in _DTYPES and not isinstance(parameter, AbsentWeight)
-    return is_known and not parameter.is_meta and parameter.numel() > 0
-
-
-def _list_silent(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are constant or tiny; the first numbers of most show that they are not."""
-    for size in (_SAMPLE, None):
-        if not weights:
+def _list_hiding(model: nn.Module) -> list[Tensor]:
+    """Weights that are tiny; in modules of the user's own, constant ones too: 1 / (1 + e^10)."""
+    weights: dict[int, tuple[Tensor, bool]] = {}
+    for module in model.modules():
+        is_own = not _is_library(get_own_class(module))
+        buffers = module.named_buffers(recurse=False) if is_own else ()  # a gate may be one
+        for name, weight in (*module.named_parameters(recurse=False), *buffers):
+            # A bias of a library's module is a summand: zero hides nothing.
+            if _has_values(weight) and (is_own or name != "bias"):
+                weights[id(weight)] = get_shard(weight.detach()), is_own
+    chosen = list(weights.values())
+    for size in (_SAMPLE, None):  # the first numbers of most show that they are neither
+        if not chosen:
             break
-        parts = [weight.flatten()[:size].float() for weight in weights]
+        parts = [weight.flatten()[:size].float() for weight, _ in chosen]
         bounds = torch.stack([torch.stack(part.aminmax()) for part in parts]).tolist()
-        weights = [
-            weight
-            for weight, (least, most) in zip(weights, bounds, strict=True)
-            if least == most or max(-least, most) < _TINY
+        chosen = [
+            each
+            for each, (least, most) in zip(chosen, bounds, strict=True)
+            if max(-least, most) < _TINY or (each[1] and least == most)
         ]
-    return list(weights)
+    return [weight for weight, _ in chosen]
+
+
+def _is_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "transformers", "peft")
+
+
+def _has_values(weight: Tensor) -> bool:
+    is_known = weight.dtype in _DTYPES and not isinstance(weight, AbsentWeight)
+    return is_known and not weight.is_meta and weight.numel() > 0
 
 
 def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Other values for a weight that says nothing; constants other than zero keep their sign."""
+    """Other values for a weight; constants other than zero keep their sign."""
     if weight.dim() > 1:
         return torch.randn(weight.shape, generator=generator) * _OF_MATRICES
     sizes = torch.rand(weight.shape, generator=generator) + 0.5
@@ -81,13 +92,19 @@ def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
 @contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
     """Afterwards, all that forward passes have changed in modules is as before, such as counts."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     numbers = [(module, _list_numbers(module)) for module in model.modules()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, values in buffers:
+            for module, name, buffer, values in buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
         for module, values in numbers:
@@ -151,7 +168,8 @@ def _is_from_library(module: nn.Module) -> bool:
     """Whether it is a torch dropout, or (derived from) a module of transformers or an adapter."""
     if isinstance(module, DROPOUTS):
         return get_own_class(module) in DROPOUTS
-    return any(cls.__module__.startswith(("transformers.", "peft.")) for cls in type(module).__mro__)
+    classes = (cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__)
+    return any(map(_is_library, classes))
 
 
 def _drop_nothing(result: tuple[Tensor, Tensor], given: Tensor, rate: float, *_: Any) -> Any:

@@ -17,6 +17,7 @@ from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
+from rapidformer.accel.unpad.block_code import BlockCode
 from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
 from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
@@ -127,11 +128,12 @@ def apply_unpadding(
     ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
+    code = BlockCode(plan.get_blocks(model))
     for pads_attention in ways:
         restore = _extend_parts(model, stacks, pads_attention=pads_attention)
         trial = Removal(is_trial=True)
         unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
-        find = functools.partial(_find_difference, model, trial, unpadded, parts, dtype, sharing)
+        find = functools.partial(_find_difference, model, trial, unpadded, parts, dtype, sharing, code)
         # transformers warns if one asks a model without a head for its loss.
         with uncompiled(model.modules()), quiet_transformers(None):
             difference = find()
@@ -149,7 +151,7 @@ def apply_unpadding(
     )  # fmt: skip
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, packs=packs)
+    _extend_model(model, inner_modules, removal, code, packs=packs)
     return None
 
 
@@ -172,7 +174,8 @@ def _run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
 
 def _find_difference(
     model: nn.Module, trial: Removal, unpadded: Any, parts: Sequence[tuple[ModelPlan, Enter]],
-    dtype: torch.dtype | None, sharing: dist.ProcessGroup | None, *, is_packed: bool = False,
+    dtype: torch.dtype | None, sharing: dist.ProcessGroup | None, code: BlockCode,
+    *, is_packed: bool = False,
 ) -> str | None:  # fmt: skip
     """How results without padding differ: of the whole model, or of any stage on any rank."""
     found = [
@@ -186,6 +189,8 @@ def _find_difference(
         difference = "it reads what its blocks return for padding"
     if difference is None and not trial.has_packed:
         difference = "its blocks get other rows than the batch has"
+    if difference is None and code.problem is not None:
+        difference = f"or may give some later, since code in its blocks {code.problem}"
     # A model's stages agree, since each rank has seen only its own.
     is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
     return difference or ("in a stage on another rank" if is_elsewhere else None)
@@ -217,6 +222,7 @@ def _extend_model(
     model: nn.Module,
     inner_modules: Mapping[str, nn.Module],
     removal: Removal,
+    code: BlockCode,
     *,
     packs: bool,
 ) -> None:
@@ -237,7 +243,7 @@ def _extend_model(
             is_staged = removal.help_of_others is Help.TOGETHER
             if is_staged and not torch.is_grad_enabled():
                 return run()  # nothing would repeat such a call
-            if watching.find_watched():
+            if watching.find_watched() or code.has_changed():
                 removal.is_missed |= is_staged
                 return run()
             if not (removal.is_on or is_by_position):
