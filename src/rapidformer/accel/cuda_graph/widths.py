@@ -5,8 +5,8 @@ run on a batch twice, as it is and with more columns, and must give the same los
 same bits in fp32, in which mixed precision is compared as well. What the model returns for added
 columns is NaN then. NaN times zero is NaN, so it also shows a term that has no weight yet. The
 result holds for later updates: a replay runs the same operations, and a number that the code reads
-from outside is part of the graph's key. With a tensor from outside, batches keep their widths. If a
-model computes on padding, each width is compared, and again if a narrower batch gets it.
+from outside is part of the graph's key. With a tensor from outside, batches keep their widths. Each
+width that batches get is compared, and again for a narrower batch if a model computes on padding.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ differ: its loss would show too little.
 _COMPARED = 2
 """On how many batches a loss is compared."""
 _LIMIT = 2.0**-11
-"""How far fp32 gradients may differ if the run rounds to 16 bits: an eighth of bf16's rounding."""
+"""How far a loss, and fp32 gradients, may differ if the run rounds to 16 bits: an eighth of bf16's
+rounding.
+"""
 _LIMIT_16_BIT = 2.0**-5
-"""The same for weights that are in 16 bits, which fp32 cannot compare: eight times its rounding."""
+"""The same for gradients of a model with weights in 16 bits, which fp32 cannot compare: eight times
+its rounding. A loss is a mean over many tokens, so the limit above holds for it there as well.
+"""
 MANY_TOKENS = 4096
 """Above, a micro-batch takes so much memory that nothing is tried with all of it."""
 _LAST_BITS = 1e-5
@@ -109,22 +113,27 @@ class Widths:
         return self._is_exact or not grown
 
     def _is_news(self, code: int, item: Inputs) -> bool:
-        """Whether no batch as narrow as this one was compared with what it gets.
+        """Whether no batch was compared with the width that this one gets.
 
-        Only in a model that computes on padding: from some width on, it may use another attention.
+        If a model computes on padding, also whether none as narrow as this one was: from some width
+        on, it may use another attention.
         """
-        if item.rows is not None:
-            return False
-        narrowest = self._narrowest.get((code, item.sizes), {})
+        narrowest = self._narrowest.get(self._get_key(code, item))
+        if narrowest is None or item.rows is not None:
+            return narrowest is None
         return any(
             item.batch[name].shape[1] < narrowest.get(name, math.inf) for name in item.columns
         )
 
     def _note(self, code: int, item: Inputs) -> None:
-        narrowest = self._narrowest.setdefault((code, item.sizes), {})
+        narrowest = self._narrowest.setdefault(self._get_key(code, item), {})
         for name in item.columns:
             width = item.batch[name].shape[1]
             narrowest[name] = min(width, narrowest.get(name, width))
+
+    def _get_key(self, code: int, item: Inputs) -> Hashable:
+        # How many real tokens there are depends on their lengths, not on the width.
+        return code, item.sizes if item.rows is None else item.sizes[:2]
 
     def _shows_enough(self, micro_batch: MicroBatch, columns: Columns) -> bool:
         """Whether what grows becomes so much wider that a loss which depends on it would show."""
@@ -180,13 +189,14 @@ class Widths:
                     return f"a step fails {state} ({type(error).__name__}: {first_line})"
         if fewer is not None:  # in fp32, a step takes more memory than usual
             return self._compare(run_forward, fewer, columns, before)
+        limit = min(self._limit, _LIMIT)
         for mine, theirs in zip(means, expected, strict=True):
             if math.isnan(mine) and not math.isnan(theirs):
                 return (
                     "the loss reads what the model returns for padding (leave it out: "
                     "losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0))"
                 )
-            if not math.isclose(mine, theirs, rel_tol=max(self._limit, _LAST_BITS)):
+            if not math.isclose(mine, theirs, rel_tol=max(limit, _LAST_BITS)):
                 return (
                     f"the loss depends on the number of columns of a batch ({theirs:.6g}; "
                     f"{mine:.6g} with more padding): divide by the number of labels instead"

@@ -114,7 +114,7 @@ def _compare(
     in_training: bool = False,
     limit: float = _LIMIT,
 ) -> str | None:
-    """Compare the logits, and gradients: all of the first and the last block, others' small ones."""
+    """Compare the logits, and the gradients of ``_choose_weights``."""
     blocks = plan.get_blocks(model)
     weights = _choose_weights(blocks)
     rows = batch["input_ids"].shape

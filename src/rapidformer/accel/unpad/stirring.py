@@ -1,7 +1,8 @@
 """A model as it may become: other weights than the first ones, and training without chance.
 
 A gate that starts at zero hides what it lets through later, and so does a constant of 1e-6. So for
-a trial, such weights get other values; afterwards every bit is as before. Training draws random numbers, which no two passes share. So each draw is replaced by one number.
+a trial, such weights get other values; afterwards every bit is as before. Training draws random
+numbers, which no two passes share. So each draw is replaced by one number.
 """
 
 from __future__ import annotations

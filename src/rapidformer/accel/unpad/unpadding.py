@@ -133,7 +133,9 @@ def apply_unpadding(
         restore = _extend_parts(model, stacks, pads_attention=pads_attention)
         trial = Removal(is_trial=True)
         unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
-        find = functools.partial(_find_difference, model, trial, unpadded, parts, dtype, sharing, code)
+        find = functools.partial(
+            _find_difference, model, trial, unpadded, parts, dtype, sharing, code
+        )
         # transformers warns if one asks a model without a head for its loss.
         with uncompiled(model.modules()), quiet_transformers(None):
             difference = find()
