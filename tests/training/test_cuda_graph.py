@@ -572,6 +572,25 @@ def test_each_width_is_compared_in_a_model_that_keeps_its_padding(
     assert lines[1] == pytest.approx(lines[0], rel=1e-5)
 
 
+def test_each_width_is_compared_of_batches_without_padding(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones are too narrow to show that the loss depends on their width."""
+    warn_once.cache_clear()
+    monkeypatch.setattr(OtherwiseIfLong, "narrow", 100)
+    rows = [
+        {"input_ids": row["input_ids"], "labels": len(row["input_ids"]) % 2}
+        for row in make_varied_texts(40, 42, 44, 40, 80, 84, 82, 44, 86)
+    ]
+    lines = []
+    for capture in (None, Again()):
+        run = OtherwiseIfLong(make_bert(0.0), rows, capture)
+        run.train()
+        lines.append([line["loss"] for line in run.values.lines])
+    assert "so batches keep their widths" in caplog.text
+    assert lines[1] == pytest.approx(lines[0], rel=1e-5)
+
+
 class Embedded(Run):
     """Learns vectors of texts: batches without labels, of whose padding nothing is read."""
 
