@@ -320,7 +320,7 @@ def test_stochastic_depth_has_a_coin_for_each_row() -> None:
     with Coins() as coins:
         mine(**next(make_batches(1)))
     assert coins.counts == [4, 4, 4]
-    assert "draw random numbers for each row" in engine.explain()
+    assert "draws random numbers for each row" in engine.explain()
     check(model)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Enter
 from rapidformer.accel.unpad.sides import is_encoder_decoder
-from rapidformer.accel.unpad.stirring import Steady, keep_state, stir
+from rapidformer.accel.unpad.stirring import FLOATS, Steady, keep_state, stir
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -148,7 +148,7 @@ def _choose_weights(blocks: Sequence[nn.Module], most: int) -> list[Tensor]:
     These have at most so many numbers.
     """
     of_ends = {id(p) for block in (blocks[0], blocks[-1]) for p in block.parameters()}
-    weights = {id(p): p for block in blocks for p in block.parameters() if p.is_floating_point()}
+    weights = {id(p): p for block in blocks for p in block.parameters() if p.dtype in FLOATS}
     return [
         weight
         for key, weight in weights.items()

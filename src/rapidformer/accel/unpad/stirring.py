@@ -21,8 +21,10 @@ from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.overlay import get_own_class
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TINY = 0.01
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights that can be trained consist of."""
+_TINY, _HUGE = 0.01, 100.0
+"""Constants above are no gates: -1e9 masks scores."""
 _SAMPLE = 1024
 _OF_MATRICES = 0.05
 """The standard deviation of a matrix: more than most start with."""
@@ -48,7 +50,7 @@ def stir(model: nn.Module) -> Iterator[None]:
 
 
 def _list_hiding(model: nn.Module) -> list[Tensor]:
-    """Weights that are tiny; in modules of the user's own, constant ones too: 1 / (1 + e^10)."""
+    """Weights that are tiny; in modules of the user's own, constants too: sigmoid(-10) is tiny."""
     weights: dict[int, tuple[Tensor, bool]] = {}
     for module in model.modules():
         is_own = not _is_library(get_own_class(module))
@@ -66,17 +68,17 @@ def _list_hiding(model: nn.Module) -> list[Tensor]:
         chosen = [
             each
             for each, (least, most) in zip(chosen, bounds, strict=True)
-            if max(-least, most) < _TINY or (each[1] and least == most)
+            if max(-least, most) < _TINY or (each[1] and least == most and abs(most) < _HUGE)
         ]
     return [weight for weight, _ in chosen]
 
 
 def _is_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "transformers", "peft")
+    return cls.__module__.partition(".")[0] in ("torch", "transformers", "peft", "rapidformer")
 
 
 def _has_values(weight: Tensor) -> bool:
-    is_known = weight.dtype in _DTYPES and not isinstance(weight, AbsentWeight)
+    is_known = weight.dtype in FLOATS and not isinstance(weight, AbsentWeight)
     return is_known and not weight.is_meta and weight.numel() > 0
 
 
@@ -97,6 +99,7 @@ def keep_state(model: nn.Module) -> Iterator[None]:
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
     ]
     numbers = [(module, _list_numbers(module)) for module in model.modules()]
     try:
@@ -104,12 +107,12 @@ def keep_state(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, values in buffers:
-                if getattr(module, name) is not buffer:
+                if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
-        for module, values in numbers:
-            for name, value in values.items():
+        for module, before in numbers:
+            for name, value in before.items():
                 if vars(module).get(name) is not value:
                     setattr(module, name, value)
 
@@ -157,11 +160,13 @@ class Steady(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return result
+        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
         drawn = result[0] if isinstance(result, tuple) else result
-        sizes = tuple(drawn.shape) if isinstance(drawn, Tensor) else ()
-        if self._rows > 1 and self._rows in sizes and self._columns not in sizes:
-            raise ModelError("its blocks draw random numbers for each row")
-        settle = _SETTLED.get(func.overloadpacket.__name__.rstrip("_").removesuffix("_like"))
+        if "attention" not in name and self._rows > 1:
+            sizes = tuple(drawn.shape)
+            if self._rows in sizes and self._columns not in sizes:
+                raise ModelError("it draws random numbers for each row")
+        settle = _SETTLED.get(name)
         return result if settle is None else settle(result, *args)
 
 
@@ -195,6 +200,6 @@ _SETTLED: dict[str, Callable[..., Any]] = {
     "native_dropout": _drop_nothing, "bernoulli": lambda drawn, *_: drawn.fill_(1),
     "uniform": _use_middle, "rand": lambda drawn, *_: drawn.fill_(0.5), "normal": _use_mean,
     "randn": lambda drawn, *_: drawn.zero_(), "exponential": lambda drawn, *_: drawn.fill_(1),
-    "random": _use_bits,
+    "random": _use_bits, "randint": lambda drawn, *_: drawn.zero_(),
 }  # fmt: skip
 """By its name, what a draw of random numbers gives: of dropout, that all is kept."""
