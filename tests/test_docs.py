@@ -125,6 +125,7 @@ def test_flags_in_the_docs_exist() -> None:
     others = {"--constraint", "--nproc_per_node", "--yes"}
     benchmarks = {
         "--limit",
+        "--first-steps",
         "--peer-part",
         "--prompts",
         "--rows",
