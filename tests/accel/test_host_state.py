@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +69,7 @@ CHANGES: dict[str, tuple[str, Callable[[Steps, Any], object]]] = {
     "an activation": ("plain", lambda s, m: setattr(m.transformer.h[0].mlp, "act", nn.Tanh())),
     "a rate of dropout": ("plain", lambda s, m: setattr(m.transformer.drop, "p", 0.3)),
     "the mode of a part": ("plain", lambda s, m: m.transformer.eval()),
+    "a key": ("scaled", lambda s, m: m.hyper.update(other=m.hyper.pop("aux"))),
     "a new attribute": ("plain", lambda s, m: setattr(m, "flag", True)),
 }  # fmt: skip
 
@@ -106,6 +109,23 @@ def test_adapters_that_are_merged_or_scaled() -> None:
     model.merge_adapter()
     seen.add(code.describe())
     assert len(seen) == 3
+
+
+def test_what_a_step_leaves_on_the_model_is_neither_kept_alive_nor_a_change() -> None:
+    model = make()
+    code = Examination([Steps().plain], model)
+    numbers, left = set(), []
+    for _ in range(3):
+        logits = model(torch.tensor([[1, 2]])).logits
+        model.last, model.seen = {"logits": logits}, [logits]
+        left.append(weakref.ref(logits))
+        del logits
+        numbers.add(code.describe())
+    assert len(numbers) == 1
+    model.last = model.seen = None
+    code.describe()  # before the next step
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 def test_what_cannot_be_watched_is_refused() -> None:

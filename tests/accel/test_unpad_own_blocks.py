@@ -366,3 +366,38 @@ def test_weights_that_hide_something_are_others_for_a_while() -> None:
         assert stirred == names
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name]), name
+
+
+class Remembering(nn.Module):
+    """Changes what it holds in every pass of training; its mask was expanded from one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(_HEIGHT))
+        self.average = nn.Parameter(torch.ones(_HEIGHT), requires_grad=False)
+        self.register_buffer("ones", torch.ones(1).expand(_HEIGHT))
+        self.register_buffer("first", None)
+        self.mean: Tensor | None = None
+        self.seen: list[int] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9)
+            self.first = self.mean = hidden.mean().detach()
+            self.seen.append(1)
+        return hidden * self.ones + self.gate
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    model = build()
+    part = model.bert.encoder.layer[0].output.LayerNorm = Remembering()
+    apply_unpadding(model, find_plan(model))
+    assert not part.gate.any()
+    assert (part.average == 1).all()
+    assert (part.mean, part.first, part.seen) == (None, None, [])
+    with pytest.raises(RuntimeError, match="in the middle"), keep_state(model), stir(model):
+        part(torch.ones(1, 2, _HEIGHT))
+        raise RuntimeError("in the middle")
+    assert not part.gate.any()
+    assert (part.average == 1).all()
+    assert (part.mean, part.first, part.seen) == (None, None, [])

@@ -48,7 +48,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, list[str]]]:
     def start_run(words: list[str], args: Any, *, job: Job, **_: Any) -> None:
         started.append((job, words))
         Result(
-            model="m", parameters=1, device="CPU", precision="fp32", global_batch=4,
+            model="m", parameters=1, device="CPU", precision="fp32", global_batch=16,
             first_step=1.0, step_times=[1.0 + bool(job.peer)] * 30, rows=480, tokens=6000,
             slots=8000, peak_memory=8, matrix_rate=1.0,
         ).save(job.get_path(0))  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_budget_of_tokens_is_tried_if_micro_batches_of_an_update_differ(
     jobs.clear()
     bench.run([*run, "4"])
     assert [words[words.index("4") + 1 :] for _, words in jobs[-2:]] == [
-        ["--micro-batch-size", "8", "--global-batch-size", "4"],
+        ["--micro-batch-size", "8", "--global-batch-size", "16"],
         ["--tokens-per-micro-batch", "128"],
     ]
 

@@ -139,7 +139,7 @@ def test_what_was_found_out_about_the_model_is_explained() -> None:
     engine.compose(model=plain)
     assert find_line(engine, "dynamic shape").startswith("on")
     engine.model.parallelized.applied.add_part("AdamW kernel")
-    assert "as parts of these: AdamW kernel" in engine.model.parallelized.switches
+    assert "included: AdamW kernel" in engine.model.parallelized.switches
     get_fact(plain, Removal).turn_off(7, is_late=False)
     expected = "step 7 has read what the model returns for padding"
     assert expected in find_line(engine, "dynamic shape")

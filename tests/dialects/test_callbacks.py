@@ -187,6 +187,16 @@ def test_an_epoch_that_a_callback_stops_is_one_of_those_asked_for(tmp_path: Path
     assert trainer.state.log_history[-1]["epoch"] == 2.0
 
 
+def test_stopping_an_epoch_that_has_ended_stops_no_other(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            control.should_epoch_stop = True
+
+    trainer = make_trainer(tmp_path, callbacks=[Stops])
+    trainer.train()
+    assert trainer.state.global_step == 2 * 4
+
+
 def test_early_stopping_as_transformers_ships_it(tmp_path: Path) -> None:
     scores = iter([1.0, 0.5, 0.25, 0.125])
 

@@ -238,6 +238,14 @@ def test_sparse_gradients_are_accumulated_and_clipped() -> None:
 # ---- seeds ---------------------------------------------------------------------------------------
 
 
+def test_a_script_that_seeds_nothing_is_told_nothing(said: Any) -> None:
+    before = torch.get_rng_state()
+    torch.seed()  # what torch does itself when a process starts
+    make_engine(log_level="warning").close()
+    torch.set_rng_state(before)
+    assert "order of shuffled data" not in said.text
+
+
 def test_a_seed_of_the_script_that_nothing_follows_is_said(said: Any) -> None:
     torch.manual_seed(87)
     make_engine(log_level="warning", seed=5).close()

@@ -114,7 +114,7 @@ class Applied:
         ]
         working = [row for row in self.rows if row.has_effect]
         shared = {
-            "as parts of these": [row.name for row in working if row.is_part and not row.is_silent],
+            "included": [row.name for row in working if row.is_part and not row.is_silent],
             "always": [row.name for row in working if row.is_silent],
         }
         return [*lines, *(f"{what}: {', '.join(names)}" for what, names in shared.items() if names)]

@@ -62,7 +62,7 @@ def make_masks_from_host(model: nn.Module) -> str | None:
     """The same; returns what is done."""
     if not find_configs(model) or any("masks" in list_layers(m) for m in model.modules()):
         return None  # a copy of a composed model has the overlays already
-    problem = None
+    problem: str | None = None
     for module in model.modules():
         if makes_own_mask(module):
             extend(module, "masks", _build_mask_giver, is_shared=True)

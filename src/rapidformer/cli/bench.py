@@ -153,9 +153,9 @@ class _Benchmark(ChildRuns):
         """Fewer and larger micro-batches for the same update."""
         words = ["--micro-batch-size", str(2 * size)]
         steps = self.args.gradient_accumulation_steps
-        if steps is None:
+        if steps is None and base.global_batch % (2 * size * base.ranks) == 0:
             yield [*words, "--global-batch-size", str(base.global_batch)]
-        elif steps % 2 == 0:
+        elif steps is not None and steps % 2 == 0:
             yield [*words, "--gradient-accumulation-steps", str(steps // 2)]
 
     def _try(self, words: list[str], base: Result) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rapidformer.checkpoint.finding import ARGUMENTS_FILE, RUN, find_checkpoint, read_arguments
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE, RUN, read_arguments
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.config import Settings, get_settings
 from rapidformer.errors import ModelError
@@ -106,7 +106,7 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
         return args.replace("--load", pretrained_model_name_or_path=args.load, load=None)
     if model is not None:
         return args.replace(f"the {model.name} model of {folder}", load=str(model))
-    checkpoint = find_checkpoint(folder)
+    checkpoint = _find_checkpoint(folder)
     if checkpoint is None:
         raise ModelError(
             f"--load {args.load} has no model (no config.json, best, last or iter_… folder): give "
@@ -114,6 +114,14 @@ def _choose_model(args: Settings, folder: Path, command: str) -> Settings:
         )
     _check_has_description(checkpoint)
     return args.replace(f"the checkpoint {checkpoint}", load=str(checkpoint / DESCRIPTION))
+
+
+def _find_checkpoint(folder: Path) -> Path | None:
+    """The folder itself, or the newest checkpoint in it; a prediction needs no training state."""
+    if (folder / RUN).is_file():
+        return folder
+    checkpoints = [path for path in folder.glob("iter_*") if (path / RUN).is_file()]
+    return max(checkpoints, key=lambda path: path.name, default=None)
 
 
 def _check_has_description(checkpoint: Path) -> None:

@@ -113,7 +113,8 @@ def find_product_sizes(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | 
 
 def find_mean_count(node: Node) -> float | None:
     """What a cross-entropy of a graph is a mean over; None if this is none, or has weights."""
-    if not node.name().startswith("NllLoss") or getattr(node, "_saved_weight", None) is not None:
+    is_known = node.name() in ("NllLossBackward0", "NllLoss2DBackward0")
+    if not is_known or getattr(node, "_saved_weight", None) is not None:
         return None
     is_mean = getattr(node, "_saved_reduction", None) == 1
     return float(node._saved_total_weight) if is_mean else None  # type: ignore[attr-defined]

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 from typing import IO, Any
-
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def try_lock(file: IO[Any]) -> bool | None:
@@ -18,8 +15,6 @@ def try_lock(file: IO[Any]) -> bool | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    except OSError:
         return None
     return True

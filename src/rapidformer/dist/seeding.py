@@ -9,15 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNSEEDED = 67280421310721
-"""What torch's generator says of its seed in a process that nobody has seeded."""
-_own_seeds = {UNSEEDED}
+_MOST = 2**32
+"""Seeds are below; in a process that nobody has seeded, torch draws one of 64 bits."""
+_own_seeds: set[int] = set()
+
+
+def is_seeded() -> bool:
+    """Whether the script, or the library, has seeded torch."""
+    return torch.initial_seed() < _MOST
 
 
 def find_foreign_seed() -> int | None:
     """What the script has seeded torch with; None if nobody but the library has."""
     seed = torch.initial_seed()
-    return None if seed in _own_seeds else seed
+    return seed if is_seeded() and seed not in _own_seeds else None
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -38,6 +43,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     That one also notes the call for each kind of device that is not in use, with its stack, which
     takes a millisecond.
     """
+    _own_seeds.add(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(seed)

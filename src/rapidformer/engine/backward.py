@@ -223,7 +223,7 @@ class BackwardPasses:
         return is_last, self.clock.add_weight(weight, shared_unit=unit)
 
     def _release(self) -> None:
-        self._adopt_added()
+        self.adopt_added()
         if self._held is not None:
             self._held.put_back()
             self._held = None
@@ -354,11 +354,11 @@ class BackwardPasses:
             read = deepspeed.gather_gradient if deepspeed else operator.attrgetter("grad")
             check_whole_gradients(self.parallelized.model, group, read)
 
-    def _adopt_added(self) -> None:
-        """Take in parameters that the script has given the optimizer since ``compose``."""
+    def adopt_added(self) -> bool:
+        """Take in parameters that the script has given the optimizer since; whether there are."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) <= self._num_held:
-            return
+            return False
         self._num_held = len(held)
         known = {id(p) for p in self.parameters}
         added = [p for p in held if id(p) not in known]
@@ -372,6 +372,7 @@ class BackwardPasses:
             )
         self.parameters = [*self.parameters, *added]
         self._trainable += [p.requires_grad for p in added]
+        return bool(added)
 
     def notice_unfrozen(self) -> bool:
         """Whether parameters were frozen or unfrozen since the last update; warn of idle ones."""

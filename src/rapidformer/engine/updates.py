@@ -48,6 +48,7 @@ from rapidformer.engine.optimizing import (
 )
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import RapidformerError
+from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import scale_loss, take_gradients
 from rapidformer.optim.guard import RecentValues
@@ -59,6 +60,8 @@ from rapidformer.overlay import find_fact
 Forward = Callable[[Any], Any]
 _MOST_COPIED = 2**31
 """In bytes of gradients: above, launching the kernels of an update costs little beside them."""
+_MOST_REFUSED = 3
+"""How often an update may turn out not to be recordable before none is tried any more."""
 
 
 class Updates:
@@ -87,6 +90,7 @@ class Updates:
         self._passes: BackwardPasses | None = None
         self._graphed_update: GraphedUpdate | None = None
         self._compiles_update = False
+        self._refused_in_graph = 0
 
     def start(
         self,
@@ -236,6 +240,10 @@ class Updates:
     ) -> list[MicroBatchResult]:
         """Forward and backward of all micro-batches of one update; see ``engine.run_update``."""
         passes = self._started_passes
+        if passes.adopt_added() and self.graphs is not None:
+            get_logger().info("graphs    given up: the optimizer has parameters that they lack")
+            self.graphs.close()
+            self.graphs = None
         get_observer().before_update(forward, update)
         if not self._compiles_update and isinstance(self.optimizer, MultiTensorAdamW):
             # Its kernels are compiled during the first passes.
@@ -368,14 +376,22 @@ class Updates:
     def _finish_in_graph(self, passes: BackwardPasses, graphed: GraphedUpdate | None) -> None:
         """Update the weights with finished gradients, after passes inside the user's own code."""
         graphs = self.graphs
-        if graphs is None or graphed is None or not self.clock.is_unused:
+        may_try = self._refused_in_graph < _MOST_REFUSED and self.clock.is_unused
+        if graphs is None or graphed is None or not may_try:
             return
         pieces, finishing = graphs.in_pieces, graphs.finishing
         if pieces is None or pieces.problem is not None:
             return
         gradients = take_gradients(passes.parameters)
         size = sum(gradient.nbytes for gradient in gradients if gradient is not None)
-        if size > _MOST_COPIED or not finishing.prepare(finishing.place(gradients), graphed):
+        try:
+            is_ready = size <= _MOST_COPIED
+            is_ready = is_ready and finishing.prepare(finishing.place(gradients), graphed)
+        except torch.OutOfMemoryError:
+            finishing.forget()
+            self._refused_in_graph, is_ready = _MOST_REFUSED, False
+        if not is_ready:
+            self._refused_in_graph += 1
             _assign(passes.parameters, gradients)
             return
         norm = finishing.run(1.0)

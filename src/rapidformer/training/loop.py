@@ -78,7 +78,6 @@ class TrainingLoop:
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self._step_before = self.step
-        self._has_cut_epoch = False
         saves, is_alone = bool(self.args.save), self.args.world_size == 1
         self._signals = StopSignals(reporter.say, engine.device, saves=saves, is_alone=is_alone)
         self._garbage = GarbageCollection(train_iters)
@@ -153,7 +152,7 @@ class TrainingLoop:
             getattr(callback, hook)(self, self.control, *facts)
 
     def _run_epoch(self) -> None:
-        attempts = self._attempts
+        attempts, is_cut = self._attempts, False
         self.control.should_epoch_stop = False
         self._notify("on_epoch_begin")
         for update in self.engine.data.iterate_updates(
@@ -162,7 +161,8 @@ class TrainingLoop:
             if self._has_passed:  # it was resumed at the end of a stream
                 break
             self._run_update(update)
-            if self._is_over() or self.control.should_epoch_stop:
+            is_cut = self.control.should_epoch_stop
+            if self._is_over() or is_cut:
                 break
         else:
             control, timetable = self.control, self.timetable
@@ -173,8 +173,7 @@ class TrainingLoop:
             raise RapidformerError("the training data yielded no batch: is the stream empty?")
         self._notify("on_epoch_end")
         self._act()
-        if self.control.should_epoch_stop and not self._is_over():
-            self._has_cut_epoch = True
+        if is_cut and not self._is_over():
             self.loader.set_epoch(self.loader.epoch + 1)
 
     def _run_passes(self, update: Update) -> list[MicroBatchResult]:
@@ -329,10 +328,10 @@ class TrainingLoop:
     def _has_passed(self) -> bool:
         """Whether a run that counts its passes has done them.
 
-        It does over a stream of unknown length, and once a callback has ended an epoch early.
+        A callback may end an epoch early, and a stream's length may not be known.
         """
         args = self.args
-        counts = self._has_cut_epoch and not (args.train_iters or args.train_samples)
+        counts = args.epochs is not None and not (args.train_iters or args.train_samples)
         is_counting = counts or self.train_iters == OPEN_END
         return is_counting and self.loader.epoch >= (args.epochs or 1)
 

@@ -260,7 +260,11 @@ class BlockGraphs:
         if call is None:
             return run(*args, **kwargs)
         if block is self.blocks[0] or self._together is None:
-            self._described = describe_mode(self._device), self._code.examination.describe()
+            try:
+                self._described = describe_mode(self._device), self._code.describe()
+            except NotRepeatableError as problem:
+                self.give_up(str(problem))
+                return run(*args, **kwargs)
         if self._together is None:
             self._together = self._choose(call)
         together = self._together
@@ -271,6 +275,7 @@ class BlockGraphs:
         if key not in together.chains:
             return run(*args, **kwargs)
         chain, recorded = together.chains[key]
+        self._code.note_replay()
         number, numbers = self._number, get_numbers(self._device)
         output = recorded.replay(call, numbers, lambda: number == self._number)
         self._following = Following.start(chain, call, output, numbers)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
-from rapidformer.accel.cuda_graph.examination import Description
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -61,8 +60,6 @@ rounded sizes before these sizes have been seen twice.
 """
 _LARGER_SIZES = 3
 """How many sizes above the current one are recorded with the first graph after that comparison."""
-_MOST_CHANGES = 8
-"""How often numbers that the code reads may change in a row, with no replay in between."""
 _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
 
@@ -104,9 +101,6 @@ class GraphedPasses:
         self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
         self._code: ReplayedCode
-        self._described: Description | None = None
-        """What the code depended on in the last update."""
-        self._changes = 0
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
         """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
@@ -241,7 +235,7 @@ class GraphedPasses:
         if self.placed is not None:
             run_forward = self.placed.using(run_forward)
         return Request(
-            run_forward, update, weights, (self._describe_code(), describe_mode(self._device)),
+            run_forward, update, weights, (self._code.describe(), describe_mode(self._device)),
             graphed_update=graphed_update if self._exchange is None else None,
             exchange=self._exchange,
         )  # fmt: skip
@@ -259,21 +253,6 @@ class GraphedPasses:
     def _drop(self) -> None:
         self._graphs.clear()
         self.finishing.forget()
-
-    def _describe_code(self) -> Description:
-        """What a forward pass depends on apart from its batch and the weights."""
-        before, now = self._described, self._code.examination.describe()
-        self._described = now
-        if before is None or before == now:
-            return now
-        self._changes += 1
-        if self._changes > _MOST_CHANGES:
-            name = self._code.examination.find_changing(before, now)
-            raise NotRepeatableError(
-                f"{name} has another value in every step: keep it in a tensor, "
-                "and change that in place"
-            )
-        return now
 
     def _round(
         self, request: Request, inputs: list[Inputs | None], least: Sizes
@@ -308,7 +287,7 @@ class GraphedPasses:
             graph = None
         if graph is not None:
             graph.passes.fill(inputs, weights)
-            self._changes = 0
+            self._code.note_replay()
             if not graph.is_proven:
                 return self._try(lambda before: self._recorder.compare(graph, before).copy(weights))
             graph.replay()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from itertools import chain, zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -86,18 +86,22 @@ class HostState:
             if id(holder) in seen:
                 continue
             seen.add(id(holder))
-            held, view = _open(holder)
-            self._views.append(view)
-            is_weight = name.endswith(WEIGHT_TABLES)
+            held, views = _open(holder)
+            self._views += views
+            is_weight = name.rpartition(".")[2] in WEIGHT_TABLES
             for key, value in held:
                 path = f"{name}.{key}".lstrip(".")
                 if is_open(value) and key not in _WATCHED_ELSEWHERE:
                     waiting.append((path, value))
                 if isinstance(value, CONSTANTS):
                     items.append((path, (type(value), value)))
+                elif is_open(value) and not isinstance(value, nn.Module):
+                    items.append((path, type(value)))  # what it holds follows
                 elif is_weight or not isinstance(value, torch.Tensor):
                     items.append((path, _Same(value)))
-        self._held = [*chain.from_iterable(self._views), *_END]
+        # An activation that a module holds is not kept alive by us: another look is made instead.
+        held_now = chain.from_iterable(self._views)
+        self._held = [*(None if is_activation(each) else each for each in held_now), *_END]
         return tuple(items)
 
 
@@ -106,6 +110,11 @@ def is_open(value: Any) -> bool:
     if isinstance(value, _COLLECTIONS):
         return len(value) <= _MOST_ITEMS
     return isinstance(value, nn.Module) or _is_record(value)
+
+
+def is_activation(value: Any) -> bool:
+    """Whether it is a tensor that keeps a graph of autograd alive."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def is_watched(value: Any) -> bool:
@@ -128,11 +137,10 @@ def _is_record(value: Any) -> bool:
     return is_plain and not is_ours and hasattr(value, "__dict__")
 
 
-def _open(holder: Any) -> tuple[Iterator[tuple[Any, Any]], Iterable[Any]]:
-    """The names and values that an object holds, and a view of the values."""
+def _open(holder: Any) -> tuple[Iterable[tuple[Any, Any]], list[Iterable[Any]]]:
+    """The names and values that an object holds, and views of all that may change in it."""
     if isinstance(holder, dict):
-        return iter(holder.items()), holder.values()
+        return holder.items(), [holder, holder.values()]
     if isinstance(holder, _COLLECTIONS):
-        return iter(enumerate(holder)), holder
-    held: Mapping[str, Any] = vars(holder)
-    return iter(held.items()), held.values()
+        return enumerate(holder), [holder]
+    return vars(holder).items(), [vars(holder).values()]

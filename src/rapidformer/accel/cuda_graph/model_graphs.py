@@ -304,9 +304,7 @@ class ModelGraphs:
     def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
         """Whether a call may have these inputs instead of its own, which may be narrower."""
         batch = MicroBatch(kwargs, NO_BATCH, False, True, 0, 0)
-        request = Request(
-            self._run_compared, Update((batch,)), [1.0], self._code.examination.describe(), None
-        )
+        request = Request(self._run_compared, Update((batch,)), [1.0], self._code.describe(), None)
         held = take_gradients(self.parameters)  # of other micro-batches
         is_exact = self._widths.may_change(request, [inputs], self._take_snapshot)
         for parameter, gradient in zip(self.parameters, held, strict=True):
@@ -325,7 +323,7 @@ class ModelGraphs:
         return MicroBatchResult(loss=values @ factors, weight=1.0)
 
     def _replay(self, inputs: Inputs) -> Any:
-        key = (inputs.key, self._code.examination.describe(), describe_mode(self.device))
+        key = (inputs.key, self._code.describe(), describe_mode(self.device))
         if key not in self._recorded:
             is_due = inputs.is_rounded or hash(key) in self._unrounded
             if not is_due:
@@ -335,6 +333,8 @@ class ModelGraphs:
             if not is_due or len(self._recorded) >= self.most_sizes:
                 return self._run_sized(inputs)
             self._recorded[key] = self._record(inputs)
+        else:
+            self._code.note_replay()
         call, number, numbers = _Batch(inputs, self.device), self.number, get_numbers(self.device)
         return self._recorded[key].replay(call, numbers, lambda: number == self.number)
 

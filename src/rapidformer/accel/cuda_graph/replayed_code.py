@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.accel.cuda_graph.examination import Examination
+from rapidformer.accel.cuda_graph.examination import Description, Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.models.watched import describe_watched, find_watched
+
+_MOST_CHANGES = 8
+"""How often what the code reads may change, with no replay in between."""
 
 
 class ReplayedCode:
@@ -25,12 +28,34 @@ class ReplayedCode:
         modules = self.examination.modules
         self._tables = [table for module in modules for table in list_hook_tables(module)]
         self._known_hooks: list[Callable[..., Any]] = []
+        self._described: Description | None = None
+        """What the code depended on when it was last asked."""
+        self._changes = 0
 
     def check_effects(self) -> None:
         """Refuse code that does something that a replay would not do."""
         effect = self.examination.effect
         if effect is not None:
             raise NotRepeatableError(str(effect))
+
+    def describe(self) -> Description:
+        """What the code can see beside its batch and the weights; raises if that always changes."""
+        before, now = self._described, self.examination.describe()
+        self._described = now
+        if before is None or before == now:
+            return now
+        self._changes += 1
+        if self._changes > _MOST_CHANGES:
+            name = self.examination.find_changing(before, now)
+            raise NotRepeatableError(
+                f"{name} has another value in every step: keep it in a tensor, "
+                "and change that in place"
+            )
+        return now
+
+    def note_replay(self) -> None:
+        """What was recorded has come again."""
+        self._changes = 0
 
     @property
     def has_hooks(self) -> bool:

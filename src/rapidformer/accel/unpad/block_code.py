@@ -36,7 +36,11 @@ class BlockCode:
         effect = self._examination.effect
         if effect is not None:
             self.problem = f"{effect.place} {effect.what}".lstrip()
-        self._tried = self._read()
+        self.note()
+
+    def note(self) -> None:
+        """What it depends on now is what was tried."""
+        self._tried = self._read() if self._own else []
 
     def has_changed(self) -> bool:
         """Whether it depends on other numbers now than when it was tried."""

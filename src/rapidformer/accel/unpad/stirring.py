@@ -1,4 +1,4 @@
-"""A model as it may become: other weights than the first ones, and training without chance.
+"""Other weights than the first ones, and training without chance, for a trial of a model.
 
 A gate that starts at zero hides what it lets through later, and so does a constant of 1e-6. So for
 a trial, such weights get other values; afterwards every bit is as before. Training draws random
@@ -7,8 +7,10 @@ numbers, which no two passes share. So each draw is replaced by one number.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
+from rapidformer.compat.torch_modules import get_buffer_table
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.overlay import get_own_class
@@ -36,24 +39,23 @@ _ALL_KEPT = 0x7FFF7FFF7FFF7FFF
 def stir(model: nn.Module) -> Iterator[None]:
     """Inside, no weight of a model hides what it is multiplied by."""
     generator = torch.Generator().manual_seed(0)  # the same on ranks that share a weight
-    kept: list[tuple[Tensor, Tensor]] = []
-    try:
-        with torch.no_grad():
-            for weight in _list_hiding(model):
-                kept.append((weight, weight.clone()))
-                weight.copy_(_draw(weight, generator))
+    with ExitStack() as restoring:  # all of them, whatever fails
+        for weight in _list_hiding(model):
+            restoring.callback(_write, weight, weight.clone())
+            _write(weight, _draw(weight, generator))
         yield
-    finally:
-        with torch.no_grad():
-            for weight, values in reversed(kept):
-                weight.copy_(values)
+
+
+@torch.no_grad()
+def _write(weight: Tensor, values: Tensor) -> None:
+    weight.copy_(values)
 
 
 def _list_hiding(model: nn.Module) -> list[Tensor]:
     """Weights that are tiny; in modules of the user's own, constants too: sigmoid(-10) is tiny."""
     weights: dict[int, tuple[Tensor, bool]] = {}
     for module in model.modules():
-        is_own = not _is_library(get_own_class(module))
+        is_own = not is_library(get_own_class(module))
         buffers = module.named_buffers(recurse=False) if is_own else ()  # a gate may be one
         for name, weight in (*module.named_parameters(recurse=False), *buffers):
             # A bias of a library's module is a summand: zero hides nothing.
@@ -73,60 +75,76 @@ def _list_hiding(model: nn.Module) -> list[Tensor]:
     return [weight for weight, _ in chosen]
 
 
-def _is_library(cls: type) -> bool:
+def is_library(cls: type) -> bool:
+    """Whether a class is not the user's own: its training differs from evaluation by chance."""
     return cls.__module__.partition(".")[0] in ("torch", "transformers", "peft", "rapidformer")
 
 
 def _has_values(weight: Tensor) -> bool:
-    is_known = weight.dtype in FLOATS and not isinstance(weight, AbsentWeight)
-    return is_known and not weight.is_meta and weight.numel() > 0
+    return weight.dtype in FLOATS and weight.numel() > 0 and _is_writable(weight)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers of its own; those of an expanded one share memory."""
+    if tensor.is_meta or isinstance(tensor, AbsentWeight):
+        return False
+    sizes = zip(get_shard(tensor.detach()).stride(), tensor.shape, strict=True)
+    return all(stride > 0 or size == 1 for stride, size in sizes)
 
 
 def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
     """Other values for a weight; constants other than zero keep their sign."""
     if weight.dim() > 1:
-        return torch.randn(weight.shape, generator=generator) * _OF_MATRICES
-    sizes = torch.rand(weight.shape, generator=generator) + 0.5
-    signs = torch.rand(weight.shape, generator=generator).sub(0.5).sign()
+        return torch.randn(weight.shape, generator=generator, device="cpu") * _OF_MATRICES
+    sizes = torch.rand(weight.shape, generator=generator, device="cpu") + 0.5
+    signs = torch.rand(weight.shape, generator=generator, device="cpu").sub(0.5).sign()
     first = float(weight.flatten()[0])
-    return sizes * (signs / 2 if abs(first) < _TINY else torch.tensor(first).sign())
+    return sizes * (signs / 2 if abs(first) < _TINY else math.copysign(1.0, first))
 
 
 @contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
-    """Afterwards, all that forward passes have changed in modules is as before, such as counts."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    ]
-    numbers = [(module, _list_numbers(module)) for module in model.modules()]
-    try:
+    """Afterwards, all that forward passes have changed in modules is as before, such as counts.
+
+    Frozen weights that they change, such as a moving average, can only be those of the user's code.
+    """
+    with ExitStack() as restoring:
+        for module in model.modules():
+            is_own = not is_library(get_own_class(module))
+            frozen = [p for p in module.parameters(recurse=False) if not p.requires_grad]
+            for tensor in (*module.buffers(recurse=False), *(frozen if is_own else ())):
+                if _is_writable(tensor):
+                    restoring.callback(_restore_values, tensor, tensor.clone())
+            tables = [vars(module), get_buffer_table(module)]
+            if is_own:
+                tables += [value for value in vars(module).values() if type(value) is dict]
+                lists = [value for value in vars(module).values() if type(value) in (list, set)]
+                for held in lists:
+                    restoring.callback(_restore_items, held, held.copy())
+            for table in tables:
+                restoring.callback(_restore_table, table, dict(table))
         yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, values in buffers:
-                if getattr(module, name, None) is not buffer:
-                    setattr(module, name, buffer)
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
-        for module, before in numbers:
-            for name, value in before.items():
-                if vars(module).get(name) is not value:
-                    setattr(module, name, value)
 
 
-def _list_numbers(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float)) and name != "training"
-    }
+@torch.no_grad()
+def _restore_values(tensor: Tensor, values: Tensor) -> None:
+    if not torch.equal(tensor, values):
+        tensor.copy_(values)
+
+
+def _restore_items(held: Any, before: Any) -> None:
+    held.clear()
+    (held.extend if isinstance(held, list) else held.update)(before)
+
+
+def _restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if table.keys() != before.keys() or any(map(operator.is_not, table.values(), before.values())):
+        table.clear()
+        table.update(before)
 
 
 class Steady(TorchDispatchMode):
-    """Inside, dropout keeps everything, and other random numbers are always the same.
+    """Inside, dropout keeps everything, and the usual draws of random numbers are one number.
 
     With the shape of a padded batch, it raises what draws a number for each row: without padding,
     there is a single row.
@@ -175,7 +193,7 @@ def _is_from_library(module: nn.Module) -> bool:
     if isinstance(module, DROPOUTS):
         return get_own_class(module) in DROPOUTS
     classes = (cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__)
-    return any(map(_is_library, classes))
+    return any(map(is_library, classes))
 
 
 def _drop_nothing(result: tuple[Tensor, Tensor], given: Tensor, rate: float, *_: Any) -> Any:

@@ -129,6 +129,8 @@ def apply_unpadding(
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
     code = BlockCode(plan.get_blocks(model))
+    if code.problem is not None and pipeline is None:  # it may not even be tried without effects
+        return f"{type(model).__name__} may give other results later: its blocks {code.problem}"
     for pads_attention in ways:
         restore = _extend_parts(model, stacks, pads_attention=pads_attention)
         trial = Removal(is_trial=True)
@@ -147,6 +149,7 @@ def apply_unpadding(
         restore()
     if difference is not None:
         return f"{type(model).__name__} gives other results without padding ({difference})"
+    code.note()
     removal = Removal(
         help_of_others=help_of_others, rounds_up=is_compiled, pads_attention=pads_attention,
         only_in_graphs=only_in_graphs,

@@ -141,8 +141,9 @@ PLACED = register(
             Rule("pipeline", "use 1f1b or interleaved. (Zero-bubble computes the gradients of "
                  "inputs and weights separately; compiled blocks compute both at once.)",
                  setting="pipeline_schedule", values=("zero-bubble",)),
-            Rule(reason="on a CPU, nothing is compiled, since steps were slower (BERT of 6 layers: "
-                 "812 instead of 710 ms). --compile-backend inductor compiles all the same",
+            Rule(reason="on a CPU, nothing is compiled, since steps were slower (BERT of 6 "
+                 "layers: 812 instead of 710 ms per step). --compile-backend inductor compiles "
+                 "all the same",
                  setting="compile_backend", values=(AUTO,), devices=("cpu",)),
         ),
         is_idle_elsewhere=True,

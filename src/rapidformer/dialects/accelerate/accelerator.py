@@ -35,7 +35,7 @@ from rapidformer.dialects.accelerate.settings import (
     splits_batches,
 )
 from rapidformer.dialects.accelerate.tracking import TrackingVerbs
-from rapidformer.dist.seeding import UNSEEDED, seed_everything
+from rapidformer.dist.seeding import is_seeded, seed_everything
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
@@ -80,9 +80,8 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
 
     def __init__(self, **arguments: Any) -> None:
         settings = build_accelerator_settings(arguments)
-        seed = torch.initial_seed()
-        if seed != UNSEEDED:
-            settings = settings.replace("set_seed()", seed=seed % 2**32)
+        if is_seeded():
+            settings = settings.replace("set_seed()", seed=torch.initial_seed())
         self._settings = settings
         self._models, self._optimizers, self._schedulers, self._guards = [], [], [], []
         self._start_engine()
@@ -112,13 +111,13 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
 
     def _start_engine(self) -> None:
         """Make the engine; a script that has seeded its random numbers keeps them."""
-        is_seeded, device = torch.initial_seed() != UNSEEDED, torch.device("cpu")
+        keeps_states, device = is_seeded(), torch.device("cpu")
         states = get_random_states(device)
         self.engine = RapidformerEngine(args=self._settings)
         self.engine.updates.has_own_parts = False
         self.engine.data.allow_no_model(self._warn_without_model)
         self._engines, self._reached = [self.engine], [self.engine.updates]
-        if is_seeded:
+        if keeps_states:
             set_random_states(states, device)
 
     def _warn_without_model(self) -> None:
