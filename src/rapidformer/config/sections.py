@@ -199,8 +199,8 @@ class AccelerationArguments:
     onnx_runtime_training: bool = False
     """same as --compile: ONNX Runtime's training package has been discontinued"""
     compile_backend: str = "auto"
-    """backend of torch.compile: auto = inductor on a GPU; on a CPU nothing is compiled, since that
-    was slower where we measured it, and inductor there only if it is asked for"""
+    """backend of torch.compile: auto = inductor on a GPU; on a CPU, where it was slower, nothing
+    unless you ask for inductor"""
     zero_1_memory_optimization: bool = False
     """ZeRO-1: shard the optimizer state over the data-parallel ranks"""
     zero_2_memory_optimization: bool = False
