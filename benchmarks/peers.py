@@ -179,7 +179,7 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
 def watch_trainer(base: type[Trainer], watch: Stopwatch, *, counts: bool = False) -> type[Trainer]:
     """A Trainer that takes the rows in their order; ``counts`` the tokens of each batch."""
 
-    class Bench(base):  # type: ignore[valid-type, misc]
+    class Bench(base):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 

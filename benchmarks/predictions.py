@@ -125,10 +125,10 @@ def evaluate_as_peer(
             {"input_ids": each, "labels": row["label"]} for each, row in zip(ids, some, strict=True)
         ]
 
-    trainer.evaluate(encode(rows[:batch]))  # type: ignore[arg-type]
+    trainer.evaluate(encode(rows[:batch]))
     wait()
     started = time.perf_counter()
-    metrics = trainer.evaluate(encode(rows))  # type: ignore[arg-type]
+    metrics = trainer.evaluate(encode(rows))
     return len(rows) / (time.perf_counter() - started), metrics["eval_loss"]
 
 

@@ -147,7 +147,7 @@ def test_a_hook_in_place_of_another_and_one_around_all_modules() -> None:
         """Only looks."""
 
     model = make()
-    looks.only_looks = True  # type: ignore[attr-defined]
+    looks.only_looks = True
     handle = model.lm_head.register_forward_hook(looks)
     code = ReplayedCode([Steps().plain], model)
     code.check_hooks([])

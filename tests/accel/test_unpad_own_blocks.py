@@ -100,7 +100,7 @@ class BatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(_HEIGHT)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden.mT).mT  # type: ignore[no-any-return]
+        return self.norm(hidden.mT).mT
 
 
 class DropPath(nn.Module):
@@ -268,7 +268,7 @@ def test_a_number_that_code_in_blocks_reads(caplog: pytest.LogCaptureFixture) ->
     def look(module: Any, args: Any, output: Any) -> None:
         shapes.append(tuple(output.shape[:2]))
 
-    look.only_looks = True  # type: ignore[attr-defined]
+    look.only_looks = True
     get(mine, 1).register_forward_hook(look)
     for number in (1, 3, 4):
         change(mine, number)

@@ -206,7 +206,7 @@ class TableModel(nn.Module):
         self.table, self.head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table((x.abs() * 2).long()).mean(1))  # type: ignore[no-any-return]
+        return self.head(self.table((x.abs() * 2).long()).mean(1))
 
 
 def make_table_model() -> nn.Module:
@@ -226,10 +226,10 @@ def test_sparse_gradients_are_accumulated_and_clipped() -> None:
         optimizer.zero_grad()
         (plain(x).square().mean() / 2).backward()
         if number % 2:
-            gradients = [p.grad.to_dense() for p in plain.parameters()]  # type: ignore[union-attr]
+            gradients = [p.grad.to_dense() for p in plain.parameters()]
             factor = min(1.0, 0.1 / (float(nn.utils.get_total_norm(gradients)) + 1e-6))
             for parameter in plain.parameters():
-                parameter.grad = parameter.grad * factor  # type: ignore[operator]
+                parameter.grad = parameter.grad * factor
             expected.step()
             expected.zero_grad()
     assert_equal(model, plain)
@@ -269,8 +269,8 @@ def test_parameters_added_after_compose_are_divided_and_clipped_with_the_others(
     engine.compose(model, optimizer)
     for network, its_optimizer in ((model, optimizer), (plain, expected)):
         torch.manual_seed(1)
-        network[2] = nn.Linear(4, 2)  # type: ignore[index]
-        its_optimizer.add_param_group({"params": [*network[2].parameters()], "lr": 0.3})  # type: ignore[index]
+        network[2] = nn.Linear(4, 2)
+        its_optimizer.add_param_group({"params": [*network[2].parameters()], "lr": 0.3})
     for number in range(4):
         x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
         engine.backward(model(x).square().mean(), weight=2)
@@ -312,7 +312,7 @@ def test_a_batch_fetched_early_keeps_its_own_weight(
     model, plain = make_model(), make_model()
     optimizer, expected = make_sgd(model), make_sgd(plain)
     engine = make_engine(global_batch_size=4, log_level="warning")
-    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
     *_, loader = engine.compose(model, optimizer, train_dataloader=loader)
     weights = []
     for batch in fetch(loader):
@@ -333,7 +333,7 @@ def test_a_batch_fetched_early_keeps_its_own_weight(
 def test_a_batch_that_cannot_be_followed_is_said(said: Any) -> None:
     model = make_model()
     engine = make_engine(global_batch_size=4, log_level="warning")
-    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
     *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
     for batch in fetch_ahead(loader):
         engine.backward(compute_loss(model, {**batch, "x": batch["x"] * 2}))
@@ -347,7 +347,7 @@ def test_a_mean_over_other_labels_than_were_counted_is_said(is_shifted: bool, sa
     """A decoder of one's own: nothing says that it compares each position with the next label."""
     model = nn.Linear(3, 8)
     engine = make_engine(global_batch_size=4, log_level="warning")
-    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
     *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
     for batch in loader:
         logits, labels = model(batch["x"]).view(-1, 4, 2), batch["labels"]
@@ -361,7 +361,7 @@ def test_a_mean_over_other_labels_than_were_counted_is_said(is_shifted: bool, sa
 def test_no_batch_is_kept_alive_and_no_hook_stays() -> None:
     model = make_model()
     engine = make_engine()
-    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
     *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
     for batch in loader:
         engine.backward(compute_loss(model, batch))
@@ -543,7 +543,7 @@ def test_a_second_fresh_run_keeps_its_checkpoints_apart(tmp_path: Path, said: An
 
 def test_the_batch_is_said_at_the_start(said: Any) -> None:
     engine = make_engine(log_level="info", global_batch_size=4)
-    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)  # type: ignore[arg-type]
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
     model = make_model()
     engine.compose(model, make_sgd(model), train_dataloader=loader)
     assert "batch     4 = 2 micro x 1 data parallel x 2 accumulation" in said.text

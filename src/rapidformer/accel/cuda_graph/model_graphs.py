@@ -167,6 +167,8 @@ class ModelGraphs:
         """The trainable ones."""
         self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), model)
+        self._described: Hashable = None
+        """What the code depends on in this call."""
         self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit, warns=False)
         self._gradients = GradientMemory(device)
         self._recorded: dict[Hashable, Recorded] = {}
@@ -246,6 +248,7 @@ class ModelGraphs:
                 self._recorded.clear()
                 self.parameters = [p for p in self._places.weights if p.requires_grad]
             self.check_call(args, kwargs)
+            self._described = self._code.describe()
             inputs = self.read(kwargs)
             if inputs is None:
                 return self._run(**kwargs)
@@ -304,7 +307,7 @@ class ModelGraphs:
     def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
         """Whether a call may have these inputs instead of its own, which may be narrower."""
         batch = MicroBatch(kwargs, NO_BATCH, False, True, 0, 0)
-        request = Request(self._run_compared, Update((batch,)), [1.0], self._code.describe(), None)
+        request = Request(self._run_compared, Update((batch,)), [1.0], self._described, None)
         held = take_gradients(self.parameters)  # of other micro-batches
         is_exact = self._widths.may_change(request, [inputs], self._take_snapshot)
         for parameter, gradient in zip(self.parameters, held, strict=True):
@@ -323,7 +326,7 @@ class ModelGraphs:
         return MicroBatchResult(loss=values @ factors, weight=1.0)
 
     def _replay(self, inputs: Inputs) -> Any:
-        key = (inputs.key, self._code.describe(), describe_mode(self.device))
+        key = (inputs.key, self._described, describe_mode(self.device))
         if key not in self._recorded:
             is_due = inputs.is_rounded or hash(key) in self._unrounded
             if not is_due:
