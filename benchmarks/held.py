@@ -25,167 +25,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import transformers
+from held_models import HELD
 from peers import HAS_GPU, RUNS, WARM_UP, Result, Stopwatch, get_peak
-from workloads import Rows, Workload
 
 NAMES = ("HF Trainer", "rapidformer", "rapidformer --compile")
-TINY = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 96,
-}  # fmt: skip
-TINY_SIDES: dict[str, Any] = {
-    "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Held:
-    """One model: its classes by name, its size, and the data."""
-
-    config: str
-    model: str
-    batch: int
-    lengths: tuple[int, int]
-    sizes: dict[str, Any]
-    tiny: dict[str, Any]
-    kind: str = "labels"
-    """What is learnt: ``labels`` of rows, ``text``, ``answers`` alone, ``pairs`` or ``images``."""
-
-    def build_workload(self, size: str) -> Workload:
-        is_tiny = size == "tiny"
-        lengths = tuple(max(4, length // 8) for length in self.lengths) if is_tiny else self.lengths
-        batch = min(self.batch, 8) if is_tiny else self.batch
-        sizes = {**self.sizes, **self.tiny} if is_tiny else self.sizes
-
-        def build() -> Any:
-            config = getattr(transformers, self.config)(**sizes)
-            return getattr(transformers, self.model)(config)
-
-        def make_rows(count: int) -> Any:
-            if self.kind == "images":
-                return Images(count, 32 if is_tiny else 224)
-            words = sizes.get("vocab_size") or build().config.vocab_size
-            return make_skewed_rows(count, self.kind, lengths, words)
-
-        unit = "images" if self.kind == "images" else "tokens"
-        return Workload(build=build, make_rows=make_rows, batch=batch, unit=unit)
-
-
-HELD = {
-    "DistilBERT": Held(
-        "DistilBertConfig", "DistilBertForSequenceClassification", 16, (10, 60),
-        {"vocab_size": 30522}, {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
-    ),
-    "BART-large": Held(
-        "BartConfig", "BartForConditionalGeneration", 16, (40, 400), {"vocab_size": 50265},
-        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
-         "decoder_ffn_dim": 96, "vocab_size": 512}, "pairs",
-    ),
-    "ModernBERT-base": Held(
-        "ModernBertConfig", "ModernBertForSequenceClassification", 32, (20, 500),
-        {"vocab_size": 50368}, {**TINY, "pad_token_id": 0},
-    ),
-    "ELECTRA-base": Held(
-        "ElectraConfig", "ElectraForSequenceClassification", 32, (10, 120),
-        {"vocab_size": 30522, "embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12,
-         "intermediate_size": 3072}, TINY,
-    ),
-    "RoBERTa-large": Held(
-        "RobertaConfig", "RobertaForSequenceClassification", 32, (10, 120),
-        {"vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
-         "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514},
-        TINY,
-    ),
-    "Qwen3 0.6B": Held(
-        "Qwen3Config", "Qwen3ForCausalLM", 8, (50, 1500),
-        {"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
-         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
-         "tie_word_embeddings": True}, {**TINY, "num_key_value_heads": 2, "head_dim": 16},
-        "answers",
-    ),
-    "OLMoE shape": Held(
-        "OlmoeConfig", "OlmoeForCausalLM", 8, (50, 1000),
-        {"vocab_size": 50304, "num_hidden_layers": 8, "num_experts": 32, "intermediate_size": 1024},
-        {**TINY, "num_experts": 4, "num_experts_per_tok": 2}, "text",
-    ),
-    "Gemma 3 1B": Held(
-        "Gemma3TextConfig", "Gemma3ForCausalLM", 4, (50, 1500),
-        {"vocab_size": 262144, "hidden_size": 1152, "num_hidden_layers": 26,
-         "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912,
-         "sliding_window": 512},
-        {**TINY, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 32}, "text",
-    ),
-    "ViT-base": Held(
-        "ViTConfig", "ViTForImageClassification", 64, (1, 1), {"num_labels": 2},
-        {**TINY, "image_size": 32}, "images",
-    ),
-    "DeBERTa-v3 base": Held(
-        "DebertaV2Config", "DebertaV2ForSequenceClassification", 32, (10, 120),
-        {"vocab_size": 128100, "hidden_size": 768, "num_hidden_layers": 12,
-         "num_attention_heads": 12, "intermediate_size": 3072, "relative_attention": True,
-         "position_buckets": 256, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
-         "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0},
-        TINY,
-    ),
-    "mT5-base": Held(
-        "MT5Config", "MT5ForConditionalGeneration", 16, (40, 400),
-        {"vocab_size": 250112, "d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12,
-         "d_kv": 64, "decoder_start_token_id": 0}, TINY_SIDES, "pairs",
-    ),
-}  # fmt: skip
-
-
-class Images:
-    """Images in memory; a few, since a data set of thousands would not fit there."""
-
-    def __init__(self, count: int, size: int) -> None:
-        random = np.random.default_rng(0)
-        self._images = random.standard_normal((128, 3, size, size), dtype=np.float32)
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        image = self._images[number % len(self._images)]
-        return {"pixel_values": image, "labels": number % len(self._images) % 2}
-
-
-def make_skewed_rows(count: int, kind: str, lengths: tuple[int, ...], words: int) -> Rows:
-    """Rows whose lengths are mostly short; tokens follow each other, so that the loss can fall."""
-    random = np.random.default_rng(0)
-
-    def write(label: int = 0) -> list[int]:
-        length = round(lengths[0] + (lengths[1] - lengths[0]) * random.random() ** 3)
-        half = (words - 10) // 2
-        ids: list[int] = (random.integers(10, 10 + half, length) + half * label).tolist()
-        return ids
-
-    rows = []
-    for _ in range(count):
-        if kind == "labels":
-            label = int(random.integers(0, 2))
-            rows.append({"input_ids": write(label), "labels": label})
-        elif kind == "pairs":
-            rows.append({"input_ids": write(), "labels": write()})
-        else:
-            ids = write()
-            asked = len(ids) * 3 // 4 if kind == "answers" else 0
-            rows.append({"input_ids": ids, "labels": [-100] * asked + ids[asked:]})
-    return rows
 
 
 def count_units(kind: str, row: dict[str, Any]) -> int:
-    """Images, or tokens of both sides."""
-    if kind == "images":
+    """Images or recordings, or tokens of both sides."""
+    if kind in ("images", "speech"):
         return 1
     return len(row["input_ids"]) + (len(row["labels"]) if kind == "pairs" else 0)
 
@@ -310,7 +163,7 @@ def format_row(model: str, runs: dict[str, Result], names: Sequence[str]) -> str
             f"loss {result['loss']:.3f}"
         )
     held = HELD[model]
-    lengths = "" if held.kind == "images" else f", {held.lengths[0]}-{held.lengths[1]}"
+    lengths = "" if held.lengths == (1, 1) else f", {held.lengths[0]}-{held.lengths[1]}"
     return f"| {model}, {held.batch}{lengths} | {' | '.join(cells)} |"
 
 

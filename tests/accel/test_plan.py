@@ -13,6 +13,8 @@ from transformers import (
     BertGenerationDecoder,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    SwinConfig,
+    SwinForImageClassification,
     XLMConfig,
     XLMWithLMHeadModel,
 )
@@ -52,6 +54,14 @@ def test_blocks_of_vit() -> None:
     model = make("vit")
     blocks = find_plan(model).get_blocks(model)
     assert [type(block).__name__ for block in blocks] == ["ViTLayer"] * 3
+
+
+def test_of_blocks_inside_blocks_the_inner_ones_count() -> None:
+    """Swin marks both its stages and their blocks."""
+    config = SwinConfig(image_size=32, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4)
+    plan = find_plan(SwinForImageClassification(config))
+    stages = [f"swin.encoder.layers.{stage}.blocks" for stage in range(2)]
+    assert plan.blocks == tuple(f"{stage}.{i}" for stage in stages for i in range(2))
 
 
 @pytest.mark.parametrize(

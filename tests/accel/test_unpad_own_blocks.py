@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.stirring import keep_state, stir
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
@@ -353,6 +355,28 @@ def test_a_trial_leaves_no_trace() -> None:
     assert model.bert.encoder.layer[0].output.dropout.p == 0.1
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_rounding_next_to_a_kink_is_no_difference() -> None:
+    """ReLU's gradient of a number next to zero is all or nothing, as rounding has it."""
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=32, hidden_act="relu", max_position_embeddings=32,
+        )
+    )  # fmt: skip
+    dense = model.bert.encoder.layer[0].intermediate.dense
+    nn.init.zeros_(dense.weight[0].detach())
+
+    def call(batch: dict[str, Tensor], *, rounding: float) -> Any:
+        dense.bias.data[0] += rounding
+        return model(**batch)
+
+    plan = find_plan(model)
+    for rounding, difference in ((1e-8, None), (0.1, "logits differ")):
+        found = find_difference(model, plan, functools.partial(call, rounding=rounding))
+        assert found == difference
 
 
 def test_weights_that_hide_something_are_others_for_a_while() -> None:

@@ -226,7 +226,7 @@ class Branches(Run):
     [
         (Waits, "calls .item(), which waits for the GPU"),
         (WaitsUnnoticed, "calls torch.cuda.synchronize()"),
-        (Branches, "a step waits for the GPU, as .item() does"),
+        (Branches, "a step waits for the GPU, as .item() does (test_cuda_graph.py:"),
     ],
 )
 def test_a_step_that_cannot_be_captured(kind: type[Run], problem: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
+from rapidformer.accel.cuda_graph import block_graphs
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
@@ -25,7 +26,7 @@ class Again:
     has_room = True
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.recorded = self.replayed = self.sizes = 0
 
     def warm_up(self, function: Callable[[], Any], *, forbids_reads: bool) -> Any:
         return function()
@@ -173,6 +174,22 @@ def test_rows_of_different_lengths(caplog: pytest.LogCaptureFixture) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4)
     replayed.engine.close()
     assert all(get_compiled_call(block) is None for block in model.modules())
+
+
+def test_sizes_that_are_not_rounded_are_recorded_while_replays_pay_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight lengths take turns three times: four are recorded when they come back."""
+    texts = [[5 + (row + i) % 50 for i in range(10 + row // 4 % 8)] for row in range(96)]
+    rows = [{"input_ids": ids, "labels": ids} for ids in texts]
+    captures = []
+    for replays in (25, 1):
+        monkeypatch.setattr(block_graphs, "_REPLAYS", replays)
+        captures.append(Again())
+        run = train(Counting, make_gpt2(32), rows, captures[-1], dynamic_shape="off")
+        captures[-1].sizes = run.in_pieces.count
+    assert captures[0].sizes == 4 < captures[1].sizes
+    assert captures[0].recorded < captures[1].recorded
 
 
 def test_compiled_blocks_are_the_models_own_again_after_close() -> None:

@@ -48,6 +48,7 @@ from rapidformer.accel.cuda_graph.passes import (
     draw_unused,
 )
 from rapidformer.accel.cuda_graph.recorder import NUMBERS_ON_DEVICE, Recorder
+from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision import processor
@@ -55,9 +56,12 @@ from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad import batches, unpadding
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.columns import Column
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.config import Settings
+from rapidformer.data.batch import NO_BATCH
+from rapidformer.data.update import MicroBatch, MicroBatchResult
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.objectives import Objective
@@ -543,6 +547,26 @@ class OtherwiseIfLong(Mixed):
 
     def run_forward_step(self, batch: Any, model: Any) -> Any:
         return model(**batch).loss * (1 + (batch["input_ids"].shape[1] > self.narrow))
+
+
+def test_rounding_next_to_a_kink_does_not_depend_on_the_width() -> None:
+    """A number next to zero that rounding moves across ReLU's kink changes a whole gradient."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    model = torch.nn.ParameterList([weight])
+
+    def run(batch: MicroBatch, noise: float) -> MicroBatchResult:
+        width = batch.batch["input_ids"].shape[1]
+        hidden = weight - torch.tensor([1.0 - noise * (width - 8), 0.0, 0.0, 0.0])
+        return MicroBatchResult(loss=torch.relu(hidden).sum(), weight=1.0)
+
+    ids = torch.ones(2, 8, dtype=torch.long)
+    micro_batch = MicroBatch({"input_ids": ids}, NO_BATCH, False, True, 0, 0)
+    widths = Widths(model, [weight], torch.device("cpu"), is_16_bit=True, warns=False)
+    before = Snapshot([], torch.device("cpu"))
+    columns = {"input_ids": Column(16, 0)}
+    for noise, is_same in ((1e-7, True), (0.1, False)):
+        problem = widths._compare(functools.partial(run, noise=noise), micro_batch, columns, before)
+        assert (problem is None) == is_same
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
     masking_utils,
 )
 from transformers.utils import import_utils
@@ -143,6 +145,27 @@ def test_attention_masks_are_made_without_reading(
     monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: known.get(id(tensor)))
     with Refusing():
         model(**batch).loss.backward()
+
+
+def test_whisper_makes_its_mask_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decoder makes positions, a row for each sample, which transformers would look at."""
+    config = WhisperConfig(
+        vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
+        max_source_positions=10, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config).eval()  # in training, it draws on the host
+    batch = {"input_features": torch.randn(3, 8, 20), "labels": torch.arange(24).view(3, 8) + 5}
+    batch["use_cache"] = False  # as in training
+    expected = model(**batch).loss
+    make_masks_from_host(model)
+    monkeypatch.setattr(host_masks, "find_host_copy", lambda tensor: None)  # all on the device
+    with Refusing():
+        loss = model(**batch).loss
+        loss.backward()
+    assert torch.equal(loss.detach(), expected.detach())
 
 
 @pytest.mark.parametrize("mask", [*MASKS, None])

@@ -114,8 +114,8 @@ def _build_mask_giver(cls: Any) -> dict[str, Any]:
 def _add_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     ids = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if ids is None else ids
-    has_mask = any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values"))
-    if has_mask or not isinstance(tokens, Tensor):
+    names = ("attention_mask", "past_key_values", "position_ids")  # which may say what is hidden
+    if any(kwargs.get(name) is not None for name in names) or not isinstance(tokens, Tensor):
         return kwargs
     mask = torch.ones(tokens.shape[:2], device=tokens.device)
     fix_rows(mask, FixedRows(None, is_full=True))

@@ -47,13 +47,17 @@ _IS_FULL = "rapidformer_is_full"
 _OWN_MASKS = (
     "attention_mask = torch.ones(batch_size, mask_seq_length, device=inputs_embeds.device)",
     "attention_mask = torch.ones(inputs_embeds.shape[0], seq_length, device=inputs_embeds.device)",
+    "position_ids = position_ids.unsqueeze(0).repeat(inputs_embeds.shape[0], 1)",
 )
-"""How the decoders of BART and its relatives, and that of OPT, make a mask."""
+"""How the decoders of BART and its relatives, and that of OPT, make a mask; and how Whisper's makes
+positions, which transformers would look at if there is no mask.
+"""
 _MASK_MAKERS = {
     "BartDecoder", "BigBirdPegasusDecoder", "BioGptModel", "BlenderbotDecoder",
     "BlenderbotSmallDecoder", "LongT5Stack", "M2M100Decoder", "MarianDecoder", "MBartDecoder",
     "OPTDecoder", "PegasusDecoder", "PegasusXDecoder", "Pix2StructTextModel", "PLBartDecoder",
     "Pop2PianoStack", "PPFormulaNetTextModel", "SwitchTransformersStack", "UdopStack",
+    "WhisperDecoder",
 }  # fmt: skip
 """The classes that do so in the versions we know."""
 
@@ -105,7 +109,7 @@ def find_unknown_masks() -> str | None:
 
 
 def makes_own_mask(module: nn.Module) -> bool:
-    """Whether a model's own ``forward``, by its source, makes a mask of ones, as BART's decoder."""
+    """Whether a model's own ``forward``, by its source, hides nothing unless it gets a mask."""
     from transformers import PreTrainedModel
 
     is_known = isinstance(module, PreTrainedModel)

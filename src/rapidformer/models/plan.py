@@ -190,13 +190,15 @@ def _check_mapping(model: nn.Module, plan: Mapping[str, Any], author: str) -> di
 def _find_marked_blocks(model: nn.Module) -> list[str]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [
-        f"{name}.{i}"
+    lists = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and all(isinstance(child, GradientCheckpointingLayer) for child in module)
-        for i in range(len(module))
-    ]
+    }
+    # Swin marks its stages, each of another size, and the blocks inside them, which are many alike.
+    innermost = [n for n in lists if not any(other.startswith(f"{n}.") for other in lists)]
+    return [f"{name}.{i}" for name in innermost for i in range(len(lists[name]))]
 
 
 def _find_block_lists(model: nn.Module) -> list[str]:

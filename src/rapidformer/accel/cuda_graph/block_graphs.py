@@ -38,6 +38,17 @@ from rapidformer.overlay import find_fact
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch blocks are recorded."""
+_FREE, _REPLAYS = 4, 25
+"""How many sizes are recorded in any case, and how many replays pay for each further one: sizes
+that were not rounded come back rarely, and a recording takes as long as so many replays save.
+"""
+
+
+def pays(sizes: int, replays: int) -> bool:
+    """Whether another size that was not rounded may be recorded after so many."""
+    return sizes < _FREE + replays // _REPLAYS
+
+
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -124,6 +135,8 @@ class BlockGraphs:
         self._may_chain = self._find_whether_chained()
         self._recorded: dict[Hashable, _Together] = {}
         self._seen: set[int] = set()
+        self._replays = 0
+        """Passes whose size had been recorded."""
         self._described: Hashable = None
         """What the blocks' code depends on in this call of the model."""
         self._places: Hashable = None
@@ -299,9 +312,11 @@ class BlockGraphs:
             self._places = places
         key = (call.form, self._described)
         if key in self._recorded:
+            self._replays += 1
             return self._recorded[key]
         # A size that was not rounded may never come again. The first pass may still set things up.
-        is_due = call.is_rounded or hash(key) in self._seen
+        is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
+        is_due = call.is_rounded or is_back
         is_due = is_due and self._number > 1 and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
         together = _Together(Notes(self._device) if is_due else None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places, pays
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -104,6 +104,7 @@ class GraphedPasses:
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
         """Hashes of keys: with many sizes, the keys themselves would fill the memory."""
+        self._replays = 0
         self._looked_ahead = False
         """Whether sizes were recorded that had not come yet."""
         self._places: Hashable = None
@@ -291,6 +292,7 @@ class GraphedPasses:
             if not graph.is_proven:
                 return self._try(lambda before: self._recorder.compare(graph, before).copy(weights))
             graph.replay()
+            self._replays += 1
             return graph.outcome.copy(weights)
         most = MOST_GRAPHS if self.count else min(MOST_GRAPHS, _MOST_AT_ONCE)
         is_full = len(self._graphs) >= most
@@ -298,7 +300,9 @@ class GraphedPasses:
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
         is_common = len(self._graphs) < _MOST_AT_ONCE and all(item.is_rounded for item in inputs)
-        waits = is_full or (is_new and not is_first and not is_common)
+        is_rare = not all(item.is_rounded for item in inputs)
+        is_rare = is_rare and not pays(len(self._graphs), self._replays)
+        waits = is_full or is_rare or (is_new and not is_first and not is_common)
         if waits and not any(item.is_changed for item in inputs):
             return None  # the usual passes run with the same sizes
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+import rapidformer
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes, Snapshot, draw_unused
 from rapidformer.compat.patches import Entry, Patch
@@ -205,10 +208,22 @@ def describe_error(error: Exception) -> str:
     # Below a TorchScript function, torch puts the reason after a traceback.
     text = next((line for line in lines if line.startswith("RuntimeError: ")), lines[0])
     if "synchronizing CUDA operation" in text:
-        return "a step waits for the GPU, as .item() does"
+        return f"a step waits for the GPU, as .item() does{_find_place(error)}"
     if "legacy stream" in text:
         return "a loss or an output of an earlier step is kept with its graph: keep loss.detach()"
     return f"{type(error).__name__}: {text.removeprefix('RuntimeError: ')}"
+
+
+def _find_place(error: Exception) -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = tuple(str(Path(str(module.__file__)).parent) for module in (torch, rapidformer))
+    lines = (
+        f" ({Path(f.filename).name}:{f.lineno})"
+        for f in reversed(frames)
+        if not f.filename.startswith(own)
+    )
+    return next(lines, "")
 
 
 T = TypeVar("T")

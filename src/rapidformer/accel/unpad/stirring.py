@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
@@ -23,6 +25,9 @@ from rapidformer.compat.torch_modules import get_buffer_table
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.overlay import get_own_class
+
+_KINKS = (functional.relu, torch.relu, Tensor.relu)
+"""Rounding alone decides the gradient of a number next to zero: all of it, or nothing."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights that can be trained consist of."""
@@ -100,6 +105,18 @@ def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
     signs = torch.rand(weight.shape, generator=generator, device="cpu").sub(0.5).sign()
     first = float(weight.flatten()[0])
     return sizes * (signs / 2 if abs(first) < _TINY else math.copysign(1.0, first))
+
+
+class Smooth(TorchFunctionMode):
+    """Inside, ReLU has no kink. Number by number, it mixes tokens no more than what replaces it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KINKS:
+            (value,) = args or ((kwargs or {})["input"],)
+            return functional.silu(value)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,0 +1,243 @@
+"""The models of ``held.py``: sizes as published, and rows whose lengths vary as in real data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import transformers
+from workloads import Rows, Workload
+
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96,
+}  # fmt: skip
+TINY_SIDES: dict[str, Any] = {
+    "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """One model: its classes by name, its size, and the data."""
+
+    config: str
+    model: str
+    batch: int
+    lengths: tuple[int, int]
+    sizes: dict[str, Any]
+    tiny: dict[str, Any]
+    kind: str = "labels"
+    """What is learnt: ``labels`` of rows, ``tags`` of tokens, ``text``, ``answers`` alone,
+    ``pairs``, ``images`` or ``speech``."""
+
+    def build_workload(self, size: str) -> Workload:
+        is_tiny = size == "tiny"
+        lengths = tuple(max(4, length // 8) for length in self.lengths) if is_tiny else self.lengths
+        batch = min(self.batch, 8) if is_tiny else self.batch
+        sizes = {**self.sizes, **self.tiny} if is_tiny else self.sizes
+
+        def build() -> Any:
+            config = getattr(transformers, self.config)(**sizes)
+            return getattr(transformers, self.model)(config)
+
+        def make_rows(count: int) -> Any:
+            if self.kind in ("images", "speech"):
+                return Signals(count, self.kind, lengths, is_tiny)
+            words = sizes.get("vocab_size") or build().config.vocab_size
+            return make_skewed_rows(count, self.kind, lengths, words)
+
+        unit = {"images": "images", "speech": "recordings"}.get(self.kind, "tokens")
+        return Workload(build=build, make_rows=make_rows, batch=batch, unit=unit)
+
+
+HELD = {
+    "DistilBERT": Held(
+        "DistilBertConfig", "DistilBertForSequenceClassification", 16, (10, 60),
+        {"vocab_size": 30522}, {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+    ),
+    "BART-large": Held(
+        "BartConfig", "BartForConditionalGeneration", 16, (40, 400), {"vocab_size": 50265},
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+         "decoder_ffn_dim": 96, "vocab_size": 512}, "pairs",
+    ),
+    "ModernBERT-base": Held(
+        "ModernBertConfig", "ModernBertForSequenceClassification", 32, (20, 500),
+        {"vocab_size": 50368}, {**TINY, "pad_token_id": 0},
+    ),
+    "ELECTRA-base": Held(
+        "ElectraConfig", "ElectraForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 30522, "embedding_size": 768, "hidden_size": 768, "num_attention_heads": 12,
+         "intermediate_size": 3072}, TINY,
+    ),
+    "RoBERTa-large": Held(
+        "RobertaConfig", "RobertaForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 50265, "hidden_size": 1024, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 514},
+        TINY,
+    ),
+    "Qwen3 0.6B": Held(
+        "Qwen3Config", "Qwen3ForCausalLM", 8, (50, 1500),
+        {"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+         "tie_word_embeddings": True}, {**TINY, "num_key_value_heads": 2, "head_dim": 16},
+        "answers",
+    ),
+    "OLMoE shape": Held(
+        "OlmoeConfig", "OlmoeForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50304, "num_hidden_layers": 8, "num_experts": 32, "intermediate_size": 1024},
+        {**TINY, "num_experts": 4, "num_experts_per_tok": 2}, "text",
+    ),
+    "Gemma 3 1B": Held(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", 4, (50, 1500),
+        {"vocab_size": 262144, "hidden_size": 1152, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 6912,
+         "sliding_window": 512},
+        {**TINY, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 32}, "text",
+    ),
+    "ViT-base": Held(
+        "ViTConfig", "ViTForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {**TINY, "image_size": 32}, "images",
+    ),
+    "DeBERTa-v3 base": Held(
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 128100, "hidden_size": 768, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "intermediate_size": 3072, "relative_attention": True,
+         "position_buckets": 256, "pos_att_type": ["p2c", "c2p"], "share_att_key": True,
+         "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0},
+        TINY,
+    ),
+    "mT5-base": Held(
+        "MT5Config", "MT5ForConditionalGeneration", 16, (40, 400),
+        {"vocab_size": 250112, "d_model": 768, "d_ff": 2048, "num_layers": 12, "num_heads": 12,
+         "d_kv": 64, "decoder_start_token_id": 0}, TINY_SIDES, "pairs",
+    ),
+    # The second set, tried after the first one had been made fast.
+    "ALBERT-base": Held(
+        "AlbertConfig", "AlbertForSequenceClassification", 32, (10, 120),
+        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+        {**TINY, "embedding_size": 32},
+    ),
+    "XLM-R-base, tags": Held(
+        "XLMRobertaConfig", "XLMRobertaForTokenClassification", 32, (10, 120),
+        {"vocab_size": 250002, "max_position_embeddings": 514}, TINY, "tags",
+    ),
+    "XLNet-base": Held(
+        "XLNetConfig", "XLNetForSequenceClassification", 16, (20, 200),
+        {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072},
+        {"vocab_size": 512, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96},
+    ),
+    "Longformer-base": Held(
+        "LongformerConfig", "LongformerForSequenceClassification", 8, (50, 2000),
+        {"vocab_size": 50265, "max_position_embeddings": 4098, "type_vocab_size": 1},
+        {**TINY, "attention_window": 16},
+    ),
+    "OPT-350m shape": Held(
+        "OPTConfig", "OPTForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50272, "hidden_size": 1024, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "ffn_dim": 4096},
+        {**TINY, "ffn_dim": 96, "word_embed_proj_dim": 64}, "text",
+    ),
+    "Pythia-410m": Held(
+        "GPTNeoXConfig", "GPTNeoXForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50304, "hidden_size": 1024, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "intermediate_size": 4096}, TINY, "text",
+    ),
+    "Phi-3 shape, 1B": Held(
+        "Phi3Config", "Phi3ForCausalLM", 8, (50, 1500),
+        {"vocab_size": 32064, "hidden_size": 2048, "num_hidden_layers": 20,
+         "num_attention_heads": 32, "intermediate_size": 5632, "pad_token_id": 0},
+        {**TINY, "num_key_value_heads": 4, "pad_token_id": 0}, "answers",
+    ),
+    "Mixtral shape": Held(
+        "MixtralConfig", "MixtralForCausalLM", 8, (50, 1000),
+        {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 12,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816},
+        {**TINY, "num_key_value_heads": 2, "num_local_experts": 4}, "text",
+    ),
+    "Mamba-130m": Held(
+        "MambaConfig", "MambaForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24},
+        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}, "text",
+    ),
+    "Marian (opus-mt)": Held(
+        "MarianConfig", "MarianMTModel", 32, (10, 100),
+        {"vocab_size": 58101, "d_model": 512, "encoder_layers": 6, "decoder_layers": 6,
+         "encoder_attention_heads": 8, "decoder_attention_heads": 8, "encoder_ffn_dim": 2048,
+         "decoder_ffn_dim": 2048, "pad_token_id": 0, "decoder_start_token_id": 0},
+        {"vocab_size": 512, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}, "pairs",
+    ),
+    "T5-small": Held(
+        "T5Config", "T5ForConditionalGeneration", 32, (20, 200),
+        {"vocab_size": 32128, "decoder_start_token_id": 0}, TINY_SIDES, "pairs",
+    ),
+    "Whisper-small": Held(
+        "WhisperConfig", "WhisperForConditionalGeneration", 16, (5, 60),
+        {"d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
+         "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072},
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+         "max_source_positions": 100}, "speech",
+    ),
+    "Swin-tiny": Held(
+        "SwinConfig", "SwinForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4],
+         "window_size": 4}, "images",
+    ),
+    "DINOv2-base": Held(
+        "Dinov2Config", "Dinov2ForImageClassification", 64, (1, 1),
+        {"num_labels": 2, "image_size": 224, "patch_size": 14},
+        {**TINY, "image_size": 32, "patch_size": 16}, "images",
+    ),
+}  # fmt: skip
+
+
+class Signals:
+    """Images, or the spectra of speech with what is said; a few in memory, which come again."""
+
+    def __init__(self, count: int, kind: str, lengths: tuple[int, int], is_tiny: bool) -> None:
+        random = np.random.default_rng(0)
+        side = 32 if is_tiny else 224
+        shape = (3, side, side) if kind == "images" else (80, 200 if is_tiny else 3000)
+        self._signals = random.standard_normal((128, *shape), dtype=np.float32)
+        self._spoken = make_skewed_rows(128, "text", lengths, 500) if kind == "speech" else []
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        place = number % len(self._signals)
+        if self._spoken:
+            labels = self._spoken[place]["labels"]
+            return {"input_features": self._signals[place], "labels": labels}
+        return {"pixel_values": self._signals[place], "labels": place % 2}
+
+
+def make_skewed_rows(count: int, kind: str, lengths: tuple[int, ...], words: int) -> Rows:
+    """Rows whose lengths are mostly short; tokens follow each other, so that the loss can fall."""
+    random = np.random.default_rng(0)
+
+    def write(label: int = 0) -> list[int]:
+        length = round(lengths[0] + (lengths[1] - lengths[0]) * random.random() ** 3)
+        half = (words - 10) // 2
+        ids: list[int] = (random.integers(10, 10 + half, length) + half * label).tolist()
+        return ids
+
+    rows = []
+    for _ in range(count):
+        if kind == "labels":
+            label = int(random.integers(0, 2))
+            rows.append({"input_ids": write(label), "labels": label})
+        elif kind == "tags":
+            ids = write()
+            rows.append({"input_ids": ids, "labels": [token % 2 for token in ids]})
+        elif kind == "pairs":
+            rows.append({"input_ids": write(), "labels": write()})
+        else:
+            ids = write()
+            asked = len(ids) * 3 // 4 if kind == "answers" else 0
+            rows.append({"input_ids": ids, "labels": [-100] * asked + ids[asked:]})
+    return rows
