@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from rapidformer import RapidformerEngine
+from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.stirring import keep_state, stir
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
@@ -377,6 +381,25 @@ def test_rounding_next_to_a_kink_is_no_difference() -> None:
     for rounding, difference in ((1e-8, None), (0.1, "logits differ")):
         found = find_difference(model, plan, functools.partial(call, rounding=rounding))
         assert found == difference
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_added_tokens_are_tried_without_padding(
+    is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tokens in the wrong rows, a trial that reads padding would compare padded passes."""
+    config = build().config
+    model = BertForTokenClassification(config)
+    plan, read = find_plan(model), Rows.read_filled
+    assert apply_unpadding(model, plan) is None
+
+    def misread(real: Any) -> Rows:
+        rows = read(real)
+        return rows if is_right else dataclasses.replace(rows, places=rows.places.flip(0))
+
+    monkeypatch.setattr(Rows, "read_filled", misread)
+    prove_filling(model, plan, None)
+    assert find_filling(model).fills == is_right
 
 
 def test_weights_that_hide_something_are_others_for_a_while() -> None:

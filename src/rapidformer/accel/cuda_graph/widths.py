@@ -28,7 +28,7 @@ from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.accel.unpad.rows import NO_SIZES
-from rapidformer.accel.unpad.stirring import Smooth
+from rapidformer.accel.unpad.stirring import SMOOTH
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
@@ -168,7 +168,7 @@ class Widths:
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
-            with _FactorsForDropout(), Smooth(), hidden.act(is_wide=bool(columns)):
+            with _FactorsForDropout(), SMOOTH, hidden.act(is_wide=bool(columns)):
                 result = run_forward(micro_batch._replace(batch=batch))
                 result.loss.backward()
             weights = [result.weight] if result.is_weight_given else []

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rapidformer.accel.unpad.batches import Filling, is_on
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
+from rapidformer.accel.unpad.on_demand import put_zeros
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_filled_sides
@@ -53,8 +54,12 @@ def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:
     if is_encoder_decoder(model):
         rows = read_filled_sides(batch)
     assert rows is not None
-    run = functools.partial(model.forward, **batch)
-    return call_without_padding(model, run, rows.move_to(mask.device), Removal(is_trial=True))
+    run, trial = functools.partial(model.forward, **batch), Removal(is_trial=True)
+    outputs = call_without_padding(model, run, rows.move_to(mask.device), trial)
+    if not trial.is_on:
+        raise ModelError("it reads what its blocks return for padding")
+    # Of added tokens, an index by a mask would take the padded pass.
+    return _change_values(outputs, put_zeros)
 
 
 def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
@@ -66,9 +71,15 @@ def _call_widened(model: nn.Module, batch: dict[str, Any]) -> Any:
     if not columns or columns[lead].width == width:
         raise ModelError("its rows cannot be any longer")
     outputs = call_plainly(model, widen(batch, columns))
-    # A model without a head is used for its hidden states.
+    return _change_values(
+        outputs, lambda values: values[:, :width] if values.dim() == 3 else values
+    )
+
+
+def _change_values(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The outputs with other logits; a model without a head is used for its hidden states."""
+    if isinstance(outputs, Tensor):
+        return change(outputs)
     name = "logits" if hasattr(outputs, "logits") else "last_hidden_state"
-    values = getattr(outputs, name)
-    if values.dim() == 3:
-        setattr(outputs, name, values[:, :width])
+    setattr(outputs, name, change(getattr(outputs, name)))
     return outputs

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Enter
 from rapidformer.accel.unpad.sides import is_encoder_decoder
-from rapidformer.accel.unpad.stirring import FLOATS, Smooth, Steady, is_library, keep_state, stir
+from rapidformer.accel.unpad.stirring import FLOATS, SMOOTH, Steady, is_library, keep_state, stir
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -57,7 +57,7 @@ def find_difference(
     device = next(model.parameters()).device
     compare = functools.partial(_compare, model, plan, forward, sharing, enter)
     try:
-        with _keep_numbers(device), keep_state(model), torch.enable_grad(), Smooth():
+        with _keep_numbers(device), keep_state(model), torch.enable_grad(), SMOOTH:
             # Not torch.manual_seed: it also seeds GPUs.
             torch.default_generator.manual_seed(0)
             batch = _make_batch(model, is_packed=is_packed)

@@ -7,6 +7,7 @@ numbers, which no two passes share. So each draw is replaced by one number.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
+from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
 from rapidformer.compat.torch_modules import get_buffer_table
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.overlay import get_own_class
-
-_KINKS = (functional.relu, torch.relu, Tensor.relu)
-"""Rounding alone decides the gradient of a number next to zero: all of it, or nothing."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What weights that can be trained consist of."""
@@ -107,16 +105,18 @@ def _draw(weight: Tensor, generator: torch.Generator) -> Tensor:
     return sizes * (signs / 2 if abs(first) < _TINY else math.copysign(1.0, first))
 
 
-class Smooth(TorchFunctionMode):
-    """Inside, ReLU has no kink. Number by number, it mixes tokens no more than what replaces it."""
+def _smooth(relu: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(relu)
+    def smooth(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return functional.silu(input) if SMOOTH.is_inside() else relu(input, *args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _KINKS:
-            (value,) = args or ((kwargs or {})["input"],)
-            return functional.silu(value)
-        return func(*args, **(kwargs or {}))
+    return smooth
+
+
+SMOOTH = Patch(lambda: [Entry(place, "relu", _smooth) for place in (functional, torch)])
+"""Inside, ReLU has no kink: there, rounding alone decides whether a number has all of its gradient
+or nothing. Number by number, ReLU mixes tokens no more than what takes its place.
+"""
 
 
 @contextmanager
