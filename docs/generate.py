@@ -145,7 +145,8 @@ _VERIFIED = {
 def _describe_place(switch: Switch) -> str:
     """Devices, precisions and numbers of ranks, if not all."""
     ranks = "several ranks" if switch.ranks == "several" else ""
-    words = (" or ".join(switch.devices).upper(), " or ".join(switch.precisions), ranks)
+    devices = " or ".join(device.upper() for device in switch.devices)
+    words = (devices, " or ".join(switch.precisions), ranks)
     training = "in training" if switch.is_for_training else ""
     return ", ".join(word for word in (*words, training) if word)
 
@@ -169,22 +170,32 @@ def _is_always_asked(switch: Switch) -> bool:
     return bool(names) and get_settings()[names[0]].default != "auto"
 
 
+_ADAPTERS = {
+    "prompt": "learned tokens (prompt, prefix and p-tuning)",
+    "PREFIX_TUNING": "prefix tuning",
+}
+
+
 def render_exclusions() -> str:
     """Which switches cannot be combined, with the reason that an error gives."""
     lines = ["| switch | cannot be combined with | why, or what to do |", "|---|---|---|"]
     for switch in SWITCHES:
+        others: dict[str, list[str]] = {}  # by reason: one line for all that have the same
         for rule in switch.excludes:
             where = [*(kind.upper() for kind in rule.devices), *rule.precisions]
             where += ["several ranks"] if rule.among_ranks else []
-            other = f"{rule.switch} (`{rule.describe()}`){', on ' * bool(where)}{', '.join(where)}"
-            lines.append(f"| {_name(switch)} | {other} | {rule.reason} |")
+            flag = f"`{rule.describe()}`"
+            other = f"{rule.switch} ({flag})" if rule.switch else flag
+            other += f"{', on ' * bool(where)}{', '.join(where)}"
+            others.setdefault(rule.reason, []).append(other)
         for kind, reason in switch.excludes_adapters.items():
-            other = "learned tokens (prompt, prefix and p-tuning)" if kind == "prompt" else kind
-            lines.append(f"| {_name(switch)} | {other} | {reason} |")
+            others.setdefault(reason, []).append(_ADAPTERS[kind])
+        for reason, names in others.items():
+            lines.append(f"| {_name(switch)} | {'<br>'.join(names)} | {reason} |")
     for switch in SWITCHES:
         if switch.turned_on_by and switch.needs:
-            needed = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
-            without = "a run without" if len(switch.needs) == 1 else "a run without either"
+            needed = " nor ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            without = "a run without" if len(switch.needs) == 1 else "a run with neither"
             effect = "refused" if switch.is_refused_alone else "no effect, and a warning"
             lines.append(f"| {_name(switch)} | {without} {needed} | {effect} |")
     return "\n".join(lines) + "\n"
