@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import get_settings
-from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
+from rapidformer.config.switches import SWITCHES, Rule, Switch, get_switch, to_flag
 from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.dialects.flags import FLAGS
@@ -125,7 +125,7 @@ def render_automatic() -> str:
     for switch in SWITCHES:
         if not switch.settings:
             word = f"`{switch.word}`" if switch.has_word else f"{switch.name} (always needed)"
-            needs = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            needs = " or ".join(map(_describe_need, switch.needs))
             does = f"{switch.does}; with {needs}" if needs else switch.does
             lines.append(
                 f"| {word} | {does} | {_describe_place(switch)} | {switch.exact} "
@@ -144,10 +144,12 @@ _VERIFIED = {
 
 def _describe_place(switch: Switch) -> str:
     """Devices, precisions and numbers of ranks, if not all."""
-    ranks = "several ranks" if switch.ranks == "several" else ""
-    words = (" or ".join(switch.devices).upper(), " or ".join(switch.precisions), ranks)
-    training = "in training" if switch.is_for_training else ""
-    return ", ".join(word for word in (*words, training) if word)
+    is_shared = bool(switch.needs) and all(rule.among_replicas for rule in switch.needs)
+    words = (
+        " or ".join(map(str.upper, switch.devices)), " or ".join(switch.precisions),
+        "several ranks" if is_shared else "", f"in {switch.only_in}" if switch.only_in else "",
+    )  # fmt: skip
+    return ", ".join(filter(None, words))
 
 
 def _describe_with_deepspeed(switch: Switch) -> str:
@@ -171,23 +173,49 @@ def _is_always_asked(switch: Switch) -> bool:
 
 def render_exclusions() -> str:
     """Which switches cannot be combined, with the reason that an error gives."""
-    lines = ["| switch | cannot be combined with | why, or what to do |", "|---|---|---|"]
+    lines = [
+        "| switch | cannot be combined with | it is then | why, or what to do |",
+        "|---|---|---|---|",
+    ]
     for switch in SWITCHES:
         for rule in switch.excludes:
-            where = [*(kind.upper() for kind in rule.devices), *rule.precisions]
-            where += ["several ranks"] if rule.among_ranks else []
-            other = f"{rule.switch} (`{rule.describe()}`){', on ' * bool(where)}{', '.join(where)}"
-            lines.append(f"| {_name(switch)} | {other} | {rule.reason} |")
+            if_asked = rule.if_asked if switch.turned_on_by else "left off"
+            words = (_name(switch), _describe_rule(rule), _OUTCOMES[if_asked], rule.reason)
+            lines.append(f"| {' | '.join(words)} |")
         for kind, reason in switch.excludes_adapters.items():
             other = "learned tokens (prompt, prefix and p-tuning)" if kind == "prompt" else kind
-            lines.append(f"| {_name(switch)} | {other} | {reason} |")
+            lines.append(f"| {_name(switch)} | {other} | refused | {reason} |")
     for switch in SWITCHES:
         if switch.turned_on_by and switch.needs:
-            needed = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            needed = " or ".join(map(_describe_need, switch.needs))
             without = "a run without" if len(switch.needs) == 1 else "a run without either"
-            effect = "refused" if switch.is_refused_alone else "no effect, and a warning"
-            lines.append(f"| {_name(switch)} | {without} {needed} | {effect} |")
+            outcome = "refused" if switch.is_refused_alone else _OUTCOMES["warned of"]
+            reason = next((rule.reason for rule in switch.needs if rule.reason), "")
+            lines.append(f"| {_name(switch)} | {without} {needed} | {outcome} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+_OUTCOMES = {"refused": "refused", "warned of": "off, with a warning", "left off": "off"}
+
+
+def _describe_need(rule: Rule) -> str:
+    """A flag, or a kind of run."""
+    return f"`{rule.describe()}`" if rule.switch or rule.setting else rule.describe()
+
+
+def _describe_rule(rule: Rule) -> str:
+    """The same, and the name of the switch."""
+    words = _describe_need(rule)
+    name = f"{rule.switch} ({words})" if rule.switch else words
+    return name + (_describe_run(rule) if rule.switch or rule.setting else "")
+
+
+def _describe_run(rule: Rule) -> str:
+    """On what, and in which runs, it holds."""
+    places = [*(kind.upper() for kind in rule.devices), *rule.precisions]
+    where = [f"on {', '.join(places)}"] if places else []
+    where += [f"in {rule.only_in}"] if rule.only_in else []
+    return "".join(f", {each}" for each in where)
 
 
 def _name(switch: Switch) -> str:
