@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import get_settings
-from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
+from rapidformer.config.switches import SWITCHES, Rule, Switch, get_switch, to_flag
 from rapidformer.dialects.accelerate.names import ACCELERATE_FILE, ACCELERATOR, DEEPSPEED_PLUGIN
 from rapidformer.dialects.flagai.names import FLAGAI
 from rapidformer.dialects.flags import FLAGS
@@ -125,7 +125,7 @@ def render_automatic() -> str:
     for switch in SWITCHES:
         if not switch.settings:
             word = f"`{switch.word}`" if switch.has_word else f"{switch.name} (always needed)"
-            needs = " or ".join(f"`{rule.describe()}`" for rule in switch.needs)
+            needs = " or ".join(map(_describe_need, switch.needs))
             does = f"{switch.does}; with {needs}" if needs else switch.does
             lines.append(
                 f"| {word} | {does} | {_describe_place(switch)} | {switch.exact} "
@@ -144,11 +144,12 @@ _VERIFIED = {
 
 def _describe_place(switch: Switch) -> str:
     """Devices, precisions and numbers of ranks, if not all."""
-    ranks = "several ranks" if switch.ranks == "several" else ""
-    devices = " or ".join(device.upper() for device in switch.devices)
-    words = (devices, " or ".join(switch.precisions), ranks)
-    training = "in training" if switch.is_for_training else ""
-    return ", ".join(word for word in (*words, training) if word)
+    is_shared = bool(switch.needs) and all(rule.among_replicas for rule in switch.needs)
+    words = (
+        " or ".join(map(str.upper, switch.devices)), " or ".join(switch.precisions),
+        "several ranks" if is_shared else "", f"in {switch.only_in}" if switch.only_in else "",
+    )  # fmt: skip
+    return ", ".join(filter(None, words))
 
 
 def _describe_with_deepspeed(switch: Switch) -> str:
@@ -178,27 +179,50 @@ _ADAPTERS = {
 
 def render_exclusions() -> str:
     """Which switches cannot be combined, with the reason that an error gives."""
-    lines = ["| switch | cannot be combined with | why, or what to do |", "|---|---|---|"]
+    lines = [
+        "| switch | cannot be combined with | it is then | why, or what to do |",
+        "|---|---|---|---|",
+    ]
     for switch in SWITCHES:
-        others: dict[str, list[str]] = {}  # by reason: one line for all that have the same
+        others: dict[tuple[str, str], list[str]] = {}  # one line for all with the same reason
         for rule in switch.excludes:
-            where = [*(kind.upper() for kind in rule.devices), *rule.precisions]
-            where += ["several ranks"] if rule.among_ranks else []
-            flag = f"`{rule.describe()}`"
-            other = f"{rule.switch} ({flag})" if rule.switch else flag
-            other += f"{', on ' * bool(where)}{', '.join(where)}"
-            others.setdefault(rule.reason, []).append(other)
+            if_asked = rule.if_asked if switch.turned_on_by else "left off"
+            others.setdefault((_OUTCOMES[if_asked], rule.reason), []).append(_describe_rule(rule))
         for kind, reason in switch.excludes_adapters.items():
-            others.setdefault(reason, []).append(_ADAPTERS[kind])
-        for reason, names in others.items():
-            lines.append(f"| {_name(switch)} | {'<br>'.join(names)} | {reason} |")
+            others.setdefault(("refused", reason), []).append(_ADAPTERS[kind])
+        for (outcome, reason), names in others.items():
+            lines.append(f"| {_name(switch)} | {'<br>'.join(names)} | {outcome} | {reason} |")
     for switch in SWITCHES:
         if switch.turned_on_by and switch.needs:
-            needed = " nor ".join(f"`{rule.describe()}`" for rule in switch.needs)
-            without = "a run without" if len(switch.needs) == 1 else "a run with neither"
-            effect = "refused" if switch.is_refused_alone else "no effect, and a warning"
-            lines.append(f"| {_name(switch)} | {without} {needed} | {effect} |")
+            needed = " or ".join(map(_describe_need, switch.needs))
+            without = "a run without" if len(switch.needs) == 1 else "a run without either"
+            outcome = "refused" if switch.is_refused_alone else _OUTCOMES["warned of"]
+            reason = next((rule.reason for rule in switch.needs if rule.reason), "")
+            lines.append(f"| {_name(switch)} | {without} {needed} | {outcome} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+_OUTCOMES = {"refused": "refused", "warned of": "off, with a warning", "left off": "off"}
+
+
+def _describe_need(rule: Rule) -> str:
+    """A flag, or a kind of run."""
+    return f"`{rule.describe()}`" if rule.switch or rule.setting else rule.describe()
+
+
+def _describe_rule(rule: Rule) -> str:
+    """The same, and the name of the switch."""
+    words = _describe_need(rule)
+    name = f"{rule.switch} ({words})" if rule.switch else words
+    return name + (_describe_run(rule) if rule.switch or rule.setting else "")
+
+
+def _describe_run(rule: Rule) -> str:
+    """On what, and in which runs, it holds."""
+    places = [*(kind.upper() for kind in rule.devices), *rule.precisions]
+    where = [f"on {', '.join(places)}"] if places else []
+    where += [f"in {rule.only_in}"] if rule.only_in else []
+    return "".join(f", {each}" for each in where)
 
 
 def _name(switch: Switch) -> str:

@@ -28,6 +28,8 @@ from rapidformer.accel.attention.kernel_scope import (
 )
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.compat.transformers_models import get_attention, set_attention
+from rapidformer.config import parse_arguments
+from rapidformer.config.switches import Situation, get_switch
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError
 
@@ -50,23 +52,30 @@ def test_the_kernel_tried_first(asked: str, device: Device, chosen: str | None) 
 
 
 @pytest.mark.parametrize(
-    ("family", "asked", "device", "reason"),
-    [("bert", "cudnn", CPU, "it runs on GPUs, and this run is on CPU"),
-     ("bert", "flash", IN_FP32, "it computes in 16 bits, and this run is in fp32"),
-     ("t5", "flash", HOPPER, "does not take the relative position bias of T5For"),
-     ("bert", "flex", CPU, "FlexAttention has no backward pass on CPUs"),
-     ("t5", "flex", HOPPER, "FlexAttention has no dropout"),
-     ("custom", "eager", CPU, "is not a transformers model")],
+    ("family", "asked", "reason"),
+    [("t5", "flash", "does not take the relative position bias of T5For"),
+     ("t5", "flex", "FlexAttention has no dropout"),
+     ("custom", "eager", "is not a transformers model")],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_with_the_reason(
-    family: str, asked: str, device: Device, reason: str
-) -> None:
-    assert reason in str(find_obstacle(make(family, dropout=0.1), asked, device))
+def test_what_cannot_run_is_refused_with_the_reason(family: str, asked: str, reason: str) -> None:
+    assert reason in str(find_obstacle(make(family, dropout=0.1), asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "place", "reason"),
+    [("cudnn", Situation(device="cpu"), "it runs on GPUs, and this run is on CPU"),
+     ("flash", Situation(device="cuda", precision="fp32"), "it computes in 16 bits, and this run"),
+     ("flex", Situation(device="cpu"), "FlexAttention has no backward pass on CPUs")],
+)  # fmt: skip
+def test_where_a_kernel_does_not_run(asked: str, place: Situation, reason: str) -> None:
+    args = parse_arguments(["--attention", asked])
+    obstacle = get_switch("attention").find_obstacle(args, place)
+    assert obstacle is not None and obstacle.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(("family", "asked"), [("bert", "flash"), ("llama", "flex")])
 def test_what_can_run_is_not_refused(family: str, asked: str) -> None:
-    assert find_obstacle(make(family), asked, HOPPER) is None
+    assert find_obstacle(make(family), asked) is None
 
 
 def test_cudnn_plans_only_for_lengths_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,16 +108,14 @@ def test_cudnn_plans_only_for_lengths_that_come_back(monkeypatch: pytest.MonkeyP
 def test_heads_that_are_too_large_are_refused() -> None:
     model: Any = make("llama")
     model.config.head_dim = 256
-    assert "heads of up to 128, and LlamaForCausalLM has 256" in str(
-        find_obstacle(model, "cudnn", HOPPER)
-    )
-    assert find_obstacle(model, "flash", HOPPER) is None
+    assert "heads of up to 128, and LlamaForCausalLM has 256" in str(find_obstacle(model, "cudnn"))
+    assert find_obstacle(model, "flash") is None
 
 
 def test_a_list_of_heads_is_not_a_head_size() -> None:
     config = SwinConfig(image_size=8, patch_size=2, embed_dim=8, depths=[1], num_heads=[2])
     model = SwinModel(config)
-    assert find_obstacle(model, "flash", HOPPER) is None
+    assert find_obstacle(model, "flash") is None
 
 
 @contextmanager

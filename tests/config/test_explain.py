@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,18 +11,16 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.cli.main import main
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.config.explain import Answer, explain
-from rapidformer.config.switches import SWITCHES, Situation, get_switch
+from rapidformer.config.switches import SWITCHES, Situation
 from rapidformer.engine import RapidformerEngine
 from rapidformer.overlay import get_fact
-from tests.accel.test_applied import check_plain, look
-from tests.parity.harness import make_adamw
 from tests.parity.models import build_model
 
-GPU = Situation(device="cuda", ranks=1, precision="bf16")
+GPU = Situation(device="cuda", precision="bf16")
 
 
-def ask(words: list[str], situation: Situation) -> dict[str, Answer]:
-    args = resolve(parse_arguments(words), world_size=situation.ranks or 1)
+def ask(words: list[str], situation: Situation, ranks: int = 1) -> dict[str, Answer]:
+    args = resolve(parse_arguments(words), world_size=ranks)
     return {answer.name: answer for answer in explain(args, situation)}
 
 
@@ -49,7 +46,7 @@ def test_states_reasons_and_how_to_change_them() -> None:
 
 
 def test_a_cpu_compiles_only_if_a_backend_is_asked_for() -> None:
-    on_cpu = Situation(device="cpu", ranks=1, precision="fp32")
+    on_cpu = Situation(device="cpu", precision="fp32")
     answer = ask(["--compile"], on_cpu)["compilation"]
     assert answer.state == "not applicable"
     assert "on a CPU, nothing is compiled" in answer.why
@@ -68,7 +65,7 @@ def test_what_gives_way_says_to_what() -> None:
     answers = ask(["--activation-offload"], GPU)
     assert answers["CUDA graph"].state == "not applicable"
     assert "--activation-offload" in answers["CUDA graph"].why
-    on_cpu = ask([], Situation(device="cpu", ranks=2, precision="fp32"))
+    on_cpu = ask([], Situation(device="cpu", precision="fp32"), ranks=2)
     assert "CUDA device, and this run is on CPU" in on_cpu["small tables"].why
     assert on_cpu["data parallelism"].state == "on"
 
@@ -103,17 +100,6 @@ def test_the_command_lists_rows_and_ends_with_what_is_refused(
 
 # ---- composed ------------------------------------------------------------------------------------
 
-ONE_PROCESS: dict[str, dict[str, Any]] = {
-    "recompute": {"checkpoint_activations": True},
-    "compilation": {"compile": True, "compile_backend": "eager"},
-    "fused loss": {"fused_loss": "on"},
-    "dynamic shape": {"dynamic_shape": "on"},
-    "attention": {"attention": "eager"},
-    "bf16 moments": {"optimizer_state_dtype": "bf16"},
-    "activation offload": {"activation_offload": True},
-    "token budget": {"tokens_per_micro_batch": 64},
-}
-
 
 class Mixing(nn.Module):
     """Gives every token something of all others, padding included."""
@@ -145,32 +131,3 @@ def test_what_was_found_out_about_the_model_is_explained() -> None:
     assert expected in find_line(engine, "dynamic shape")
     assert f"dynamic shape: off, since {expected}" in engine.model.parallelized.switches
     engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("one", "other"), itertools.combinations(ONE_PROCESS, 2), ids=lambda name: name.split()[0]
-)
-def test_every_pair_is_applied_as_explained(one: str, other: str) -> None:
-    """What one process can do on a CPU: composed, what was applied is what the table says."""
-    settings = {**ONE_PROCESS[one], **ONE_PROCESS[other]}
-    if {one, other} == {"dynamic shape", "attention"}:
-        settings["dynamic_shape"] = "auto"  # it needs sdpa attention, as its refusal says
-    model = build_model("gpt2")
-    before = look(model)
-    engine = RapidformerEngine(
-        args={"lr": 0.1, "device": "cpu", "log_level": "error", "micro_batch_size": 2, **settings}
-    )
-    given = make_adamw(model) if "bf16 moments" not in (one, other) else None
-    engine.compose(model, given)
-    rows = engine.model.parallelized.applied.rows
-    applied = {row.name for row in rows if not row.is_part}
-    expected = {
-        answer.name
-        for answer in explain(engine.args, engine.model.parallelized.situation)
-        if answer.state == "on" and get_switch(answer.name).module
-    }
-    assert applied == expected
-    assert all(name in engine.explain() for name in (one, other))
-    engine.close()
-    check_plain(model, before)

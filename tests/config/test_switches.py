@@ -7,22 +7,21 @@ from collections import Counter
 
 import pytest
 
-from rapidformer.config import parse_arguments, resolve
+from rapidformer.config import Settings, parse_arguments, resolve
 from rapidformer.config.schema import get_settings
 from rapidformer.config.sections import AccelerationArguments, ParallelArguments
 from rapidformer.config.switches import (
     SWITCHES,
-    Rule,
     Situation,
     Switch,
     get_switch,
-    to_flag,
 )
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError
 from rapidformer.verification.settings import Job, change_settings
 
 NAMES = [switch.name for switch in SWITCHES]
+SETTINGS = get_settings()
 
 
 def test_every_setting_of_acceleration_and_parallelism_has_one_row() -> None:
@@ -48,9 +47,10 @@ def test_rows_speak_of_each_other_by_name() -> None:
     assert len(set(NAMES)) == len(NAMES)
     for switch in SWITCHES:
         for rule in (*switch.needs, *switch.excludes):
-            assert rule.switch in NAMES or (rule.setting in get_settings() and not rule.switch)
+            assert {rule.switch, rule.beside} - {""} <= set(NAMES)
+            assert rule.describe() and (rule.switch or not rule.beside)
             row = get_switch(rule.switch) if rule.switch else switch
-            assert not (rule.setting and rule.switch) or rule.setting in row.settings
+            assert not rule.setting or rule.setting in (row.settings if rule.switch else SETTINGS)
         for implication in switch.implies:
             assert implication.setting in switch.settings
             assert {implication.sets, *implication.unless} <= set(get_settings())
@@ -90,52 +90,9 @@ def test_nothing_of_a_switch_is_left_in_verifys_reference_run(switch: Switch) ->
     assert not any(row.is_on(reference) for row in SWITCHES if row.has_word)
 
 
-# ---- every pair ----------------------------------------------------------------------------------
-
-
-def get_flags(switch: Switch) -> list[str]:
-    """What a user types to insist on a switch."""
-    name = switch.turned_on_by[0]
-    setting = get_settings()[name]
-    if setting.kind is bool:
-        return [to_flag(name)]
-    if switch.on_values or setting.choices:
-        off = switch.get_off_values()[name]
-        values = switch.on_values or [v for v in setting.choices if v not in (off, "auto")]
-        return [to_flag(name), values[0]]
-    return [to_flag(name), "2" if setting.kind is int else "/nowhere/deepspeed.json"]
-
-
-ASKED = [switch for switch in SWITCHES if switch.turned_on_by]
-PAIRS = [(one, other) for i, one in enumerate(ASKED) for other in ASKED[i + 1 :]]
-
-
-def find_rule(one: Switch, other: Switch) -> tuple[Switch, Rule] | None:
-    """What the table says about a pair, wherever it says so."""
-    for switch, second in ((one, other), (other, one)):
-        for rule in switch.excludes:
-            is_general = not rule.setting and not rule.devices and not rule.precisions
-            if rule.switch == second.name and is_general:
-                return switch, rule
-    return None
-
-
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda switch: switch.name.replace(" ", "-"))
-def test_every_pair_is_refused_or_not_as_the_table_says(one: Switch, other: Switch) -> None:
-    """By what a user would type; sizes of 2, on 8 ranks."""
-    if one.turned_on_by == other.turned_on_by:
-        return  # two values of one setting cannot be given together
-    # Whatever else a switch needs is there: none of these rules is meant here.
-    args = parse_arguments([*get_flags(one), *get_flags(other)])
-    problems = find_problems(args.replace("test", world_size=8))
-    texts = [p for p in problems if "cannot be combined with" in p]
-    found = find_rule(one, other)
-    if found is None:
-        assert not texts
-        return
-    switch, rule = found
-    start = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}: {rule.reason}"
-    assert [text for text in texts if text.startswith(start)], problems
+def find_reason(switch: Switch, args: Settings, situation: Situation) -> str:
+    obstacle = switch.find_obstacle(args, situation)
+    return "" if obstacle is None else obstacle.reason
 
 
 def test_a_switch_that_was_not_asked_for_gives_way() -> None:
@@ -143,10 +100,9 @@ def test_a_switch_that_was_not_asked_for_gives_way() -> None:
     assert not [p for p in find_problems(args) if "cannot be combined" in p]
     row = get_switch("dynamic shape")
     assert row.is_on(args) and not row.is_asked(args)
-    assert "not been tried together" in (row.find_obstacle(args, Situation(device="cpu")) or "")
-    assert "CUDA device" in (
-        get_switch("CUDA graph").find_obstacle(args, Situation(device="cpu")) or ""
-    )
+    place = Situation(device="cpu")
+    assert "not been tried together" in find_reason(row, args, place)
+    assert "CUDA device" in find_reason(get_switch("CUDA graph"), args, place)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -154,22 +110,20 @@ def test_what_zero_costs(stage: int) -> None:
     """Nothing on one rank; on several, ZeRO-1 keeps the graphs of training steps."""
     flag = f"--zero-{stage}-memory-optimization"
     args = parse_arguments([flag, "--mixed-precision"])
-    two, place = args.replace("test", world_size=2), Situation(device="cuda", precision="bf16")
+    two = args.replace("test", world_size=2)
     for name in ("CUDA graph", "forward graphs"):
-        assert get_switch(name).find_obstacle(args, place) is None
-        obstacle = get_switch(name).find_obstacle(two, place)
-        if stage == 1 and name == "CUDA graph":
-            assert obstacle is None
-        else:
-            assert flag in str(obstacle)
+        place = Situation(device="cuda", precision="bf16", is_training=name == "CUDA graph")
+        assert not find_reason(get_switch(name), args, place)
+        reason = find_reason(get_switch(name), two, place)
+        assert flag in reason if stage > 1 or name != "CUDA graph" else not reason
 
 
 def test_a_refusal_says_once_what_to_do() -> None:
     args = parse_arguments(["--dynamic-shape", "on", "--compile"])
     row, place = get_switch("dynamic shape"), Situation(device="cuda", precision="fp32")
-    refusal = row.refuse(args, row.find_obstacle(args, place) or "")
+    refusal = row.refuse(args, find_reason(row, args, place))
     assert refusal.endswith("Add --mixed-precision, or leave out --dynamic-shape.")
-    elsewhere = row.find_obstacle(args, Situation(device="mps")) or ""
+    elsewhere = find_reason(row, args, Situation(device="mps"))
     assert row.refuse(args, elsewhere).endswith("this run is on MPS. Leave the flag out.")
 
 

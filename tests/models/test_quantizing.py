@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rapidformer
 from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.config import parse_arguments
+from rapidformer.config.switches import Situation, get_switch
 from rapidformer.engine import RapidformerEngine
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ModelError
 from rapidformer.log import warn_once
 from rapidformer.models.build import build_pretrained
 from rapidformer.models.quantizing import forget_quantization, get_quantization
@@ -33,9 +35,14 @@ def save_llama(folder: Path) -> Path:
 
 
 def test_eight_bits_need_a_gpu() -> None:
-    args = SimpleNamespace(quantize_base="8bit", device="cpu")
-    with pytest.raises(ConfigurationError, match=r"8bit needs a GPU.*--quantize-base 4bit"):
-        get_quantization(args)
+    args = parse_arguments(["--quantize-base", "8bit", "--lora-rank", "2"])
+    row = get_switch("quantized base")
+    obstacle = row.find_obstacle(args, Situation(device="cpu"))
+    assert obstacle is not None and obstacle.if_asked == "refused"
+    refusal = row.refuse(args, obstacle.reason)
+    assert refusal.startswith("--quantize-base 8bit: on a CPU, bitsandbytes trains with")
+    assert refusal.endswith("cannot save them. Use --quantize-base 4bit.")
+    assert row.find_obstacle(args, Situation(device="cuda")) is None
 
 
 def test_nothing_is_asked_for_without_the_flag() -> None:

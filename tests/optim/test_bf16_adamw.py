@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.errors import ConfigurationError
 from rapidformer.optim.bf16_adamw import Bf16AdamW, round_randomly
+from rapidformer.optim.optimizers import build_optimizer, uses_kernel
 from rapidformer.verification.settings import Job, change_settings, list_left_out
 from tests.training.test_no_waiting import Refusing
 
@@ -37,6 +38,16 @@ def test_moments_and_weights_follow_fp32() -> None:
         kept, exact = small.state[found][name], plain.state[expected][name]
         assert kept.dtype == torch.bfloat16
         torch.testing.assert_close(kept.float().mean(), exact.mean(), rtol=0.01, atol=0)
+
+
+def test_the_kernel_can_be_left_out_and_is_not_named_where_it_cannot_run() -> None:
+    model = nn.Linear(2, 2)
+    given = ["--lr", "0.1", "--optimizer-state-dtype", "bf16"]
+    optimizer = build_optimizer(model, parse_arguments(given))
+    assert isinstance(optimizer, Bf16AdamW) and optimizer.may_launch
+    assert not uses_kernel(optimizer), "there is none for a CPU"
+    without = build_optimizer(model, parse_arguments([*given, "--without", "adamw-kernel"]))
+    assert isinstance(without, Bf16AdamW) and not without.may_launch
 
 
 def test_rounding_is_right_on_average_and_keeps_what_is_not_finite() -> None:

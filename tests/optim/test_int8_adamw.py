@@ -24,7 +24,7 @@ def test_a_missing_package_and_split_moments_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("rapidformer.config.layout_rules.find_spec", lambda name: None)
     flags = ["--zero-1-memory-optimization", "--tensor-model-parallel-size", "2"]
     with pytest.raises(ConfigurationError) as caught:
-        resolve(parse_arguments(["--optimizer-state-dtype", "int8", *flags]))
+        resolve(parse_arguments(["--optimizer-state-dtype", "int8", *flags]), world_size=4)
     for sentence in (
         "--optimizer-state-dtype int8 needs the package torchao: pip install "
         "'rapidformer[torchao]'.",

@@ -156,7 +156,7 @@ def test_wrong_adapters_are_refused_in_a_sentence(
         (("--peft-config", "nowhere.json"), "--peft-config nowhere.json is not a file"),
         (("--peft-config", tmp_path / "broken.json"), "lacks peft_type"),
         (("--peft-config", tmp_path / "unknown.json"), "'LOHAA'. Did you mean LOHA? It has ADA"),
-        (("--quantize-base", "4bit"), "needs adapters"),
+        (("--quantize-base", "4bit"), "needs --lora-rank or --peft-config"),
         (("--lora-rank", 2, "--quantize-base", "4bit", "--zero-3-memory-optimization"), QUANTIZED),
     )  # fmt: skip
     for number, (flags, text) in enumerate(cases):

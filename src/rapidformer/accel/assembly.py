@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.config import Settings
-from rapidformer.config.switches import Situation, Switch, get_switch
+from rapidformer.config.switches import Situation, get_switch
 from rapidformer.dist.topology import Topology
 from rapidformer.models.deferred import DeferredWeights
 from rapidformer.models.plan import ModelPlan
@@ -59,8 +59,6 @@ class Assembly:
     precision: Precision
     deferred: DeferredWeights | None
     """How to create the weights of a model that was built without them."""
-    uses_deepspeed: bool = False
-
     is_training: bool = True
     """False for a model that is only evaluated."""
     is_filler: Callable[[], bool] = lambda: False
@@ -87,17 +85,15 @@ class Assembly:
         """What a row asks beside the settings."""
         return Situation(
             device=self.device.type,
-            ranks=self.args.world_size,
             precision=self.precision.name,
             is_training=self.is_training,
         )
 
-    def is_meant(self, row: Switch) -> bool:
-        """Whether a row is on in this run, if nothing is in its way."""
-        is_done_elsewhere = self.uses_deepspeed and row.under_deepspeed != "applied"
-        return row.is_on(self.args) and row.has_what_it_needs(self.args) and not is_done_elsewhere
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains this model."""
+        return self.wants("DeepSpeed")
 
     def wants(self, name: str) -> bool:
-        """Whether a row that another row's module applies is on in this run."""
-        row = get_switch(name)
-        return self.is_meant(row) and row.find_obstacle(self.args, self.situation) is None
+        """Whether a row is on in this run, as far as is known before it meets the model."""
+        return get_switch(name).applies(self.args, self.situation)

@@ -29,11 +29,10 @@ _BUCKET_BYTES = 25 * 2**20
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 
 
-def apply(assembly: Assembly) -> str | None:
-    """Sum gradients over the ranks with different tokens, unless ZeRO does."""
+def apply(assembly: Assembly) -> str:
+    """Sum gradients over the ranks with different tokens."""
     mesh = assembly.topology.get_sharding_mesh()
-    if mesh is None or assembly.args.zero_stage:
-        return None
+    assert mesh is not None
     same_experts = assembly.topology.get_expert_mesh("expert_data")
     reducer: GradientReducer | ExpertGradients
     if same_experts is None:

@@ -16,20 +16,25 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.torch_dispatch import tree_leaves
-from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import TrainingError
 
+_ONE_PASS = {
+    "ZeRO": "ZeRO/FSDP", "expert parallelism": "expert parallelism",
+    "pipeline": "pipeline parallelism",
+}  # fmt: skip
+"""Rows under which the backward pass runs only once."""
 _WHAT = "torch.autograd.grad(..., create_graph=True) through the model (a gradient penalty)"
 
 
 def apply(assembly: Assembly) -> None:
     """Check whenever a gradient is taken through the model to be differentiated again."""
-    args, topology, is_by_row = assembly.args, assembly.topology, assembly.is_by_row
+    topology, is_by_row = assembly.topology, assembly.is_by_row
+    split = " and ".join(words for name, words in _ONE_PASS.items() if assembly.wants(name))
 
     def see_gradient(gradient: Tensor) -> None:
         if torch.is_grad_enabled():  # in a backward pass, so only with create_graph
-            _check(args, topology, is_by_row=is_by_row())
+            _check(split, topology, is_by_row=is_by_row())
 
     def watch_output(module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -53,14 +58,8 @@ class RowGradients:
         return self.is_taken
 
 
-def _check(args: Settings, topology: Topology, *, is_by_row: bool) -> None:
+def _check(split: str, topology: Topology, *, is_by_row: bool) -> None:
     """Refuse a gradient penalty that one process would compute differently."""
-    ways = {
-        "ZeRO/FSDP": bool(args.zero_stage) and topology.num_replicas > 1,
-        "expert parallelism": topology.expert > 1,
-        "pipeline parallelism": topology.pipeline > 1,
-    }
-    split = " and ".join(name for name, is_on in ways.items() if is_on)
     if split:
         raise TrainingError(
             f"{_WHAT} does not work under {split}: the backward pass runs only once there. Use "

@@ -36,8 +36,6 @@ EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_expe
 
 def apply(assembly: Assembly) -> str | None:
     """Compute experts here if they would be in fp32, or compiled in pieces."""
-    if not assembly.wants("compilation") and assembly.precision.dtype is None:
-        return None
     if not _has_product(assembly.device):
         return None
     count = apply_grouped_experts(assembly.model, assembly.device, assembly.applied)
@@ -61,8 +59,7 @@ def apply_grouped_experts(
 
 def _has_product(device: torch.device) -> bool:
     """Whether torch has ``grouped_mm`` on this device."""
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return device.type in ("cuda", "cpu") and not is_old
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def extend_own_experts(model: nn.Module) -> int:

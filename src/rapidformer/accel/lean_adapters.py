@@ -44,8 +44,7 @@ def apply(assembly: Assembly) -> str | None:
 def apply_in_prediction(assembly: Assembly) -> str | None:
     """Row ``lean prediction``: round what loses nothing by that."""
     dtype, count = assembly.precision.dtype, 0
-    if dtype is None or assembly.is_training:
-        return None
+    assert dtype is not None
     for parameter in _find_linear_weights(assembly.model):
         if parameter.is_meta:
             continue

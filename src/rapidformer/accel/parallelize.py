@@ -41,7 +41,6 @@ from rapidformer.config.switches import SWITCHES, Situation, Switch
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.log import warn_once
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.deferred import get_deferred
 from rapidformer.models.plan import GivenPlan, ModelPlan, find_plan
@@ -140,11 +139,10 @@ def parallelize(
     _take_from_earlier_engine(model)
     check_adapter(model, args)
     plan = find_plan(model, given_plan)
-    uses_deepspeed = args.deepspeed is not None and for_training
     plain = PlainWeights(model, topology)
     assembly = Assembly(
         model=model, whole_plan=plan, plan=plan, args=args, device=device, topology=topology,
-        precision=precision, deferred=get_deferred(model), uses_deepspeed=uses_deepspeed,
+        precision=precision, deferred=get_deferred(model),
         is_training=for_training, is_filler=is_filler, is_by_row=is_by_row,
         applied=Applied(model, plain),
     )  # fmt: skip
@@ -192,15 +190,16 @@ def check_device(args: Settings, device: torch.device, precision: Precision) -> 
     situation = Situation(device=device.type, precision=precision.name)
     problems = []
     for switch in SWITCHES:
-        if not switch.is_asked(args) or switch.is_idle_elsewhere:
+        if not switch.is_asked(args):
             continue
         obstacle = switch.find_obstacle(args, situation)
+        problem = obstacle.reason if obstacle and obstacle.if_asked == "refused" else None
         if switch.module and obstacle is None:
             # A capability of the device that only the module knows.
             find_problem = getattr(_import(switch), "find_device_problem", None)
-            obstacle = find_problem(device) if find_problem is not None else None
-        if obstacle is not None:
-            problems.append(switch.refuse(args, obstacle))
+            problem = find_problem(device) if find_problem is not None else None
+        if problem is not None:
+            problems.append(switch.refuse(args, problem))
     if problems:
         raise ConfigurationError(problems)
 
@@ -228,16 +227,16 @@ def check_adapter(model: nn.Module, args: Settings) -> None:
 
 def _apply_all(assembly: Assembly) -> None:
     """All rows; between them, weights are placed, made equal and, if there are none, created."""
-    model, args, deferred = assembly.model, assembly.args, assembly.deferred
+    model, deferred = assembly.model, assembly.deferred
     _apply_rows(assembly, "whole")
-    stays_on_host = args.cpu_offload and not assembly.uses_deepspeed
+    stays_on_host = assembly.wants("CPU offload")
     place_weights(model, assembly.device, offloads=stays_on_host or deferred is not None)
     _apply_rows(assembly, "weights")
     if assembly.pipeline is None and assembly.topology.mesh is not None and deferred is None:
         broadcast_weights(model)  # deferred ones are equal by construction
     _apply_rows(assembly, "placed")
     if deferred is not None and not deferred.is_hollow:
-        device = torch.device("cpu") if args.cpu_offload else assembly.device
+        device = torch.device("cpu") if stays_on_host else assembly.device
         make_weights(model, assembly.plan, deferred, device)
     _apply_rows(assembly, "final")
 
@@ -254,16 +253,12 @@ def _apply_rows(assembly: Assembly, moment: Moment) -> None:
 def _is_due(switch: Switch, assembly: Assembly) -> bool:
     """Whether a row is on; one that was asked for and cannot be applied is refused."""
     args = assembly.args
-    if not assembly.is_meant(switch) or (switch.is_for_training and not assembly.is_training):
+    if not switch.is_on(args):
         return False
     obstacle = switch.find_obstacle(args, assembly.situation)
-    if obstacle is None:
-        return True
-    if switch.is_idle_elsewhere:
-        warn_once(f"{switch.describe(args)} has no effect: {obstacle}.")
-    elif switch.is_asked(args):
-        raise ConfigurationError(switch.refuse(args, obstacle))
-    return False
+    if obstacle is not None and obstacle.if_asked == "refused" and switch.is_asked(args):
+        raise ConfigurationError(switch.refuse(args, obstacle.reason))
+    return obstacle is None
 
 
 def _import(switch: Switch) -> ModuleType:

@@ -29,7 +29,7 @@ from rapidformer.cli.run_output import (
     write_output_to,
 )
 from rapidformer.config.parse import CommandLine, read_flags
-from rapidformer.config.row import AUTO
+from rapidformer.config.switches import Situation, get_switch
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import RapidformerError, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
@@ -136,10 +136,9 @@ class _Benchmark(ChildRuns):
         args = self.args
         if not args.mixed_precision:
             yield ["--mixed-precision"]
-        if self._is_on_gpu:
-            yield from [] if args.compile else [["--compile"]]
-        elif not args.compile or args.compile_backend == AUTO:  # which compiles nothing here
-            yield ["--compile", "--compile-backend", "inductor"]
+        place = Situation(device="cuda" if self._is_on_gpu else "cpu")
+        if not get_switch("compilation").applies(args, place):
+            yield ["--compile", *([] if self._is_on_gpu else ["--compile-backend", "inductor"])]
         if args.tokens_per_micro_batch:
             return
         size = args.micro_batch_size or base.global_batch

@@ -31,7 +31,7 @@ def read_run(argv: list[str]) -> tuple[Settings, Situation, ConfigurationError |
     gpus = count_gpus() if args.device != "cpu" else 0
     device = "cuda" if args.device == "cuda" or gpus else "cpu"
     ranks = (args.nproc_per_node or max(gpus, 1)) * (args.nnodes or 1)
-    problems = None
+    args, problems = args.replace("derived: the ranks of this run", world_size=ranks), None
     try:
         args = resolve(args, world_size=ranks)
     except ConfigurationError as error:
@@ -39,7 +39,7 @@ def read_run(argv: list[str]) -> tuple[Settings, Situation, ConfigurationError |
     # What auto means is known on the device; a GPU that has no bf16 is older than any we tried.
     asked = args.mixed_precision or ("fp16" if args.fp16 else "bf16" if args.bf16 else "fp32")
     precision = ("bf16" if device == "cuda" else None) if asked == "auto" else asked
-    return args, Situation(device=device, ranks=ranks, precision=precision), problems
+    return args, Situation(device=device, precision=precision), problems
 
 
 def _show(answers: list[Answer]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from rapidformer.config.row import AUTO
 from rapidformer.config.schema import get_settings
 from rapidformer.config.settings import Settings
-from rapidformer.config.switches import SWITCHES, Situation, Switch, get_switch, to_flag
+from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
 
 State = Literal["on", "off", "not applicable"]
 
@@ -102,14 +102,9 @@ def _decide(switch: Switch, args: Settings, situation: Situation) -> tuple[State
             if getattr(args, name) != get_settings()[name].default:
                 return "off", f"{to_flag(name)} {getattr(args, name)}"
         return "off", "not asked for"
-    if not switch.has_what_it_needs(args):
-        needed = " or ".join(rule.describe() for rule in switch.needs)
-        return "not applicable", f"it needs {needed}"
-    if get_switch("DeepSpeed").is_on(args) and switch.under_deepspeed != "applied":
-        return "not applicable", f"with --deepspeed it is {switch.under_deepspeed}"
     obstacle = switch.find_obstacle(args, situation)
     if obstacle is not None:
-        return "not applicable", obstacle
+        return "not applicable", obstacle.reason
     if not switch.turned_on_by:
         return "on", "by itself" if switch.kind == "automatic" else "always"
     if not switch.is_asked(args):

@@ -27,10 +27,10 @@ def find_layout_problems(args: Settings) -> Iterator[str]:
         if not switch.is_on(args):
             continue
         for rule in switch.excludes if switch.is_asked(args) else ():
-            if rule.holds(args):
+            if rule.if_asked == "refused" and rule.holds(args):
                 both = f"{switch.describe(args)} cannot be combined with {rule.describe(args)}"
                 yield f"{both}: {end_sentence(rule.reason)}"
-        if switch.is_refused_alone and not switch.has_what_it_needs(args):
+        if switch.is_refused_alone and not any(rule.is_given(args) for rule in switch.needs):
             needed = " or ".join(rule.describe() for rule in switch.needs)
             yield f"{switch.describe(args)} needs {needed}: {switch.needs[0].reason}."
         if switch.package and find_spec(switch.package) is None:

@@ -29,6 +29,13 @@ refused: the run cannot be verified."""
 
 UnderDeepSpeed = Literal["applied", "done by DeepSpeed", "not applied"]
 
+Phase = Literal["", "training", "prediction"]
+"""What a model is composed for; empty: either."""
+
+IfAsked = Literal["refused", "warned of", "left off"]
+"""What becomes of a switch that the user insists on and that cannot be applied. Any other is left
+off. Left off, without a warning: what it would do is done, or not needed, in such a run."""
+
 _ROWS: dict[str, Switch] = {}
 
 AUTO = "auto"
@@ -42,45 +49,86 @@ class Situation:
 
     device: str | None = None
     """Its type: ``cpu``, ``cuda``."""
-    ranks: int | None = None
     precision: str | None = None
     """``fp32``, ``bf16`` or ``fp16``."""
     is_training: bool = True
 
+    @property
+    def phase(self) -> Phase:
+        """What the model is composed for."""
+        return "training" if self.is_training else "prediction"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a switch that is on by the settings is not applied in a run."""
+
+    reason: str
+    if_asked: IfAsked = "refused"
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Another switch, or certain values of one of its settings, and why it matters here."""
+    """Another switch, values of a setting or a kind of run, and why it matters here."""
 
     switch: str = ""
-    """Empty: the setting's value alone decides."""
+    """Empty: the rest alone decides."""
     reason: str = ""
     _: KW_ONLY
     setting: str = ""
     values: tuple[Any, ...] = ()
-    among_ranks: bool = False
-    """Whether it only holds in a run of several ranks."""
+    """Those of the setting for which it holds; empty: all but its default."""
+    beside: str = ""
+    """A second switch that must be on as well."""
+    among_replicas: bool = False
+    """Whether it only holds if several ranks have different tokens."""
     devices: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     """The devices and precisions on which it holds; empty: all."""
+    only_in: Phase = ""
+    if_asked: IfAsked = "refused"
+    """What becomes of a switch that it excludes, if the user insists on that."""
 
-    def holds(self, args: Settings, situation: Situation | None = None) -> bool:
-        """Whether that switch is on, with one of the values if any are listed."""
+    def is_given(self, args: Settings) -> bool:
+        """Whether the settings say so, whatever comes of that in this run."""
+        if self.setting:
+            value = getattr(args, self.setting)
+            is_one = value in self.values
+            if not (is_one if self.values else value != get_settings()[self.setting].default):
+                return False
+        return all(get_switch(name).is_on(args) for name in (self.switch, self.beside) if name)
+
+    def holds(
+        self, args: Settings, situation: Situation | None = None, *, if_unknown: bool = False
+    ) -> bool:
+        """Whether it is so in this run; ``if_unknown``: also if that is not known yet."""
         situation = situation or Situation()
+        device, precision = situation.device, situation.precision
         return (
-            (not self.setting or getattr(args, self.setting) in self.values)
-            and (not self.among_ranks or args.world_size > 1)
-            and (not self.devices or situation.device in self.devices)
-            and (not self.precisions or situation.precision in self.precisions)
-            and (not self.switch or get_switch(self.switch).is_on(args))
+            self.is_given(args)
+            and (not self.among_replicas or args.num_replicas > 1)
+            and (not self.devices or (if_unknown if device is None else device in self.devices))
+            and (
+                not self.precisions
+                or (if_unknown if precision is None else precision in self.precisions)
+            )
+            and self.only_in in ("", situation.phase)
+            # What has no effect itself matters to nothing else.
+            and all(get_switch(s).counts(args, situation) for s in (self.switch, self.beside) if s)
         )
 
     def describe(self, args: Settings | None = None) -> str:
         """The flag to name in a message: the one given, or the switch's first."""
         if self.setting:
-            value = "" if self.values[0] is True else f" {self.values[0]}"
+            value = f" {self.values[0]}" if self.values and self.values[0] is not True else ""
             return to_flag(self.setting) + value
-        return get_switch(self.switch).describe(args)
+        if self.switch:
+            words = [get_switch(name).describe(args) for name in (self.switch, self.beside) if name]
+            return " and ".join(words)
+        if self.among_replicas:
+            return "several data-parallel ranks"
+        devices = [f"a {name.upper()} device" for name in self.devices]
+        return " or ".join(devices or [f"a run in {name}" for name in self.precisions])
 
 
 def not_with_images(reason: str) -> Rule:
@@ -169,15 +217,14 @@ class Switch:
     module: str = ""
     """The module with its ``apply``, under ``accel``; empty if another row's module applies it."""
     moment: Moment = "placed"
-    is_for_training: bool = False
-    """Whether it is left out if the model is only evaluated."""
+    only_in: Phase = ""
+    """What a model must be composed for; otherwise it is left out."""
     under_deepspeed: UnderDeepSpeed = "applied"
 
     devices: tuple[str, ...] = ()
     """The types of device that it works on; empty: any."""
     precisions: tuple[str, ...] = ()
     """The precisions that it works in; empty: any."""
-    ranks: Literal["any", "several"] = "any"
     is_idle_elsewhere: bool = False
     """Whether it has no effect on other devices, and says so, instead of being refused."""
 
@@ -196,6 +243,8 @@ class Switch:
     verification: Verification = "off"
     why: str = ""
     """Why verification cannot compare it."""
+    verified_with: Mapping[str, Any] = field(default_factory=dict)
+    """What a verified run uses of its settings where they are left to the library."""
     question: Question | None = None
     exact: str = "to 1e-6"
     """For the docs: how closely its result matches a run without it."""
@@ -236,34 +285,56 @@ class Switch:
             for name in self.turned_on_by
         )
 
-    def has_what_it_needs(self, args: Settings) -> bool:
-        """Whether it would have an effect."""
-        return not self.needs or any(rule.holds(args) for rule in self.needs)
+    def has_what_it_needs(self, args: Settings, situation: Situation | None = None) -> bool:
+        """Whether it would have an effect, as far as is known."""
+        return not self.needs or any(
+            rule.holds(args, situation, if_unknown=True) for rule in self.needs
+        )
 
-    def find_obstacle(self, args: Settings, situation: Situation) -> str | None:
+    def find_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Why it cannot be applied in this run, as far as settings, device and ranks show."""
-        device, precision, ranks = situation.device, situation.precision, situation.ranks
-        if self.is_for_training and not situation.is_training:
-            return "it is for training"
+        if self.only_in not in ("", situation.phase):
+            return Obstacle(f"it is for {self.only_in}", "left off")
+        uses_deepspeed = situation.is_training and get_switch("DeepSpeed").is_on(args)
+        if self.under_deepspeed != "applied" and uses_deepspeed:
+            return Obstacle(f"with --deepspeed it is {self.under_deepspeed}", "left off")
+        if not self.has_what_it_needs(args, situation):
+            needed = " or ".join(rule.describe() for rule in self.needs)
+            if_asked: IfAsked = "refused" if self.is_refused_alone else "warned of"
+            return Obstacle(f"it needs {needed}", if_asked)
+        device, precision = situation.device, situation.precision
         if device is not None and self.devices and device not in self.devices:
-            wanted = " or ".join(kind.upper() for kind in self.devices)
-            return f"it needs a {wanted} device, and this run is on {device.upper()}"
-        if ranks == 1 and self.ranks == "several":
-            return "it is for several ranks, and this run has one"
+            wanted = " or ".join(map(str.upper, self.devices))
+            return Obstacle(
+                f"it needs a {wanted} device, and this run is on {device.upper()}",
+                "warned of" if self.is_idle_elsewhere else "refused",
+            )
         if precision is not None and self.precisions and precision not in self.precisions:
-            return f"it works in {' and '.join(self.precisions)}, and this run is in {precision}"
+            words = " and ".join(self.precisions)
+            return Obstacle(f"it works in {words}, and this run is in {precision}")
         for rule in self.excludes:
             if rule.holds(args, situation):
-                if rule.setting in self.options:
-                    return rule.reason
-                return f"{_EXCLUDED}{rule.describe(args)}: {rule.reason}"
+                is_own = not rule.switch and (rule.setting in self.settings or not rule.setting)
+                found = "" if is_own else f"{_EXCLUDED}{rule.describe(args)}: "
+                return Obstacle(f"{found}{rule.reason}", rule.if_asked)
         return None
 
-    def refuse(self, args: Settings, obstacle: str) -> str:
+    def applies(self, args: Settings, situation: Situation) -> bool:
+        """Whether it is on and nothing is in its way, as far as is known before it is applied."""
+        return self.is_on(args) and self.find_obstacle(args, situation) is None
+
+    def counts(self, args: Settings, situation: Situation) -> bool:
+        """Whether others must take it into account: it applies, or the user insists on it."""
+        if not self.is_on(args):
+            return False
+        obstacle = self.find_obstacle(args, situation)
+        return obstacle is None or (obstacle.if_asked == "refused" and self.is_asked(args))
+
+    def refuse(self, args: Settings, reason: str) -> str:
         """The message about an obstacle; a rule's reason already says what to do."""
-        if obstacle.startswith(_EXCLUDED):
-            return f"{self.describe(args)}: {end_sentence(obstacle)}"
-        return f"{self.describe(args)}: {obstacle}. Leave the flag out."
+        says_what = reason.startswith(_EXCLUDED) or ". " in reason
+        hint = "" if says_what else " Leave the flag out."
+        return f"{self.describe(args)}: {end_sentence(reason)}{hint}"
 
     def list_given(self, args: Settings, names: tuple[str, ...] | None = None) -> list[str]:
         """Those of its settings (or of ``names``) that are not at their defaults."""

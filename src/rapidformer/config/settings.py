@@ -46,6 +46,11 @@ class Settings(
         )
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks with different tokens, over which gradients are summed and state is sharded."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def zero_stage(self) -> int:
         """0 to 3: how much of the training state is sharded over the data-parallel ranks."""
         if self.zero_3_memory_optimization or self.fsdp_memory_optimization:

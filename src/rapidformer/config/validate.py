@@ -269,18 +269,11 @@ def _check_adapters(args: Settings) -> Iterator[str]:
     if args.quantize_base is None:
         return
     given = f"--quantize-base {args.quantize_base}"
-    if not args.has_adapters:
-        yield (
-            f"{given} needs adapters, since quantized weights cannot be trained: add "
-            "--lora-rank 16."
-        )
     if find_spec("bitsandbytes") is None:
         yield (
             f"{given} needs the package bitsandbytes: pip install bitsandbytes. LoRA also works "
             "without it, on whole weights: leave the flag out."
         )
-    if args.from_scratch:
-        yield f"{given} needs a pretrained model: leave out --from-scratch."
 
 
 def _check_run_folder(args: Settings) -> Iterator[str]:

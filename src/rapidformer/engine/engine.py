@@ -287,7 +287,8 @@ class RapidformerEngine:
         """Every switch in this run, a line each: on, off or not applicable, and why."""
         if self.model.module is not None:
             return "\n".join(render(self.model.parallelized.explain(self._args)))
-        situation = Situation(device=self.device.type, ranks=self._args.world_size)
+        precision = self.runtime.precision.name
+        situation = Situation(device=self.device.type, precision=precision)
         return "\n".join(render(explain(self._args, situation)))
 
     def close(self, *, gives_back: bool = True) -> None:

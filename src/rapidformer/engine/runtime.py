@@ -12,6 +12,7 @@ from rapidformer.accel.parallelize import check_device
 from rapidformer.accel.precision.precision import Precision, choose_precision
 from rapidformer.checkpoint.finding import continue_after_restart
 from rapidformer.config import Settings, resolve
+from rapidformer.config.switches import Situation
 from rapidformer.context import set_context
 from rapidformer.data.tokenizers.build import load_tokenizer
 from rapidformer.dist.processes import start_processes
@@ -54,7 +55,8 @@ def start_run(asked: Settings) -> tuple[Settings, Runtime]:
     # Nothing of the engine: the context outlives it.
     build_tokenizer = functools.partial(load_tokenizer, args)
     set_context(args=args, timers=Timers(), build_tokenizer=build_tokenizer)
-    _warn_about_settings_without_effect(args)
+    situation = Situation(device=processes.device.type, precision=precision.name)
+    _warn_about_settings_without_effect(args, situation)
     _warn_about_seed(args)
     seed_everything(args.seed, deterministic=args.deterministic)
     prepare_compilation(args, processes.device)
@@ -74,7 +76,7 @@ def _warn_about_seed(args: Settings) -> None:
         )
 
 
-def _warn_about_settings_without_effect(args: Settings) -> None:
+def _warn_about_settings_without_effect(args: Settings, situation: Situation) -> None:
     idle = get_foreign_flags().find_idle(args.extras, args.task)
-    for message in [*idle, *find_idle_settings(args)]:
+    for message in [*idle, *find_idle_settings(args, situation)]:
         warn_once(message)

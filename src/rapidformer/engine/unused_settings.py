@@ -18,7 +18,7 @@ from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.config.derive import SMALLER_MICRO_BATCH
-from rapidformer.config.switches import SWITCHES, Switch, to_flag
+from rapidformer.config.switches import SWITCHES, Situation, Switch, to_flag
 from rapidformer.errors import count
 from rapidformer.log import get_logger
 
@@ -123,7 +123,7 @@ _ONLY_WITH: dict[str, tuple[str, ...]] = {
 }
 
 
-def find_idle_settings(args: Settings) -> list[str]:
+def find_idle_settings(args: Settings, situation: Situation | None = None) -> list[str]:
     """Settings without effect, each with the reason."""
     idle = [
         f"{to_flag(name)} has no effect without {to_flag(needed)}."
@@ -132,7 +132,7 @@ def find_idle_settings(args: Settings) -> list[str]:
         if args.is_changed(name) and not getattr(args, needed)
     ]
     for switch in SWITCHES:
-        idle += _find_idle_settings_of(switch, args)
+        idle += _find_idle_settings_of(switch, args, situation or Situation())
     if args.keeps_nothing:
         idle += [
             f"{to_flag(name)} has no effect with --save none."
@@ -154,15 +154,18 @@ def find_idle_settings(args: Settings) -> list[str]:
     return idle
 
 
-def _find_idle_settings_of(switch: Switch, args: Settings) -> Iterator[str]:
-    """Options of a switch that is off, and a switch without what it needs."""
+def _find_idle_settings_of(switch: Switch, args: Settings, situation: Situation) -> Iterator[str]:
+    """Options of a switch that is off, and one that was asked for and cannot be applied."""
     names = [name for name in switch.options if args.is_changed(name)]
-    if not switch.has_what_it_needs(args):
+    if not switch.has_what_it_needs(args, situation):
         names += switch.list_given(args, switch.turned_on_by)
         missing = " or ".join(rule.describe() for rule in switch.needs)
     elif not switch.is_on(args):
         missing = switch.describe()
     else:
+        obstacle = switch.find_obstacle(args, situation)
+        if obstacle is not None and obstacle.if_asked == "warned of" and switch.is_asked(args):
+            yield f"{switch.describe(args)} has no effect: {obstacle.reason}."
         return
     for name in names:
         yield f"{to_flag(name)} has no effect without {missing}."

@@ -435,7 +435,8 @@ class Updates:
         if allowed is None:
             return None
         device = self._runtime.device
-        capture = CudaCapture(device, compiles=self.args.compile)
+        compiles = parallelized.wants("compilation")
+        capture = CudaCapture(device, compiles=compiles)
         placed = (
             synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
         )
@@ -443,7 +444,7 @@ class Updates:
             model, placed.parameters if placed else parameters, device, capture,
             self.weights.count_labels,
             is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
-            compiles=self.args.compile, work=work, topology=self._runtime.topology,
+            compiles=compiles, work=work, topology=self._runtime.topology,
             exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
             blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
         )  # fmt: skip

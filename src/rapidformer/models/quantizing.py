@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ModelError
 from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ def get_quantization(args: Settings) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     has_gpu = torch.cuda.is_available() and args.device != "cpu"
-    if args.quantize_base == "8bit" and not has_gpu:
-        raise ConfigurationError(
-            "--quantize-base 8bit needs a GPU: on a CPU, bitsandbytes trains with such weights but "
-            "cannot save them. Use --quantize-base 4bit."
-        )
     if args.quantize_base == "8bit":
         config = BitsAndBytesConfig(load_in_8bit=True)
     else:

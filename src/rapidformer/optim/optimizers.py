@@ -61,23 +61,32 @@ def _build_adamw(
     groups: list[dict[str, Any]], settings: OptimizerArguments, lr: float
 ) -> Optimizer:
     betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
     if settings.optimizer_state_dtype == "bf16":
-        return Bf16AdamW(groups, lr=lr, betas=betas, eps=eps)
+        rounding = Bf16AdamW(groups, lr=lr, betas=betas, eps=eps)
+        rounding.may_launch = is_on
+        return rounding
     if settings.optimizer_state_dtype == "int8":
         from rapidformer.optim.int8_adamw import Int8AdamW  # torchao is an optional package
 
         return Int8AdamW(groups, lr=lr, betas=betas, eps=eps)
     # Without Triton, it would be torch's own under another name.
-    is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
-    devices = {p.device for p in _list_parameters(groups)}
-    cls = MultiTensorAdamW if is_on and devices and all(map(has_triton, devices)) else AdamW
+    cls = MultiTensorAdamW if is_on and _has_triton(groups) else AdamW
     return cls(groups, lr=lr, betas=betas, eps=eps, fused=_can_fuse(groups))
 
 
 def uses_kernel(optimizer: Optimizer) -> bool:
     """Whether it updates parameters in our own kernel."""
     parts = optimizer._parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return any(isinstance(part, MultiTensorAdamW) for part in parts)
+    return any(
+        isinstance(part, MultiTensorAdamW) and part.may_launch and _has_triton(part.param_groups)
+        for part in parts
+    )
+
+
+def _has_triton(groups: list[dict[str, Any]]) -> bool:
+    devices = {p.device for p in _list_parameters(groups)}
+    return bool(devices) and all(map(has_triton, devices))
 
 
 def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:

@@ -35,14 +35,10 @@ class Layout:
     def __init__(self, shape: Shape, args: Settings) -> None:
         self.shape, self.args = shape, args
         self._states: dict[int, State] = {}
-        situation = Situation(device="cuda", ranks=args.world_size, precision=shape.precision)
+        situation = Situation(device="cuda", precision=shape.precision)
         self.rows = {row.name: row for row in SWITCHES if _is_on(row, args, situation)}
         if (graph := self.rows.get("CUDA graph")) and self._is_busy(graph.effect):
             del self.rows["CUDA graph"]
-        if args.zero_stage and self.replicas == 1 and not args.cpu_offload:
-            self.rows.pop("ZeRO", None)  # nothing to shard
-        if self.replicas == 1 or "ZeRO" in self.rows:
-            self.rows.pop("data parallelism", None)
 
     def has(self, name: str) -> bool:
         """Whether a row is on."""
@@ -69,7 +65,7 @@ class Layout:
     @cached_property
     def replicas(self) -> int:
         """Ranks with different tokens, over which gradients are summed."""
-        return self.args.data_parallel_size * self.args.context_parallel_size
+        return self.args.num_replicas
 
     @cached_property
     def shards(self) -> int:
@@ -256,12 +252,9 @@ def list_blocks(groups: tuple[Blocks, ...]) -> list[Part]:
 
 
 def _is_on(row: Switch, args: Settings, situation: Situation) -> bool:
-    known: Any = args
-    if not row.is_on(known) or not row.has_what_it_needs(known):
-        return False
-    if args.deepspeed is not None and row.under_deepspeed == "not applied":
-        return False
-    return row.find_obstacle(known, situation) is None
+    if row.under_deepspeed == "done by DeepSpeed":  # at the same cost
+        args = args.replace("rapidformer plan", deepspeed=None)
+    return row.applies(args, situation)
 
 
 def _count_in_flight(schedule: str, rank: int, ranks: int, own: int, count: int) -> float:

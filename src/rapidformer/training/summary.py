@@ -74,7 +74,7 @@ def describe_missed_speed(
     """The switches without which a run is probably less than two thirds as fast as it could be."""
     if args.deepspeed is not None:  # whose file may say more
         return None
-    situation = Situation(device=device.type, ranks=args.world_size, precision=precision)
+    situation = Situation(device=device.type, precision=precision)
     missed = list_missed(args, situation, train_iters)
     if args.mixed_precision is None and device.type == "cuda":
         missed.insert(0, "--mixed-precision (16-bit products are several times as fast as fp32)")

@@ -15,7 +15,7 @@ from typing import Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
-from rapidformer.config.switches import SWITCHES, Switch, get_switch, to_flag
+from rapidformer.config.switches import SWITCHES, Switch, to_flag
 from rapidformer.models.location import is_model_folder
 
 SOURCE = "rapidformer verify"
@@ -126,8 +126,10 @@ def _make_plain(args: Settings, job: Job) -> Settings:
         progress=False, log_level="warning", num_workers=0,
         data_cache_path=args.data_cache_path or f"{job.folder}/index-cache",
     )  # fmt: skip
-    if get_switch("compilation").is_on(args) and args.compile_backend == AUTO:
-        args = args.replace(SOURCE, compile_backend="inductor")  # on a CPU, too
+    for switch in SWITCHES:
+        if switch.is_on(args):
+            left = {n: v for n, v in switch.verified_with.items() if getattr(args, n) == AUTO}
+            args = args.replace(SOURCE, **left)
     if args.load is not None:
         folder = Path(args.load).expanduser()
         if folder.is_dir() and not is_model_folder(folder):

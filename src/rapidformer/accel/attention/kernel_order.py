@@ -63,15 +63,13 @@ class Device:
 def apply(assembly: Assembly) -> str | None:
     """Choose the attention of the model."""
     model, asked = assembly.model, assembly.args.attention
-    if assembly.wants("bias layout") and apply_bias_layout(model):
-        assembly.applied.add_part("bias layout")
     is_cuda = assembly.device.type == "cuda"
     device = Device(
         kind=assembly.device.type,
         capability=torch.cuda.get_device_capability(assembly.device) if is_cuda else (0, 0),
         dtype=assembly.precision.dtype,
     )
-    obstacle = find_obstacle(model, asked, device)
+    obstacle = find_obstacle(model, asked)
     if obstacle is not None:
         raise ConfigurationError(f"--attention {asked}: {obstacle}. Leave the flag out.")
     if asked in _NAMES:
@@ -112,16 +110,12 @@ def choose(asked: str, device: Device) -> str | None:
     return "cudnn" if is_fast else None
 
 
-def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
-    """Why this model cannot use the requested attention on this device."""
+def find_obstacle(model: nn.Module, asked: str) -> str | None:
+    """Why this model cannot use the requested attention; the row has devices and precisions."""
     if asked in _NAMES:
-        return _find_obstacle_of_model(model, asked, device)
+        return _find_obstacle_of_model(model, asked)
     if asked not in _ORDERS:
         return None
-    if device.kind != "cuda":
-        return f"it runs on GPUs, and this run is on {device.kind.upper()}"
-    if device.dtype is None:
-        return "it computes in 16 bits, and this run is in fp32 (--mixed-precision turns that on)"
     largest, size = _LARGEST_HEADS[asked], _get_head_size(model)
     if size > largest:
         return f"it takes heads of up to {largest}, and {type(model).__name__} has {size}"
@@ -130,14 +124,12 @@ def find_obstacle(model: nn.Module, asked: str, device: Device) -> str | None:
     return None
 
 
-def _find_obstacle_of_model(model: Any, asked: str, device: Device) -> str | None:
+def _find_obstacle_of_model(model: Any, asked: str) -> str | None:
     """Why this model cannot use an attention that transformers computes."""
     name = type(model).__name__
     if not find_configs(model):
         return f"{name} is not a transformers model, and computes attention itself"
     if asked == "flex":
-        if device.kind == "cpu":
-            return "FlexAttention has no backward pass on CPUs"
         if not supports_flex_attention(model):
             return f"{name} does not support it"
         if _get_dropout(model):
@@ -190,6 +182,12 @@ def _newer_flash(name: str) -> Change:
 
 
 # ---- relative position bias ----------------------------------------------------------------------
+
+
+def lay_out_biases(assembly: Assembly) -> str | None:
+    """Row ``bias layout``."""
+    count = apply_bias_layout(assembly.model)
+    return f"of {count} attention layers" if count else None
 
 
 def apply_bias_layout(model: nn.Module) -> int:

@@ -35,7 +35,7 @@ def apply(assembly: Assembly) -> str | None:
     blocks = plan.get_blocks(model)
     # A frozen second model runs inside steps that are recorded themselves.
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    if assembly.is_training or is_frozen or not blocks:
+    if is_frozen or not blocks:
         return None
     prove_filling(model, plan, assembly.precision.dtype)
     is_16_bit = assembly.precision.dtype is not None

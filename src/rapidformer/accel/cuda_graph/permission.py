@@ -6,13 +6,11 @@ import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from rapidformer.accel.assembly import Alone, Assembly
-from rapidformer.accel.data_parallel import GradientReducer
+from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.filling import prove_filling
-from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import find_fact, list_layers, put_fact
 
@@ -29,8 +27,6 @@ class MayCapture:
 
 def apply(assembly: Assembly) -> None:
     """Allow the engine to capture; what cannot be replayed is in the row."""
-    if not isinstance(assembly.synchronizer, Alone | GradientReducer | ShardedGradients):
-        return
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
         may_yield = assembly.args.dynamic_shape == "auto"
@@ -42,9 +38,7 @@ def apply(assembly: Assembly) -> None:
         if removal is not None and removal.yields:
             row = assembly.applied.get_row("dynamic shape")
             row.find_obstacle = functools.partial(_find_yielding, removal)
-        recomputes = assembly.is_meant(get_switch("recompute"))
-        is_alone = isinstance(assembly.synchronizer, Alone)
-        in_pieces = is_alone and not recomputes
+        in_pieces = assembly.wants("graphs in pieces")
         put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
     elif is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
@@ -62,6 +56,6 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     shards = assembly.synchronizer
     if isinstance(shards, ShardedGradients) and shards.scalars is not None:
         return "ZeRO-1 leaves parameters that are single numbers out of the weights it gathers"
-    if assembly.is_meant(get_switch("recompute")) and has_dropout(assembly.model):
+    if assembly.wants("recompute") and has_dropout(assembly.model):
         return "recomputed blocks with dropout need random numbers that a recording cannot repeat"
     return None

@@ -46,9 +46,7 @@ _LARGEST_BUCKET = 1024 * 488_281
 
 
 def apply(assembly: Assembly) -> str | None:
-    """Prepare to hand the model over; evaluation alone does not need DeepSpeed."""
-    if not assembly.uses_deepspeed:
-        return None
+    """Prepare to hand the model over."""
     assembly.synchronizer = strategy = DeepSpeedStrategy(assembly)
     assembly.needs_autocast = not strategy.keeps_precision
     return strategy.describe()

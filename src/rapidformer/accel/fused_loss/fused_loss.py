@@ -59,6 +59,8 @@ def apply(assembly: Assembly) -> str | None:
         # In a pipeline, only the last stage has the head.
         if mode == "on" and assembly.pipeline is None:
             raise ConfigurationError(f"--fused-loss on: {obstacle}. Leave the flag out.")
+        if head is not None:
+            assembly.applied.leave_off(obstacle)
         return None
     assert head is not None
     if mode == "auto" and head.weight.shape[0] < _LARGE:

@@ -29,19 +29,15 @@ from rapidformer.config import Settings
 from rapidformer.dist.topology import build_lone_mesh
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ModelError
-from rapidformer.log import warn_once
 from rapidformer.models.plan import ModelPlan
 from rapidformer.overlay import extend
 
 Call = tuple[bool, bool, int, frozenset[tuple[str, bool | str | None]]]
 
 
-def apply(assembly: Assembly) -> str | None:
+def apply(assembly: Assembly) -> str:
     """Shard the training state over the ranks with different tokens."""
-    model, args = assembly.model, assembly.args
-    mesh = _find_mesh(assembly)
-    if mesh is None:
-        return None
+    model, args, mesh = assembly.model, assembly.args, _get_mesh(assembly)
     same_experts = assembly.topology.get_expert_mesh("expert_data")
     if same_experts is not None:  # each rank's experts, over the ranks that hold the same ones
         options = _get_options(same_experts, args.zero_stage, offloads=args.cpu_offload)
@@ -66,24 +62,13 @@ def _take_off(model: nn.Module, gradients: ShardedGradients) -> None:
             forget_sharding(module)
 
 
-def _find_mesh(assembly: Assembly) -> DeviceMesh | None:
+def _get_mesh(assembly: Assembly) -> DeviceMesh:
     """The ranks with different tokens; a single rank if its weights are offloaded."""
-    args, topology, device = assembly.args, assembly.topology, assembly.device
+    topology = assembly.topology
     mesh = topology.get_sharding_mesh()
     if mesh is not None:
         return mesh
-    if args.cpu_offload and topology.mesh is not None:
-        return topology.mesh["data"]
-    if args.cpu_offload and device.type != "cpu":
-        return build_lone_mesh(device.type)
-    if args.cpu_offload:
-        warn_once(
-            "--cpu-offload has no effect on a single CPU rank: everything is in host memory anyway."
-        )
-    elif topology.is_first_process:
-        where = "on a single rank" if topology.mesh is None else "without data parallelism"
-        warn_once(f"ZeRO-{args.zero_stage} has no effect {where}: there is nothing to shard.")
-    return None
+    return build_lone_mesh(assembly.device.type) if topology.mesh is None else topology.mesh["data"]
 
 
 def _is_reduced_late(args: Settings) -> bool:

@@ -55,10 +55,9 @@ assert tokenwise  # it fills the table of operations that need no padding
 def apply(assembly: Assembly) -> str | None:
     """Run the blocks on real tokens, if the model allows it."""
     args = assembly.args
-    if assembly.pipeline is not None and not assembly.is_training:
-        return None  # nothing repeats a call that passes from stage to stage
     is_asked, help_of_others = args.dynamic_shape == "on", Help.NONE
-    if args.zero_stage and args.world_size > 1:  # a rank cannot repeat a forward pass alone
+    if assembly.wants("ZeRO") and assembly.topology.num_replicas > 1:
+        # A rank cannot repeat a forward pass alone.
         help_of_others = Help.PROMISED if is_asked else Help.NEEDED
     if assembly.pipeline is not None:
         help_of_others = Help.TOGETHER
@@ -66,7 +65,8 @@ def apply(assembly: Assembly) -> str | None:
         assembly.model, assembly.whole_plan, assembly.precision.dtype,
         is_compiled=assembly.wants("compilation"),
         applied=assembly.applied, help_of_others=help_of_others,
-        splits_tokens=args.sequence_parallel, sharing=assembly.topology.get_group("context"),
+        splits_tokens=assembly.wants("sequence parallelism"),
+        sharing=assembly.topology.get_group("context"),
         pipeline=assembly.pipeline, only_in_graphs=_only_pays_in_graphs(assembly),
     )  # fmt: skip
     if obstacle is None:
@@ -88,9 +88,8 @@ def _find_obstacle(assembly: Assembly) -> str | None:
     is_compiled = assembly.wants("compilation")
     if is_compiled and assembly.device.type == "cuda" and find_biased(assembly.model):
         return "on a GPU, --compile needs flash attention, which takes no position bias"
-    if is_compiled and assembly.topology.context > 1:
-        return "--compile with --context-parallel-size has not been tried without padding"
-    if _only_pays_in_graphs(assembly) and assembly.args.cuda_graph == "off":
+    has_graphs = assembly.wants("CUDA graph") or assembly.wants("forward graphs")
+    if _only_pays_in_graphs(assembly) and not has_graphs:
         return "on a GPU, it makes encoder-decoder models faster only in CUDA graphs"
     if assembly.deferred is not None:
         return "the model has no weights yet, so results without padding cannot be checked"

@@ -23,12 +23,13 @@ _NO_STAGES = Rule("pipeline", "use --zero-3-memory-optimization instead of pipel
 PLACED = register(
     Switch(
         "synchronised batch norm", "BatchNorm takes its statistics over the rows of all ranks",
-        kind="automatic", module="batch_norm", is_for_training=True, is_needed=True,
+        kind="automatic", module="batch_norm", only_in="training", is_needed=True,
     ),
     Switch(
         "grouped experts",
         "transformers' mixtures of experts run in 16 bits, and compiled as one graph",
-        kind="automatic", module="grouped_experts",
+        kind="automatic", module="grouped_experts", devices=("cpu", "cuda"),
+        needs=(Rule("compilation"), Rule("precision")),
         excludes=(Rule("tensor parallelism", "its plans split experts another way"),),
         exact="up to rounding",
     ),
@@ -54,13 +55,13 @@ PLACED = register(
     Switch(
         "sliced heads",
         "Falcon's keys and values are taken by slices, for which the host does not wait",
-        kind="always", module="sliced_heads", is_for_training=True,
+        kind="always", module="sliced_heads", only_in="training",
         devices=("cuda",), exact="yes",
     ),
     # Before everything that replaces a model's sdpa attention by its own.
     Switch(
         "bias layout", "a relative position bias is laid out as fused attention needs it",
-        kind="always",
+        kind="always", module="attention.kernel_order:lay_out_biases",
         gain="T5-3B with --compile on an H200: 28.0 instead of 23.1 samples/s, 62.7 instead of "
         "88.2 GiB",
         exact="up to rounding: fused kernels sum in a different order",
@@ -76,6 +77,21 @@ PLACED = register(
     Switch(
         "attention",
         turned_on_by=("attention",), off={"attention": "sdpa"}, module="attention.kernel_order",
+        excludes=(
+            *(
+                Rule(setting="attention", values=(kernel,), devices=("cpu",),
+                     reason="it runs on GPUs, and this run is on CPU")
+                for kernel in ("cudnn", "flash")
+            ),
+            *(
+                Rule(setting="attention", values=(kernel,), precisions=("fp32",),
+                     reason="it computes in 16 bits, and this run is in fp32 (--mixed-precision "
+                     "turns that on)")
+                for kernel in ("cudnn", "flash")
+            ),
+            Rule(setting="attention", values=("flex",), devices=("cpu",),
+                 reason="FlexAttention has no backward pass on CPUs"),
+        ),
         exact=f"up to rounding: kernels sum in a different order{NEW_DROPOUT}",
         gain="T5-3B with --compile on an H200, our kernel for the learned bias and our AdamW: 34.8 "
         "instead of 28.3 samples/s",
@@ -138,15 +154,16 @@ PLACED = register(
         "compilation", turned_on_by=("compile", "onnx_runtime_training"),
         options=("compile_backend",), module="compile.compilation",
         excludes=(
-            Rule("pipeline", "use 1f1b or interleaved. (Zero-bubble computes the gradients of "
-                 "inputs and weights separately; compiled blocks compute both at once.)",
-                 setting="pipeline_schedule", values=("zero-bubble",)),
             Rule(reason="on a CPU, nothing is compiled, since steps were slower (BERT of 6 "
                  "layers: 812 instead of 710 ms per step). --compile-backend inductor compiles "
                  "all the same",
-                 setting="compile_backend", values=(AUTO,), devices=("cpu",)),
+                 setting="compile_backend", values=(AUTO,), devices=("cpu",),
+                 if_asked="warned of"),
+            Rule("pipeline", "use 1f1b or interleaved. (Zero-bubble computes the gradients of "
+                 "inputs and weights separately; compiled blocks compute both at once.)",
+                 setting="pipeline_schedule", values=("zero-bubble",)),
         ),
-        is_idle_elsewhere=True,
+        verified_with={"compile_backend": "inductor"},  # on a CPU, too
         implies=(Implication("onnx_runtime_training", "compile", True),),
         exact=f"up to rounding: fused kernels sum in a different order{NEW_DROPOUT}",
         gain="GPT-2 on an H200: 476.3k instead of 242.1k tokens/s, 9.5 instead of 27.3 GiB",
@@ -187,7 +204,7 @@ PLACED = register(
     Switch(
         "dynamic shape",
         turned_on_by=("dynamic_shape",), off={"dynamic_shape": "off"}, module="unpad.unpadding",
-        exact=f"to 1e-6{NEW_DROPOUT}", devices=("cpu", "cuda"), under_deepspeed="not applied",
+        exact=f"to 1e-6{NEW_DROPOUT}", devices=("cpu", "cuda"),
         excludes=(
             *(
                 Rule(name, f"{why}. Leave out --dynamic-shape")
@@ -199,6 +216,10 @@ PLACED = register(
             Rule("compilation", "on a GPU, compiled blocks without padding need flash attention, "
                  "which works in 16 bits only. Add --mixed-precision, or leave out --dynamic-shape",
                  devices=("cuda",), precisions=("fp32",)),
+            Rule("compilation", "it has not been tried together on a GPU. Leave out "
+                 "--dynamic-shape", beside="context parallelism", devices=("cuda",)),
+            Rule("pipeline", "in prediction, nothing repeats a call that passes from stage to "
+                 "stage", only_in="prediction", if_asked="left off"),
             not_with_images("images have their places in padded rows. Leave out --dynamic-shape"),
         ),
         gain="a BERT of 6 layers on 2 CPU cores, rows of 20 to 99 tokens, batch 64: 1851 instead "
@@ -214,7 +235,7 @@ PLACED = register(
             Rule("DeepSpeed", "it expects equally many micro-batches in every step; use "
                  "--zero-1-memory-optimization, -2- or -3- instead of DeepSpeed"),
         ),
-        exact=f"to 1e-6{NEW_DROPOUT}", under_deepspeed="not applied",
+        exact=f"to 1e-6{NEW_DROPOUT}",
     ),
     # Before sharding, which shards each rank's experts further.
     Switch(
@@ -233,6 +254,7 @@ PLACED = register(
         "ZeRO", "shard optimizer state, gradients and weights over the data-parallel ranks",
         turned_on_by=tuple(_ZERO_STAGES), kinds=_ZERO_STAGES, module="sharding.zero",
         under_deepspeed="done by DeepSpeed",
+        needs=(Rule(among_replicas=True), Rule("CPU offload")),
         question=Question(
             flag="zero",
             text="Shard the training state over the ranks? (no, 1, 2, 3: the ZeRO stage)",
@@ -253,6 +275,8 @@ PLACED = register(
     Switch(
         "CPU offload", "keep weights, gradients and optimizer state in host memory",
         turned_on_by=("cpu_offload",), under_deepspeed="done by DeepSpeed",
+        # One CPU rank has everything in host memory anyway.
+        needs=(Rule(among_replicas=True), Rule(devices=("cuda",))),
         implies=(
             # Offloaded weights must be fetched block by block, like ZeRO-3's.
             Implication("cpu_offload", "zero_3_memory_optimization", True,

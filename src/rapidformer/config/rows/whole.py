@@ -15,7 +15,7 @@ WHOLE = register(
     Switch(
         "no cache in training",
         "models of transformers fill no key/value cache when a loss is computed",
-        kind="always", module="cache", moment="whole", is_for_training=True, exact="yes",
+        kind="always", module="cache", moment="whole", only_in="training", exact="yes",
     ),
     Switch(
         "host masks",
@@ -37,6 +37,7 @@ WHOLE = register(
     ),
     Switch(
         "DeepSpeed", turned_on_by=("deepspeed",), module="deepspeed.strategy", moment="whole",
+        only_in="training",
         excludes=(
             Rule("pipeline", "use a pipeline with --zero-1-memory-optimization instead of "
                  "DeepSpeed"),
@@ -69,6 +70,7 @@ WHOLE = register(
         "lean prediction",
         "in prediction, linear layers whose files are in 16 bits are kept so",
         kind="automatic", module="lean_adapters:apply_in_prediction", moment="weights",
-        precisions=("fp16", "bf16"), under_deepspeed="not applied", exact="yes",
+        only_in="prediction", precisions=("fp16", "bf16"), under_deepspeed="not applied",
+        exact="yes",
     ),
 )  # fmt: skip

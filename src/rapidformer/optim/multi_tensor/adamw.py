@@ -28,6 +28,8 @@ class MultiTensorAdamW(AdamW):
     rounds_randomly = False
     moment_dtype: torch.dtype | None = None
     """The precision of new moments; None: the weight's."""
+    may_launch = True
+    """Whether it may use our kernels."""
     _launch: Launch | None = None
 
     @torch.no_grad()
@@ -51,6 +53,8 @@ class MultiTensorAdamW(AdamW):
         is compiled may inherit a pipe of the compiler, which then never ends.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self.may_launch:
+            return
         for device, dtype in {(p.device, p.dtype) for p in parameters}:
             if has_triton(device) and dtype in TYPES:
                 kinds = Kinds(dtype, dtype, self.moment_dtype or dtype)
@@ -84,6 +88,8 @@ class MultiTensorAdamW(AdamW):
 
     @torch.no_grad()
     def _find_launch(self, gradients: Sequence[Tensor | None]) -> Launch | None:
+        if not self.may_launch:
+            return None
         for group in self.param_groups:
             if any(map(group.get, _UNSUPPORTED)) or isinstance(group["lr"], Tensor):
                 return None
