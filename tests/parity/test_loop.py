@@ -124,7 +124,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     """Interrupted in the middle of an epoch, with dropout: every later loss is bit-equal.
 
     One update of the second epoch follows. In 16 bits there is one epoch only: some processors take
-    forty times as long. Stage 1 accumulates. Plain runs are resumed in tests/cli/test_command.py and,
+    forty times as long. Stage 1 accumulates. Plain runs are resumed in tests/cli/test_command.py;
     on two processes, in tests/faults/test_preemption.py.
     """
     settings = {"train_iters": updates, "lr_warmup_iters": 2, "seed": 3, **switches}
