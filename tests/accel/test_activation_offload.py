@@ -70,9 +70,8 @@ def test_gradients_are_bit_equal(family: str) -> None:
     [
         ("bert", ["full"]),
         ("llama", ["selective"]),
-        ("custom", ["bf16"]),
         ("gpt2", ["compile"]),
-        ("bert", ["full", "compile", "bf16"]),
+        ("custom", ["full", "compile", "bf16"]),
     ],
 )
 def test_gradients_are_bit_equal_beside_other_switches(family: str, others: list[str]) -> None:

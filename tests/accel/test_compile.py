@@ -158,7 +158,7 @@ def test_a_kind_of_block_is_compiled_once_if_other_sizes_are_expected() -> None:
 
 def test_a_model_without_its_adapters_has_a_graph_of_its_own() -> None:
     """The reference of DPO, between evaluations with adapters."""
-    model = build_model("gpt2-lora").eval()
+    model = build_model("small-gpt2-lora").eval()
     skip_cache_in_training(model)
     apply_compile(model, find_plan(model), backend="eager")
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -402,14 +402,18 @@ def test_the_oldest_code_is_removed_from_a_large_folder(tmp_path: Path) -> None:
 
 
 class FeedForward(nn.Module):
-    """A block of few operations: each fused group of them is a C++ file of its own to compile."""
+    """A block of few operations: each fused group of them is a C++ file of its own to compile.
+
+    Here it is one file in each direction; sums over rows, such as a bias has, would be others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        self.linear = nn.Linear(16, 16, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.linear(nn.functional.gelu(self.norm(hidden)))
+        return self.linear(nn.functional.gelu(self.norm(hidden)))
 
 
 def test_generated_code_computes_the_same() -> None:
@@ -430,7 +434,7 @@ def test_generated_code_computes_the_same() -> None:
         return losses + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = run_twice()
-    assert len(expected) == 2 + 8
+    assert len(expected) == 2 + 2
     before = look() | look_at_torch()
     with torch._inductor.config.patch(
         {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}

@@ -243,7 +243,6 @@ def train_split(folder: Path, make_model: Any, stage: int) -> dict[str, Any]:
     ("make_model", "stage", "line"),
     [
         (make_classifier, 1, "tensor parallelism: 2 ranks (plan"),
-        (make_roberta, 2, "tensor parallelism: 2 ranks (plan"),
         (make_roberta, 3, "rapidformer's own ZeRO-3 x tensor parallelism of 2 is used"),
     ],
 )

@@ -23,6 +23,7 @@ from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     PADDED,
     PIPELINE,
+    SHORT,
     TENSOR,
     UNPADDED,
     Case,
@@ -42,7 +43,6 @@ from tests.parity.under_deepspeed import LIMITS as DEEPSPEED_LIMITS
 from tests.parity.under_deepspeed import build_case
 from tests.processes import run_in_kept_processes
 
-BOTH = ("gpt2-lora", "llama-lora")
 ADAPTERS = ("lora", "ia3", "prompt_encoder", "modules_to_save")
 
 
@@ -61,52 +61,53 @@ def check_frozen(trace: Trace) -> None:
 
 
 def test_adapters_of_replicas_and_of_sharded_models() -> None:
+    short = {"rows": SHORT}
     check_adapters(
         2,
         [
             *under(zero(1, **UNPADDED), "gpt2-lora"),
             *under(zero(2), "llama-lora", make_optimizer=make_adamw),
-            *under(zero(3, checkpoint_activations=True, **UNPADDED), "gpt2-lora", "experts-lora"),
-            *under(zero(3, cpu_offload=True), "gpt2-dora"),
-            *under(UNPADDED, "gpt2-ia3", "gpt2-prompt"),
-            *under(zero(3, **UNPADDED), "gpt2-prefix"),
+            *under(
+                zero(3, checkpoint_activations=True, **UNPADDED),
+                "gpt2-lora",
+                "experts-lora",
+                **short,
+            ),
+            *under(zero(3, cpu_offload=True), "gpt2-dora", **short),
+            *under(UNPADDED, "gpt2-ia3", "gpt2-prompt", **short),
+            *under(zero(3, **UNPADDED), "gpt2-prefix", **short),
         ],
     )
 
 
 def test_adapters_of_split_layers() -> None:
-    """Fused and tied weights, few key heads, a head with an adapter, shared outputs (MLA)."""
-    tensor = {TENSOR: 2}
+    """Fused and tied weights, few key heads, a head with an adapter, shared outputs (MLA).
+
+    In stages, too, they are in tests/dialects/test_mindformers.py.
+    """
+    tensor, short = {TENSOR: 2}, {"rows": SHORT}
     check_adapters(
         2,
         [
-            *under({**tensor, **UNPADDED}, *BOTH),
-            *under(tensor, "bert-lora", "deepseek-lora"),
-            *under({**tensor, "sequence_parallel": True}, "llama-lora"),
+            *under({**tensor, **UNPADDED}, "gpt2-lora"),
+            *under(tensor, "llama-lora", **short),
+            *under(tensor, "bert-lora", "deepseek-lora", **short),
+            *under({**tensor, "sequence_parallel": True}, "llama-lora", **short),
         ],
     )
 
 
 def test_adapters_of_stages_sequences_and_experts() -> None:
-    staged = {PIPELINE: 2}
+    staged, short = {PIPELINE: 2}, {"rows": SHORT}
     check_adapters(
         2,
         [
             *under(staged, "llama-lora"),
-            *under({**staged, "pipeline_schedule": "zero-bubble"}, "gpt2-lora", layers=4),
-            *under({"context_parallel_size": 2}, "gpt2-lora"),
-            *under({"expert_model_parallel_size": 2}, "mixtral-lora"),
+            *under({**staged, "pipeline_schedule": "zero-bubble"}, "gpt2-lora", layers=4, **short),
+            *under({"context_parallel_size": 2}, "gpt2-lora", **short),
+            *under({"expert_model_parallel_size": 2}, "mixtral-lora", **short),
         ],
     )
-
-
-def test_adapters_of_split_layers_in_stages() -> None:
-    check_adapters(4, under({TENSOR: 2, PIPELINE: 2}, "llama-lora"))
-
-
-def test_adapters_in_compiled_and_offloaded_blocks() -> None:
-    compiled = {"compile": True, "compile_backend": "eager", "activation_offload": True}
-    check_adapters(1, under(compiled, "gpt2-lora"))
 
 
 def test_adapters_under_deepspeed(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ CONTEXT: Settings = {"context_parallel_size": 2, "global_batch_size": ROWS}
 FUSED: Settings = {"fused_loss": "on"}
 
 
-def under_context(settings: Settings, *models: str, updates: int = 2, **more: Any) -> list[Case]:
+def under_context(settings: Settings, *models: str, updates: int = 1, **more: Any) -> list[Case]:
     return under(settings, *models, rows=updates * ROWS, global_batch_size=ROWS, **more)
 
 
@@ -49,22 +49,25 @@ def test_two_processes_that_share_sequences_equal_one() -> None:
     """Odd lengths, padding, labels that meet at the cut, tied weights, accumulation."""
     lengths = [len(row["input_ids"]) for row in build_rows("llama", 40)]
     assert any(length % 2 for length in lengths)
-    names = ["bert", "gpt2", "gpt", "mistral-narrow", "own"]
-    settings = {**CONTEXT, **UNPADDED}
-    fused = under_context({**settings, **FUSED}, "bert-mlm", "qwen3")
     ten = under_context(CONTEXT, "llama", updates=10)
-    check(2, ten + under_context(settings, *names) + fused)
+    padded = under_context(CONTEXT, "gpt2", "gpt", "own")
+    # bert and llama without padding are in test_unpad.py.
+    unpadded = under_context({**CONTEXT, **UNPADDED}, "bert", "mistral-narrow")
+    fused = under_context({**CONTEXT, **UNPADDED, **FUSED}, "bert-mlm", "qwen3")
+    check(2, ten + padded + unpadded + fused)
 
 
 def test_shared_sequences_under_data_parallelism() -> None:
     """Rows are counted once, though two processes have each: AdamW would show it by its size."""
     settings = {**CONTEXT, **UNPADDED, "micro_batch_size": 1}
-    check(4, under_context(settings, "qwen3", make_optimizer=make_adamw))
+    check(4, under_context(settings, "qwen3", make_optimizer=make_adamw, updates=2))
 
 
 def test_shared_sequences_under_sharding_with_recompute() -> None:
     settings = {**CONTEXT, "zero_3_memory_optimization": True, "checkpoint_activations": True}
-    check(2, under_context({**settings, **FUSED}, "llama") + under_context(settings, "gpt"))
+    check(
+        2, under_context({**settings, **FUSED}, "llama", updates=2) + under_context(settings, "gpt")
+    )
 
 
 def test_more_processes_than_key_value_heads_share_sequences() -> None:
@@ -76,7 +79,7 @@ def test_more_processes_than_key_value_heads_share_sequences() -> None:
 
 def test_shared_layers_and_shared_sequences() -> None:
     settings = {**CONTEXT, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-    fused = under_context({**settings, **FUSED, **UNPADDED}, "llama")
+    fused = under_context({**settings, **FUSED, **UNPADDED}, "llama", updates=2)
     check(4, under_context(settings, "gpt-rope") + fused)
 
 

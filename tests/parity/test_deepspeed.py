@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rapidformer.verification.trace import Trace
-from tests.parity.harness import Training, check_case, run_on
+from tests.parity.harness import SHORT, Training, check_case, run_on
 from tests.parity.under_deepspeed import LIMITS, build_case
 
 pytest.importorskip("deepspeed", reason="the extra rapidformer[deepspeed] is not installed")
@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
     ),
 }
+BRIEF = ("stage 0", "stage 1", "stage 2", "stage 1 x tensor 2", "stage 2 x tensor 2")
+"""One update shows their layout: what comes after it is DeepSpeed's own in every stage."""
 FUSED = ("stage 1", "stage 2 offloaded", "stage 2 x tensor 2")
 
 
@@ -48,7 +50,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """What each case trains, and the traces of its processes."""
     folder = tmp_path_factory.mktemp("deepspeed")
     cases = [
-        build_case(*case, folder, fused_loss="on" if name in FUSED else "auto")
+        build_case(
+            *case,
+            folder,
+            rows=SHORT if name in BRIEF else 12,
+            fused_loss="on" if name in FUSED else "auto",
+        )
         for name, case in CASES.items()
     ]
     trainings = [training for training, _ in cases]

@@ -26,6 +26,7 @@ from tests.parity.harness import (
     make_forward,
     make_sgd,
     train,
+    under,
     zero,
 )
 from tests.parity.limits import SHARD_LIMITS
@@ -89,7 +90,7 @@ def run_cases(cases: list[Case]) -> list[Trace]:
 def test_every_kind_of_model(world_size: int, more: dict[str, Any]) -> None:
     """Tied weights, two stacks, adapters of a frozen model; copies of shards, and accumulation."""
     names = ["gpt2", "t5", "gpt2-lora", "bert"] if world_size == 2 else ["qwen3"]
-    cases = [(Training(name, make_optimizer=make_sgd), zero(1, **more)) for name in names]
+    cases = under(zero(1, **more), *names)
     everyone = run_in_kept_processes(run_cases, world_size, cases)
     for (training, settings), traces in zip(cases, zip(*everyone, strict=True), strict=True):
         where = f"{training.model} under {settings}"

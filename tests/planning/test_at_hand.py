@@ -33,7 +33,8 @@ def build_timer(calls: list[Any], problem: Exception | None = None) -> BlockTime
     return BlockTimer(CPU, torch.bfloat16, run)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "t5", "gpt-moe"])
+# Positions that blocks are called with, two stacks, and two kinds of blocks in one.
+@pytest.mark.parametrize("model", ["llama", "t5", "gpt-moe"])
 def test_a_block_of_each_kind_runs_with_values(model: str) -> None:
     calls: list[Any] = []
     timer = build_timer(calls)

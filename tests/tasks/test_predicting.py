@@ -92,8 +92,7 @@ def test_two_ranks_answer_as_one(chat_folder: Path) -> None:
     assert [answer["text"] for answer in alone] == rows
     assert len({answer["generated"] for answer in alone}) > 20
     layouts = [
-        "zero_3_memory_optimization", "tensor_model_parallel_size", "context_parallel_size",
-        "pipeline_model_parallel_size",
+        "zero_3_memory_optimization", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     ]  # fmt: skip
     for answers in run_in_kept_processes(_predict_each, 2, settings, layouts, rows):
         assert dict(zip(layouts, answers, strict=True)) == dict.fromkeys(layouts, alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -103,6 +104,12 @@ def on_ranks() -> list[list[Trained]]:
     return run_in_kept_processes(train_all, 2)
 
 
+@functools.cache
+def train_alone(kind: str) -> Trained:
+    """In one process, without graphs."""
+    return train(kind, None)
+
+
 def check(mine: Trained, theirs: Trained) -> None:
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert mine.norms == pytest.approx(theirs.norms, rel=1e-4)
@@ -113,7 +120,7 @@ def check(mine: Trained, theirs: Trained) -> None:
 def test_two_ranks_replay_what_one_process_computes(on_ranks: list[list[Trained]]) -> None:
     """Accumulated updates of fixed sizes, and rows of different lengths; the update, too."""
     for number, kind in enumerate(("gpt2", "bert")):
-        alone = train(kind, None)
+        alone = train_alone(kind)
         for rank in on_ranks:
             mine = rank[number]
             check(mine, alone)
@@ -133,7 +140,7 @@ def test_ranks_agree_on_sizes_although_their_rows_differ(on_ranks: list[list[Tra
 def test_a_rank_that_cannot_record_stops_all_of_them(
     on_ranks: list[list[Trained]], number: int
 ) -> None:
-    alone = train("bert", None)
+    alone = train_alone("bert")
     for rank in on_ranks:
         check(rank[number], alone)
         assert rank[number].problem == "rank 1: RuntimeError: no memory left"
@@ -142,7 +149,7 @@ def test_a_rank_that_cannot_record_stops_all_of_them(
 def test_sharded_optimizer_states(on_ranks: list[list[Trained]]) -> None:
     """ZeRO-1: the passes are replayed on whole weights, the optimizer updates the shards."""
     for number, kind in ((3, "gpt2"), (4, "bert")):
-        alone = train(kind, None)
+        alone = train_alone(kind)
         for rank in on_ranks:
             mine = rank[number]
             check(mine, alone)

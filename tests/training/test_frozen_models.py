@@ -133,20 +133,24 @@ def run_layouts(cases: list[tuple[dict[str, Any], Path | None]]) -> list[Seen]:
 
 @pytest.mark.slow
 def test_layouts_have_the_reference_of_one_process(adapter: Path, tmp_path: Path) -> None:
-    """Also a run that is resumed under another layout."""
+    """Also a run that is resumed under another layout.
+
+    Split sequences are in tests/tasks/test_preference_layouts.py.
+    """
     begun = {"epochs": 1, "save": str(tmp_path / "run")}
     whole, continued, fresh = run_whole(), run_continued(adapter), run(LORA)
     run(begun)
     cases: list[tuple[dict[str, Any], Path | None, Seen]] = [
         ({ZERO.format(3): True}, None, whole),
         ({"tensor_model_parallel_size": 2}, None, whole),
-        ({"context_parallel_size": 2}, None, whole),
         ({"pipeline_model_parallel_size": 2}, None, whole),
         ({ZERO.format(1): True}, adapter, continued),
         ({"tensor_model_parallel_size": 2, **LORA}, None, fresh),
         ({ZERO.format(3): True, "load": begun["save"], "save": str(tmp_path / "on")}, None, whole),
     ]
-    results = run_in_kept_processes(run_layouts, 2, [case[:2] for case in cases])
+    pairs = {"micro_batch_size": 2}  # one process has one by one
+    layouts = [({**pairs, **settings}, start) for settings, start, _ in cases]
+    results = run_in_kept_processes(run_layouts, 2, layouts)
     for number, (settings, _, expected) in enumerate(cases):
         seen: Seen = {}
         for process in results:  # each may have seen some of the pairs, or all of them

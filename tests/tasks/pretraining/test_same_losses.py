@@ -52,7 +52,8 @@ def test_micro_batches_and_processes_do_not_matter(
     common = ["--task", "pretraining", "--model-type", kind, *corpus, *NO_DROPOUT, *switches]
     whole = train("whole", *common, "--micro-batch-size", 8)
     assert len(whole) == 4 + 2 + 1
-    parts = train("parts", *common, "--micro-batch-size", 1)
+    # Alone, a short sample of BERT's may have no label at all.
+    parts = train("parts", *common, "--micro-batch-size", 1 if kind == "bert" else 2)
     assert parts == pytest.approx(whole, rel=2e-6)
     common += ["--micro-batch-size", 2, "--zero-1-memory-optimization"]
     assert train("together", *common, processes=2) == pytest.approx(whole, rel=1e-5)
@@ -78,6 +79,7 @@ def test_resumed_run_is_bit_equal(train: Any, gpt_corpus: list[object], tmp_path
 
 
 # --- the documents' own commands, with their switches, on two processes --------------------------
+# As on any CPU, --onnx-runtime-training compiles nothing; in tests/examples it does.
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def test_the_documents_bert_script(
         *bert_corpus, "--data-impl", "mmap", "--split", "980,20",
         "--lr-decay-style", "linear", "--weight-decay", "1e-2", "--clip-grad", "1.0",
         "--lr-warmup-fraction", ".01", "--zero-3-memory-optimization", "--onnx-runtime-training",
-        "--compile-backend", "eager", "--mixed-precision", processes=2,
+        "--mixed-precision", processes=2,
     )  # fmt: skip
     assert len(losses) == 4 + 2, "a split without test data"
 
@@ -127,7 +129,7 @@ def test_the_documents_black_box_command(
     )  # fmt: skip
     words = caught.stdout.splitlines()
     assert "--fsdp-memory-optimization" in words
-    losses = train("run", *words, *SIZES, *LENGTH, "--compile-backend", "eager", processes=2)
+    losses = train("run", *words, *SIZES, *LENGTH, processes=2)
     assert len(losses) == 4 + 2 + 1
 
 
