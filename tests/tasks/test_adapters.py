@@ -23,7 +23,8 @@ from .conftest import write_jsonl
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-QUANTIZED = "--quantize-base 4bit cannot be combined with --zero-3-memory-optimization"
+TENSOR = "--tensor-model-parallel-size"
+QUANTIZED = f"--quantize-base 4bit cannot be combined with {TENSOR}"
 LORA = ("--lora-rank", 4, "--lora-target-modules", "c_attn", "c_proj", "--lora-dropout", 0.1)
 
 
@@ -157,7 +158,7 @@ def test_wrong_adapters_are_refused_in_a_sentence(
         (("--peft-config", tmp_path / "broken.json"), "lacks peft_type"),
         (("--peft-config", tmp_path / "unknown.json"), "'LOHAA'. Did you mean LOHA? It has ADA"),
         (("--quantize-base", "4bit"), "needs --lora-rank or --peft-config"),
-        (("--lora-rank", 2, "--quantize-base", "4bit", "--zero-3-memory-optimization"), QUANTIZED),
+        (("--lora-rank", 2, "--quantize-base", "4bit", TENSOR, 2), QUANTIZED),
     )  # fmt: skip
     for number, (flags, text) in enumerate(cases):
         words = describe_training(gpt_folder, prompts, tmp_path / f"run{number}", 1)
