@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rapidformer.benchmarking.job import Job, Result
-from rapidformer.cli import bench
+from rapidformer.cli import bench, run_output
 from rapidformer.cli.bench import run
 from rapidformer.cli.main import main
 from rapidformer.errors import ConfigurationError
@@ -26,6 +26,7 @@ from rapidformer.errors import ConfigurationError
         (["--task", "causal_lm", "--nnodes", "2", "--master-port", "1"], "runs on one node"),
         (["--task", "causal_lm", "--against", "x"], "invalid choice: 'x'"),
         (["--task", "causal_lm", "--lerning-rate", "1"], "--lerning-rate"),
+        (["--task", "causal_lm", "--data-path", "none.csv"], "none.csv: no such file or folder"),
     ],
 )
 def test_bad_flags_are_refused_at_once(words: list[str], message: str) -> None:
@@ -54,6 +55,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, list[str]]]:
         ).save(job.get_path(0))  # fmt: skip
 
     monkeypatch.setattr(bench, "start_run", start_run)
+    monkeypatch.setattr(run_output, "find_task_problems", lambda *_: [])  # they have no data
     return started
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rapidformer.cli import COMMANDS
 from rapidformer.cli.help import TOPICS
 from rapidformer.cli.main import main as run_command
 from rapidformer.cli.main import shorten
@@ -54,6 +55,13 @@ def test_help_of_a_command_a_topic_a_word_and_a_flag(
     assert "--lora-dropout" in show(capsys, "--help", "dropout")
     assert show(capsys, "--help", "--learning-rate").count("peak learning rate") == 1
     assert "no flag mentions 'xyzzy'" in show(capsys, "--help", "xyzzy")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"usage: rapidformer {name}" if name != "train" else "usage:")
 
 
 @pytest.mark.parametrize(

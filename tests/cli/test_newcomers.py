@@ -206,6 +206,10 @@ def test_other_mistakes(command: Command, tmp_path: Path, small_model: Path, row
             "choose another with --eval-split, or give other data with --data-path.",
         ),
         (["plot", "row.csv"], "row.csv does not exist. Did you mean rows.csv?"),
+        (["plot", "rows.csv"], "rows.csv has no metrics.jsonl: give the folder of a run"),
+        (["--lora"], "unknown flag --lora: did you mean one of --lora-rank, --lora-alpha, "),
+        (["--checkpoint"], "unknown flag --checkpoint: did you mean --checkpoint-activations?"),
+        ([*task, "--data-path", "rows.csv", "--lr", "nan"], "--lr must be a number, got nan."),
     ):
         done = command(*words)
         assert done.returncode == 1 and message in done.stderr, done.stderr

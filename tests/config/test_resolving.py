@@ -162,7 +162,7 @@ def test_launchers_local_rank_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0."),
         ("--epochs -1", "--epochs must not be negative, got -1."),
-        ("--lr nan", "--lr must not be negative, got nan."),
+        ("--lr nan", "--lr must be a number, got nan."),
         ("--mask-prob 1.5", "--mask-prob must be at least 0 and below 1, got 1.5."),
         ("--adam-beta2 1", "--adam-beta2 must be at least 0 and below 1, got 1.0."),
         ("--lr 1e-5 --min-lr 1e-4", "--min-lr 0.0001 is above --lr 1e-05."),

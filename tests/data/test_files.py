@@ -70,6 +70,14 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
         load(broken)
 
 
+def test_large_tables_lose_no_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGE_FILE_BYTES", 0)
+    ending = write(tmp_path / "ending.csv", "text,label\na,0,\nb,1,\n")
+    assert list(load(ending)["train"]) == [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    with pytest.raises(DataError, match=r"long.csv cannot be read: line 2 has 3 cells for 2"):
+        load(write(tmp_path / "long.csv", "text,label\nyes, it is,0\nno, not,1\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -90,7 +98,13 @@ def test_large_files_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Mon
             '{"a": 1}\n{"a": "x"}\n',
             r"row 2: the column a holds 'x' \(str\), but 1 \(int\)",
         ),
-        ("train.csv", "a,b\n1,2\n1,2,3\n", r"train.csv is not a proper table: .*line 3"),
+        (
+            "train.csv",
+            "a,b\n1,2\n1,2,3\n",
+            r"train.csv is not a proper table: line 3 has 3 cells for 2 columns: commas outside",
+        ),
+        ("train.csv", "text,label\nyes, it is,0\nno, not,1\n", r"line 2 has 3 cells for 2 col"),
+        ("train.tsv", "text\tlabel\na\tb\t1\n", r"line 2 has 3 cells for 2 columns: tabs"),
         ("train.xlsx", "x", r"train.xlsx: this file type is not supported; use .arrow, .csv"),
         ("train.parquet", "no", r"train.parquet cannot be read as parquet"),
         ("train.arrow", "no", r"train.arrow cannot be read as arrow"),

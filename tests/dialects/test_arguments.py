@@ -242,6 +242,13 @@ def test_names_of_transformers_4_keep_the_script_hugging_faces(cls: Any) -> None
     assert cls("out", warmup_ratio=0.1, warmup_steps=7).warmup_steps == 7
     with pytest.raises(ConfigurationError, match="warmup_ratio must be at least 0 and below 1"):
         cls("out", warmup_ratio=1.5)
+    arguments = cls(
+        "out", no_cuda=True, group_by_length=True, include_inputs_for_metrics=True,
+        overwrite_output_dir=True, logging_dir="logs", save_safetensors=True,
+    )  # fmt: skip
+    assert arguments.use_cpu and arguments.include_for_metrics == ["inputs"]
+    assert arguments.train_sampling_strategy == "group_by_length"
+    assert cls("out", group_by_length=False).train_sampling_strategy == "random"
 
 
 @pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])

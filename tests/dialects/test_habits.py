@@ -175,6 +175,14 @@ def test_a_schedule_that_looks_at_metrics(tmp_path: Path, given: bool) -> None:
     assert isinstance(trainer.lr_scheduler, ReduceLROnPlateau)
 
 
+def test_a_schedule_looks_at_the_loss_if_nothing_else_is_said() -> None:
+    for library in (rapidformer, transformers):
+        arguments = library.TrainingArguments(
+            "out", lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", use_cpu=True
+        )
+        assert arguments.metric_for_best_model == "loss" and arguments.greater_is_better is False
+
+
 # ---- the same results --------------------------------------------------------------------------
 
 
@@ -196,6 +204,36 @@ def test_metrics_by_batch_get_tensors(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_score"] == 1.0
     with pytest.raises(ConfigurationError, match="give it the argument compute_result"):
         make_trainer(tmp_path, compute_metrics=lambda p: {}, batch_eval_metrics=True)
+
+
+class _Pairing(torch.nn.Module):
+    """As CLIP: its loss needs no labels, and is returned if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, left: torch.Tensor, return_loss: bool | None = None) -> dict[str, Any]:
+        scores = self.factor * left[:, None] * left
+        loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(left)))
+        return {"loss": loss, "scores": scores} if return_loss else {"scores": scores}
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_loss_without_labels_is_evaluated_if_it_is_asked_for(tmp_path: Path, asks: bool) -> None:
+    def stack(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"left": torch.tensor([row["left"] for row in rows]), "return_loss": asks}
+
+    found = []
+    for library in (rapidformer, transformers):
+        arguments = library.TrainingArguments(
+            str(tmp_path / library.__name__), per_device_eval_batch_size=2, use_cpu=True,
+            report_to="none", disable_tqdm=True, remove_unused_columns=False,
+        )  # fmt: skip
+        rows: Any = [{"left": float(number)} for number in range(3)]
+        trainer = library.Trainer(_Pairing(), arguments, stack, eval_dataset=rows)
+        found.append(trainer.evaluate().get("eval_loss"))
+    assert found[0] == pytest.approx(found[1]) if asks else found == [None, None]
 
 
 def _make_writer() -> Any:
@@ -240,6 +278,32 @@ def test_the_last_batch_alone_is_dropped(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 3
     assert len(trainer.get_train_dataloader()) == 5
+
+
+def test_an_epoch_is_whole_without_the_rows_that_it_drops(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, train_dataset=make_rows(7), eval_dataset=make_rows(4), num_train_epochs=3,
+        dataloader_drop_last=True, logging_steps=1, eval_strategy="epoch", eval_delay=2,
+    )  # fmt: skip
+    result = trainer.train()
+    history = trainer.state.log_history
+    assert [line["epoch"] for line in history if "loss" in line] == [1.0, 2.0, 3.0]
+    assert [line["epoch"] for line in history if "eval_loss" in line] == [2.0, 3.0]
+    assert result.metrics["epoch"] == 3.0
+
+
+def test_there_is_no_best_model_unless_it_is_asked_for(tmp_path: Path) -> None:
+    def train(**settings: Any) -> tuple[Any, Any]:
+        trainer = make_trainer(
+            tmp_path / str(len(settings)), eval_dataset=make_rows(4), eval_strategy="epoch",
+            **settings,
+        )  # fmt: skip
+        trainer.train()
+        return trainer.state.best_global_step, trainer.state.best_model_checkpoint
+
+    assert train() == (None, None)
+    step, folder = train(metric_for_best_model="loss", save_strategy="no")
+    assert step is not None and folder is None
 
 
 def test_special_tokens_follow_the_tokenizer(tmp_path: Path) -> None:

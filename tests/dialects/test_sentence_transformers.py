@@ -15,9 +15,11 @@ from datasets import Dataset
 from sentence_transformers import cross_encoder
 from sentence_transformers.sentence_transformer import evaluation
 from sentence_transformers.sentence_transformer import losses as their_losses
-from transformers import BertConfig, BertModel
+from sentence_transformers.sentence_transformer.training_args import BatchSamplers
+from transformers import BertConfig, BertModel, HfArgumentParser
 
 from rapidformer.dialects import sentence_transformers as ours
+from rapidformer.dialects.sentence_transformers import cross_encoder as cross
 from rapidformer.errors import ConfigurationError
 from tests.dialects.cross_encoder_rig import PAIRS, make_folder
 from tests.dialects.cross_encoder_rig import make_rows as make_pairs
@@ -135,6 +137,8 @@ def test_prompts_may_be_left_out_of_vectors(folder: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match="the model's prompts are query"):
         again.encode(texts, prompt_name="qeury")
     assert len(again.encode([])) == 0
+    short: dict[str, Any] = {"truncate_dim": 4, "normalize_embeddings": True}
+    np.testing.assert_allclose(again.encode(texts, **short), peer.encode(texts, **short), atol=1e-6)
 
 
 def test_functions_of_losses_may_be_the_defaults() -> None:
@@ -148,14 +152,29 @@ def test_functions_of_losses_may_be_the_defaults() -> None:
         ours.losses.TripletLoss(None, own.TripletDistanceMetric.COSINE)
 
 
+@pytest.mark.parametrize(
+    "build",
+    [ours.SentenceTransformerTrainingArguments, cross.CrossEncoderTrainingArguments],
+)
+def test_a_command_line_gives_the_same_defaults(build: Any) -> None:
+    (parsed,) = HfArgumentParser(build).parse_args_into_dataclasses(["--output_dir", "x"])
+    assert parsed.to_dict() == build("x").to_dict()
+    assert build("x", batch_sampler=BatchSamplers.NO_DUPLICATES).masks_duplicates
+
+
 def test_what_is_not_supported_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"distance_metric=...\) is not supported"):
         ours.losses.TripletLoss(None, distance_metric=max)
     with pytest.raises(ConfigurationError, match="batch_sampler='group_by_label'"):
         ours.SentenceTransformerTrainingArguments("out", batch_sampler="group_by_label")
     model = ours.SentenceTransformer(str(folder), device="cpu")
-    with pytest.raises(ConfigurationError, match=r"loss= takes one of .*losses, got str"):
+    with pytest.raises(ConfigurationError, match=r"loss=str is not supported: .*losses has Mult"):
         ours.SentenceTransformerTrainer(model, loss="mnrl")
+    loss = their_losses.CosineSimilarityLoss(theirs.SentenceTransformer(str(folder), device="cpu"))
+    with pytest.raises(ConfigurationError, match="losses: import CosineSimilarityLoss from there"):
+        ours.SentenceTransformerTrainer(model, loss=loss)
+    with pytest.raises(ConfigurationError, match=r"does not take model_init=...: give it a model"):
+        ours.SentenceTransformerTrainer(model_init=lambda: model)
     with pytest.raises(ConfigurationError, match=r"truncate_dim=...\) is not supported: build"):
         ours.SentenceTransformer(str(folder), truncate_dim=8)
     each = ours.SentenceTransformerTrainingArguments("out", eval_strategy="epoch")

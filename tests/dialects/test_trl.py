@@ -9,7 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rapidformer.dialects import trl as ours
 from rapidformer.errors import ConfigurationError
@@ -227,7 +232,15 @@ def test_a_reference_may_be_a_name(tmp_path: Path) -> None:
     assert isinstance(trainer.provide_frozen_models()["reference"], LlamaForCausalLM)
 
 
+@pytest.mark.parametrize("name", [name for name in ours.__all__ if name.endswith("Config")])
+def test_a_command_line_gives_the_same_defaults(name: str) -> None:
+    build = getattr(ours, name)
+    (parsed,) = HfArgumentParser(build).parse_args_into_dataclasses(["--output_dir", "x"])
+    assert parsed.to_dict() == build("x").to_dict()
+
+
 def test_names_become_settings() -> None:
+    assert ours.GRPOConfig("x", scale_rewards=False).list_settings()["scale_rewards"] == "none"
     kto = ours.KTOConfig("x", beta=0.3, desirable_weight=2.0).list_settings()
     assert (kto["loss"], kto["beta"], kto["desirable_weight"]) == ("kto", 0.3, 2.0)
     both = ours.DPOConfig("x", loss_type=["sigmoid_norm", "sft"], loss_weights=[1.0, 0.5])

@@ -66,6 +66,12 @@ def test_empty_file(command: Any, small_model: Path, tmp_path: Path) -> None:
     _check(command(*_train(small_model, tmp_path / "data")), "train.jsonl", "empty")
 
 
+def test_rows_with_more_cells_than_columns(command: Any, small_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("sentence,label\nw1,0\nw2, w3,1\n")
+    _check(command(*_train(small_model, path)), "line 3 has 3 cells for 2 columns")
+
+
 def test_malformed_json_has_its_line_number(
     command: Any, small_model: Path, tmp_path: Path
 ) -> None:

@@ -23,8 +23,8 @@ from rapidformer.benchmarking.job import (
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
-    find_flag_problems,
     find_job,
+    find_run_problems,
     start_run,
     write_output_to,
 )
@@ -90,7 +90,7 @@ def _check(command: CommandLine, options: Any, plan: LaunchPlan) -> None:
         for name, value in (("steps", options.bench_steps), ("warmup", options.bench_warmup))
         if value is not None and value < 1
     ]
-    problems += find_flag_problems(command, "measure")
+    problems += find_run_problems(command, "measure")
     if plan.nodes > 1 or args.hostfile is not None:
         problems.append("a benchmark runs on one node: say --nnodes 1, and give no --hostfile.")
     if options.against and plan.processes > 1:

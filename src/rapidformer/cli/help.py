@@ -24,6 +24,7 @@ usage: rapidformer [COMMAND] --flag value ...
 _USAGES = {
     "evaluate": "rapidformer evaluate --load RUN [--data-path DATA] [--eval-split test]",
     "predict": "rapidformer predict --load RUN --input TEXT|FILE|- ... [--output FILE]",
+    "explain": "rapidformer explain FLAGS OF A RUN",
     "tasks": "rapidformer tasks [TASK ...]",
 }
 # The flags that most people need, by command; topics show the others.
@@ -69,7 +70,7 @@ def show_help(command: str | None, topic: str | None = None) -> None:
         return
     settings = get_settings()
     write("\ncommon flags\n")
-    for name in _COMMON[command or "train"]:
+    for name in _COMMON.get(command or "train", _COMMON["train"]):
         write(format_setting(settings[name]))
     topics = f"\n{'':31}".join(textwrap.wrap(", ".join(TOPICS), 48))
     write(

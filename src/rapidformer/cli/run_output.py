@@ -13,7 +13,8 @@ from rapidformer.config import Settings
 from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
 from rapidformer.errors import RapidformerError
-from rapidformer.launch.environment import LaunchPlan
+from rapidformer.launch.environment import LaunchPlan, count_gpus
+from rapidformer.tasks.rows.preflight import find_task_problems
 
 Job = TypeVar("Job")
 
@@ -41,6 +42,16 @@ def find_flag_problems(command: CommandLine, verb: str) -> list[str]:
             f"nothing to {verb}: give the flags of a run, with --task (`rapidformer tasks` lists "
             "them) or --user-script FILE.py."
         )
+    return problems
+
+
+def find_run_problems(command: CommandLine, verb: str) -> list[str]:
+    """The same, and what is wrong with the model and the data of a task."""
+    problems, args = find_flag_problems(command, verb), command.args
+    if args.user_script is None and args.task is not None and args.load is None:
+        gpus = count_gpus() if args.device == "cuda" else 0
+        kept_nothing = args.replace("nothing is kept", save=None)
+        problems += find_task_problems(kept_nothing, "train", gpus)
     return problems
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
-    find_flag_problems,
     find_job,
+    find_run_problems,
     start_run,
     write_output_to,
 )
@@ -111,7 +111,7 @@ def _check(command: CommandLine, processes: int, updates: int) -> None:
     """Check everything that can be wrong before a process is started."""
     args = command.args
     problems = [] if updates >= 1 else [f"--verify-steps must be at least 1, got {updates}."]
-    problems += find_flag_problems(command, "verify")
+    problems += find_run_problems(command, "verify")
     problems += [
         f"{switch.describe(args)} cannot be verified: {switch.why}."
         for switch in SWITCHES

@@ -37,6 +37,8 @@ _LAUNCHERS = (FLAGS_VARIABLE, "TORCHELASTIC_RUN_ID")
 _KERNELS = ("ipykernel_launcher", "colab_kernel_launcher")
 _NO_FOLDER: dict[str, dict[str, bool | str | None]] = {"save": {"none": None}}
 """``--save none`` saves nothing; without ``--save``, a run gets a default folder."""
+_SHOWN_FLAGS = 4
+"""Of those that begin as an unknown one does."""
 _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -256,6 +258,8 @@ def _describe_unknown(word: str, known: Mapping[str, Any]) -> str:
     if row is not None:
         return f"{name} is not supported: {row.note}."
     near = find_nearest(name, known)
+    if family := [flag for flag in known if flag.startswith(f"{name}-")][:_SHOWN_FLAGS]:
+        near = f"one of {', '.join(family)}" if len(family) > 1 else family[0]
     hint = f"did you mean {near}?" if near else "`rapidformer --help all` lists all flags."
     return f"unknown flag {name}: {hint}"
 

@@ -104,7 +104,8 @@ def _check_each(
     for name in names:
         value = getattr(args, name)
         if value is not None and not is_fine(value):
-            yield f"{to_flag(name)} must {rule}, got {value}."
+            what = "be a number" if value != value else rule
+            yield f"{to_flag(name)} must {what}, got {value}."
 
 
 def _check_learning_rate(args: Settings) -> Iterator[str]:

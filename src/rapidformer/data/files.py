@@ -7,10 +7,12 @@ them on disk. Row numbers start at 1.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +62,9 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
             rows = readers[kind](path)
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             reason = get_first_line(error)
-            raise DataError(f"{path} cannot be read as UTF-8 text: {reason}") from error
+            raise DataError(
+                f"{path} cannot be read as UTF-8 text: {reason} If it is text, save it as UTF-8."
+            ) from error
     set_fingerprint(check_not_empty(rows, str(path)), f"{kind}-{digest}")
     return rows
 
@@ -138,14 +142,38 @@ def _read_table(path: Path) -> Dataset:
 
     options = _get_table_options(str(get_format(path)))
     try:
-        table = pandas.read_csv(
-            path, dtype_backend="numpy_nullable", encoding="utf-8-sig", **options
-        )
+        with _refusing_lost_cells():
+            table = pandas.read_csv(
+                path, dtype_backend="numpy_nullable", encoding="utf-8-sig", **options
+            )
     except pandas.errors.EmptyDataError:
         raise DataError(f"{path} is empty: it has no line with column names.") from None
-    except pandas.errors.ParserError as error:
-        raise DataError(f"{path} is not a proper table: {get_first_line(error)}") from None
+    except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+        reason = _find_long_row(path) or get_first_line(error)
+        raise DataError(f"{path} is not a proper table: {reason}") from None
     return import_datasets().Dataset.from_pandas(table, preserve_index=False)
+
+
+@contextlib.contextmanager
+def _refusing_lost_cells() -> Iterator[None]:
+    """pandas only warns where it leaves out cells that have no column."""
+    import pandas
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        yield
+
+
+def _find_long_row(path: Path) -> str | None:
+    """The first row with more cells than there are columns, and what to do."""
+    with open_text(path) as file:
+        rows = csv.reader(file, **get_table_dialect(path))
+        width = len(next(rows, []))
+        for row in rows:
+            if len(row) > width:
+                cause = "tabs" if get_format(path) == "tsv" else "commas outside double quotes"
+                return f"line {rows.line_num} has {len(row)} cells for {width} columns: {cause}?"
+    return None
 
 
 def get_table_dialect(path: Path) -> dict[str, Any]:
@@ -158,7 +186,8 @@ def _get_table_options(kind: str) -> dict[str, Any]:
     """pandas' options, which `datasets` passes on, so that small and large files are read alike."""
     # "NA" and "None" are sentences and names too, so only an empty cell is missing. GLUE's and
     # other tab-separated files contain lone quotes; quoting rules would join lines over them.
-    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    # If all rows are one cell too long, pandas would take the first ones for the rows' names.
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
     return options | ({"sep": "\t", "quoting": csv.QUOTE_NONE} if kind == "tsv" else {})
 
 
@@ -281,14 +310,15 @@ def _load_large(path: Path, kind: str, cache_dir: str) -> Dataset:
     is_table = kind in ("csv", "tsv")
     builder, options = ("csv", _get_table_options(kind)) if is_table else (kind, {})
     try:
-        return datasets.load_dataset(
-            builder, data_files=str(path), split="train", cache_dir=cache_dir, **options
-        )
+        with _refusing_lost_cells():
+            return datasets.load_dataset(
+                builder, data_files=str(path), split="train", cache_dir=cache_dir, **options
+            )
     except Exception as error:
         if kind == "json":
             with open_text(path) as file:
                 for _ in _parse_json_lines(file, path):
                     pass  # up to the first bad line, which is an error
-        raise DataError(
-            f"{path} cannot be read: {get_first_line(error.__cause__ or error)}"
-        ) from error
+        reason = _find_long_row(path) if is_table else None
+        reason = reason or get_first_line(error.__cause__ or error)
+        raise DataError(f"{path} cannot be read: {reason}") from error

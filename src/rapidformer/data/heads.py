@@ -132,6 +132,8 @@ def _read_json(file: Any, path: Path) -> list[Any]:
 def _read_table(file: Any, path: Path) -> list[Any]:
     reader = csv.DictReader(file, **get_table_dialect(path))
     rows = list(itertools.islice(reader, _ROWS))
+    if any(None in row for row in rows):  # more cells than columns
+        return []
     return rows or ([dict.fromkeys(reader.fieldnames)] if reader.fieldnames else [])
 
 

@@ -122,8 +122,9 @@ class DistributedLoader:
         return (self.epoch + 1) * self.updates_per_epoch - left
 
     def count_epochs_done(self) -> float:
-        """Epochs until here; of a stream, whole ones."""
-        return self.epoch + (self.consumed_samples / self.num_samples if self.num_samples else 0.0)
+        """Epochs until here; of a stream, whole ones. What an epoch drops is no part of it."""
+        used = self._cut.num_used if self.num_samples else 0
+        return self.epoch + (self.consumed_samples / used if used else 0.0)
 
     def __len__(self) -> int:
         """Rounds in an epoch."""

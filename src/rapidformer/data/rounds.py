@@ -144,6 +144,11 @@ class Rounds:
     def samples_per_update(self) -> int:
         return self.samples * self.per_update
 
+    @property
+    def num_used(self) -> int:
+        """Samples that the rounds of an epoch take: fewer than it has, if the last are dropped."""
+        return min(self.count_after(0) * self.samples, self.num_samples)
+
     def count_after(self, consumed: int) -> int:
         """Rounds left in the epoch after this many of its samples."""
         if not self.whole:

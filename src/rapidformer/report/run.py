@@ -33,7 +33,7 @@ def find_metrics(source: Path) -> Path:
     if not source.exists():
         raise DataError(f"{source} does not exist.{suggest_path(source)}")
     metrics = source / METRICS_FILE if source.is_dir() else source
-    if not metrics.is_file():
+    if not metrics.is_file() or metrics.suffix != ".jsonl":
         raise DataError(f"{source} has no {METRICS_FILE}: give the folder of a run (--save).")
     return metrics
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.names import NamedFields, list_changed
+from rapidformer.dialects.huggingface.names import NEEDS_METRICS, NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 
@@ -36,6 +36,17 @@ _DICTIONARIES = (
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "passive": 20}
 _FORMER_NAMES = {"warmup_ratio": "warmup_steps", "evaluation_strategy": "eval_strategy"}
 """Names of transformers 4 that transformers 5 removed, and that many scripts still use."""
+_FORMER_SWITCHES: dict[str, tuple[str, Any]] = {
+    "no_cuda": ("use_cpu", True),
+    "group_by_length": ("train_sampling_strategy", "group_by_length"),
+    "include_inputs_for_metrics": ("include_for_metrics", ["inputs"]),
+}
+"""In calls alone, where they are true: the present name and its value."""
+_FORMER_WITHOUT_EFFECT = {
+    "overwrite_output_dir": "an earlier run in the folder moves to its previous/",
+    "logging_dir": "TensorBoard's files are in output_dir",
+    "save_safetensors": "weights are always saved as safetensors",
+}
 C = TypeVar("C")
 
 
@@ -73,6 +84,14 @@ def takes_former_names(cls: type[C]) -> type[C]:
 
 
 def _rename(named: dict[str, Any]) -> dict[str, Any]:
+    named = dict(named)
+    for former, reason in _FORMER_WITHOUT_EFFECT.items():
+        if named.pop(former, None) is not None:
+            warn_once(f"TrainingArguments({former}=...) has no effect: {reason}.")
+    for former, (name, meant) in _FORMER_SWITCHES.items():
+        if named.pop(former, None) and name not in named:
+            warn_once(f"TrainingArguments({former}=True) is now {name}={meant!r}.")
+            named[name] = meant
     renamed = {name: value for name, value in named.items() if name not in _FORMER_NAMES}
     for former, name in _FORMER_NAMES.items():
         value = named.get(former)
@@ -100,7 +119,8 @@ class TrainingArguments(NamedFields):
             self.do_eval = True
         if self.eval_strategy == "steps" and not self.eval_steps:
             self.eval_steps = self.logging_steps
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        needs_metric = self.load_best_model_at_end or self.lr_scheduler_type in NEEDS_METRICS
+        if needs_metric and self.metric_for_best_model is None:
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")

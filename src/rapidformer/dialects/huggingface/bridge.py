@@ -218,10 +218,12 @@ class LoopEvents(Callback):
     def _follow(self, loop: RunningLoop) -> None:
         state, progress = self._trainer.state, loop.progress
         state.global_step, state.epoch = loop.step, loop.epoch
-        if progress.best_step is not None:
+        args = self._trainer.args
+        is_asked = args.metric_for_best_model is not None or args.save_strategy == "best"
+        if is_asked and progress.best_step is not None:
             state.best_metric, state.best_global_step = progress.best_value, progress.best_step
             link = Path(loop.args.save or ".") / f"checkpoint-{progress.best_step}"
-            state.best_model_checkpoint = str(link)
+            state.best_model_checkpoint = str(link) if link.exists() else None
 
 
 def _link_checkpoint(folder: Path, step: int) -> None:

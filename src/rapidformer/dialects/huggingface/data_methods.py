@@ -33,6 +33,13 @@ def find_label_names(model: nn.Module) -> list[str]:
     return [name for name in names if "label" in name]
 
 
+def has_loss_without_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model without labels returns a loss if asked, as CLIP does; or by default."""
+    asked = inputs.get("return_loss")
+    parameter = _get_forward(model).parameters.get("return_loss")
+    return bool(asked if asked is not None else parameter is not None and parameter.default is True)
+
+
 def find_columns(model: nn.Module, label_names: list[str]) -> list[str]:
     """The columns that the model takes; none if it takes anything, and so says nothing of them."""
     parameters = _get_forward(model).parameters

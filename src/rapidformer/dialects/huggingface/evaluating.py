@@ -21,12 +21,13 @@ from transformers.trainer_utils import (
 
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
-from rapidformer.dialects.huggingface.data_methods import DataMethods
+from rapidformer.dialects.huggingface.data_methods import DataMethods, has_loss_without_labels
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
+from rapidformer.models.adapters import get_inner
 from rapidformer.training.regularization import regularize
 
 
@@ -200,6 +201,7 @@ class EvaluationMethods(RunRecords, DataMethods):
     ) -> Prediction:
         """Loss, logits and labels of one batch, each of them or None."""
         inputs, names = self._prepare_inputs(inputs), self.label_names
+        has_loss = not names and has_loss_without_labels(get_inner(model), inputs)
         has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
         labels = tuple(inputs[name] for name in names) if has_labels else None
         if ignore_keys is None:
@@ -207,7 +209,7 @@ class EvaluationMethods(RunRecords, DataMethods):
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         loss = None
         with torch.no_grad(), self.compute_loss_context_manager():
-            if has_labels:
+            if has_labels or has_loss:
                 count = count_labels(model, inputs)
                 compute = partial(self.compute_loss, return_outputs=True)
                 loss, outputs = call_with_count(compute, model, inputs, count=count)
@@ -216,7 +218,7 @@ class EvaluationMethods(RunRecords, DataMethods):
                 outputs = model(**inputs)
         if prediction_loss_only:
             return loss, None, None
-        logits = choose_outputs(outputs, ignore_keys or [], has_loss=has_labels)
+        logits = choose_outputs(outputs, ignore_keys or [], has_loss=loss is not None)
         return loss, logits, labels[0] if labels and len(labels) == 1 else labels
 
     def _add_speed(self, output: EvalLoopOutput, prefix: str, started: float) -> Metrics:

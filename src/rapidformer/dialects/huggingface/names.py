@@ -15,6 +15,8 @@ _HUB = "used by push_to_hub()"
 _TRACKIO = "a snapshot is made with trackio.freeze"
 _DDP = "gradients are reduced by our own hooks, not by DistributedDataParallel"
 _WORKERS = "the loader chooses it"
+NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that look at an evaluation."""
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
                "hub_strategy")  # fmt: skip
 

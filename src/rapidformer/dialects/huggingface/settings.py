@@ -19,7 +19,12 @@ from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.dialects.huggingface.names import HUGGING_FACE, NamedFields, list_changed
+from rapidformer.dialects.huggingface.names import (
+    HUGGING_FACE,
+    NEEDS_METRICS,
+    NamedFields,
+    list_changed,
+)
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import find_names
 
@@ -28,7 +33,6 @@ _DEFAULT = "derived: Hugging Face's default"
 # Schedules of ours that are the same curve; transformers makes the others.
 _CURVES = {"linear": "linear", "cosine": "cosine", "constant": "constant",
            "constant_with_warmup": "constant"}  # fmt: skip
-_NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 MADE_HERE = {"adagrad": "Adagrad", "rmsprop": "RMSprop", "adafactor": "transformers' own"}
 
@@ -120,7 +124,7 @@ def _find_problems(arguments: NamedFields) -> Iterator[str]:
 
 def _translate_schedule(arguments: NamedFields, problems: list[str]) -> Values:
     kind, warmup = arguments.lr_scheduler_type, arguments.warmup_steps
-    if kind in _NEEDS_METRICS and arguments.eval_strategy == "no":
+    if kind in NEEDS_METRICS and arguments.eval_strategy == "no":
         problems.append(f"lr_scheduler_type={kind!r} looks at metrics: set eval_strategy.")
     values: Values = {"lr_decay_style": _CURVES.get(kind, "linear")}
     if (last := _find_last_rate(arguments)) is not None:

@@ -15,9 +15,9 @@ _PLAIN, _NO_DUPLICATES = "batch_sampler", "no_duplicates"
 class PairArguments(TrainingArguments):
     """What the arguments of all trainers share."""
 
-    batch_sampler: Any = _PLAIN
+    batch_sampler: str = _PLAIN
     """``no_duplicates``: equal texts are no negatives of each other."""
-    multi_dataset_batch_sampler: Any = "proportional"
+    multi_dataset_batch_sampler: str = "proportional"
     prompts: dict[str, str] | str | None = None
     """Text before the texts of each column, or of all of them."""
     learning_rate_mapping: dict[str, float] = field(default_factory=dict)

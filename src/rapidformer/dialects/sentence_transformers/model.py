@@ -26,7 +26,7 @@ from rapidformer.tasks.embedding.files import (
 from rapidformer.tasks.embedding.objective import embed_texts
 from rapidformer.tasks.text.text import get_context_length
 
-_OPTIONS = {"output_value": "sentence_embedding", "precision": "float32", "truncate_dim": None}
+_OPTIONS = {"output_value": "sentence_embedding", "precision": "float32"}
 """Of ``encode``: what can only have its default."""
 
 
@@ -112,6 +112,7 @@ class SentenceTransformer:
         batch_size: int = 32,
         convert_to_tensor: bool = False,
         normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
         **others: Any,
     ) -> Any:
         """The vectors of texts, as an array or a tensor; of a single text, its vector."""
@@ -128,7 +129,7 @@ class SentenceTransformer:
         batches = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
         with evaluation_mode(self.transformers_model):
             embedded = [self._embed(batch, before) for batch in batches]
-        vectors = torch.cat(embedded) if embedded else torch.zeros(0)
+        vectors = torch.cat(embedded)[:, :truncate_dim] if embedded else torch.zeros(0)
         if normalize_embeddings:
             vectors = nn.functional.normalize(vectors, dim=-1)
         result = vectors[0] if isinstance(sentences, str) else vectors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, ClassVar
 
 from torch import nn
@@ -49,6 +50,7 @@ class PairTrainer(TaskTrainer):
         """``evaluator`` (or several) is called with the model after each evaluation."""
         given = {
             "data_collator=...": data_collator is not None and "texts are tokenized by the trainer",
+            "model_init=...": "model_init" in others and "give it a model",
             "several train_datasets": isinstance(train_dataset, Mapping)
             and "join them with datasets.concatenate_datasets",
             "evaluator=... without eval_dataset=...": evaluator is not None
@@ -89,12 +91,20 @@ class PairTrainer(TaskTrainer):
             return self._choose_loss()
         if callable(loss) and not isinstance(loss, nn.Module):  # a class, or a function
             loss = loss(self._model)
-        if not isinstance(loss, Loss):
-            raise ConfigurationError(
-                f"loss= takes one of {self.room}.losses, got {type(loss).__name__}: import it from "
-                "there."
-            )
-        return loss
+        if isinstance(loss, Loss):
+            return loss
+        name, room = type(loss).__name__, f"{self.room}.losses"
+        known = [
+            name
+            for name, kind in vars(import_module(room)).items()
+            if isinstance(kind, type)
+            and issubclass(kind, Loss)
+            and not name.startswith("_")
+            and kind is not Loss
+        ]
+        if name in known:
+            raise ConfigurationError(f"loss= takes losses of {room}: import {name} from there.")
+        raise ConfigurationError(f"loss={name} is not supported: {room} has {', '.join(known)}.")
 
     def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
         """Tokenize rows, as the task does its own."""

@@ -291,7 +291,7 @@ class GRPOConfig(TaskConfig):
     reward_weights: Annotated[list[float] | None, mapped("reward_weights")] = None
     multi_objective_aggregation: Annotated[str, refused(
         "rewards are added up first")] = "sum_then_normalize"  # fmt: skip
-    scale_rewards: Annotated[str | bool, honoured(
+    scale_rewards: Annotated[str, honoured(
         "True = group, False = none", "scale_rewards")] = "group"  # fmt: skip
     loss_type: Annotated[str, mapped("loss")] = "dapo"
     mask_truncated_completions: Annotated[bool, refused("every answer counts")] = False
@@ -303,7 +303,7 @@ class GRPOConfig(TaskConfig):
     num_completions_to_print: Annotated[int | None, ignored("one")] = None
 
     def list_settings(self) -> dict[str, Any]:
-        scale = self.scale_rewards
+        scale: Any = self.scale_rewards  # a bool in older scripts
         if isinstance(scale, bool):
             scale = "group" if scale else "none"
         values: dict[str, Any] = {"scale_rewards": scale, "top_k": self.top_k or None}
