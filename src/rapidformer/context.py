@@ -22,6 +22,7 @@ class _Context:
     tokenizer: Any = None
     build_tokenizer: Callable[[], Any] | None = None
     is_started: bool = False
+    was_read: tuple[list[str], Settings] | None = None
 
 
 _current = _Context()
@@ -40,14 +41,19 @@ def replace_args(args: Settings) -> None:
     _current.args = args
 
 
-def mark_as_started() -> None:
-    """The command runs a script: its command line is meant for us."""
-    _current.is_started = True
+def mark_as_started(was_read: tuple[list[str], Settings] | None = None) -> None:
+    """The command runs a script: its command line is meant for us, and may have been read."""
+    _current.is_started, _current.was_read = True, was_read
 
 
 def is_started() -> bool:
     """Whether the command has started this process's script."""
     return _current.is_started
+
+
+def get_settings_of(words: list[str]) -> Settings | None:
+    """The settings of a command line that was read before this process's script was started."""
+    return _current.was_read[1] if _current.was_read and _current.was_read[0] == words else None
 
 
 def get_args() -> Settings:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rapidformer import RapidformerEngine, context
-from rapidformer.config import Settings
+from rapidformer.cli import train
+from rapidformer.config import Settings, parse, parse_arguments
 from rapidformer.config.parse import read_command_line
 from rapidformer.errors import ConfigurationError
 
@@ -21,6 +24,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
     """Read a command line, by itself in the environment."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(context._current, "is_started", False)
+    monkeypatch.setattr(context._current, "was_read", None)
 
     def read(*argv: str, provider: Any = None) -> Settings:
         monkeypatch.setattr(sys, "argv", list(argv))
@@ -73,6 +77,33 @@ def test_a_script_of_the_command_is_ours(read: Read) -> None:
     context.mark_as_started()
     with pytest.raises(ConfigurationError, match="unknown flag --my-own-flag"):
         read("script.py", "--my-own-flag", "3")
+
+
+def test_what_the_command_has_read_is_not_read_again(read: Read) -> None:
+    args = parse_arguments(["--lr", "1"])
+    context.mark_as_started((["--lr", "1"], args))
+    assert read("script.py", "--lr", "1") is args
+    assert read("script.py", "--lr", "2").lr == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--my-own-flag", "3"]])
+def test_the_engine_of_a_script_has_the_settings_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Read, more: list[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from rapidformer.config.parse import read_command_line\n"
+                      "args = read_command_line()\n", encoding="utf-8")  # fmt: skip
+    parsed: list[Any] = []
+    parse_words = parse.parse_words
+    monkeypatch.setattr(parse, "parse_words", lambda *a: parsed.append(a) or parse_words(*a))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command = parse.read_flags(["--user-script", str(script), "--lr", "1", *more])
+    with contextlib.ExitStack() as stack:
+        if more:
+            stack.enter_context(pytest.raises(ConfigurationError, match="--my-own-flag"))
+        train.run(command)
+    assert len(parsed) == (2 if more else 1)
 
 
 def test_a_scripts_own_flags_count_if_it_names_them(read: Read) -> None:

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
@@ -221,6 +222,30 @@ def test_what_would_not_be_called_is_refused(tmp_path: Path) -> None:
         ours.DPOTrainer(
             model, train_dataset=make_pairs(2), processing_class=tokenizer, compute_metrics=len
         )
+
+
+def test_how_to_quantize_goes_to_a_model_given_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model(tmp_path)
+    given: list[Any] = []
+    load = LlamaForCausalLM.from_pretrained
+
+    def from_pretrained(name: str, quantization_config: Any = None, **options: Any) -> Any:
+        given.append(quantization_config)
+        return load(name, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    common: dict[str, Any] = {
+        "args": ours.DPOConfig(str(tmp_path / "run"), **COMMON),
+        "train_dataset": make_pairs(2),
+        "processing_class": build_tokenizer(),
+    }
+    for config in (None, "in 4 bits"):
+        ours.DPOTrainer(str(tmp_path), quantization_config=config, **common)
+    assert given == [None, "in 4 bits"]
+    with pytest.raises(ConfigurationError, match="is for a model given by its name: load yours"):
+        ours.DPOTrainer(build_model(tmp_path), quantization_config="in 4 bits", **common)
 
 
 def test_a_reference_may_be_a_name(tmp_path: Path) -> None:

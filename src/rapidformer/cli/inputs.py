@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import RunArguments
 from rapidformer.data.files import get_format, open_text
 from rapidformer.data.sources import as_list
 from rapidformer.errors import ConfigurationError, DataError
@@ -24,7 +25,7 @@ def name_input_files(args: Settings) -> Settings:
     return args.replace("--input", data_path=list(args.input), input=None)
 
 
-def reads_standard_input(args: Settings) -> bool:
+def reads_standard_input(args: RunArguments) -> bool:
     return args.input == [STANDARD_INPUT]
 
 

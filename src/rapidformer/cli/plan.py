@@ -12,6 +12,7 @@ from rapidformer.cli.run_model import choose_run_model
 from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config import Settings, resolve
 from rapidformer.config.parse import CommandLine, read_flags
+from rapidformer.config.sections import AccelerationArguments, LaunchArguments
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.launch.environment import count_gpus, plan_launch
 from rapidformer.planning.devices import (
@@ -101,7 +102,7 @@ def _find_cluster(args: Settings, options: Any) -> Cluster:
     return Cluster(adjust(device, **known), plan_launch(args).world_size)
 
 
-def _has_gpu(args: Settings) -> bool:
+def _has_gpu(args: LaunchArguments) -> bool:
     return args.device != "cpu" and count_gpus() > 0
 
 
@@ -117,7 +118,7 @@ def _build_timer(args: Settings, options: Any) -> BlockTimer | None:
     return BlockTimer(torch.device("cuda", 0), DTYPES[get_precision(args)])
 
 
-def _measure_device(args: Settings) -> Device:
+def _measure_device(args: AccelerationArguments) -> Device:
     """The GPU of this machine: its memory, and how fast it multiplies matrices."""
     import torch
 

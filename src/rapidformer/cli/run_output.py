@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rapidformer.config import Settings
 from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
+from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus
 from rapidformer.tasks.rows.preflight import find_task_problems
@@ -62,7 +63,7 @@ def find_job(variable: str, kind: type[Job]) -> Job | None:
 
 
 def start_run(
-    words: list[str], args: Settings, *, processes: int, variable: str, job: Any, note: str
+    words: list[str], args: LaunchArguments, *, processes: int, variable: str, job: Any, note: str
 ) -> None:
     """Run a command in new processes, which find the job in a variable; errors get the note."""
     from rapidformer.launch.local import launch

@@ -21,7 +21,8 @@ from rapidformer.errors import ConfigurationError
 
 def run(command: CommandLine) -> None:
     if command.args.user_script is not None:
-        run_script(command.args.user_script, command.words)
+        args = None if command.problems else command.args
+        run_script(command.args.user_script, command.words, args)
         return
     if command.problems:
         raise ConfigurationError(command.problems)
@@ -74,11 +75,11 @@ def check_script(script: str) -> None:
         raise ConfigurationError(f"--user-script {script} is not a file.")
 
 
-def run_script(script: str, argv: list[str]) -> None:
-    """Run the file as ``python FILE.py`` would; its engine reads the same command line."""
+def run_script(script: str, argv: list[str], args: Settings | None = None) -> None:
+    """Run the file as ``python FILE.py`` would; its engine has the same command line."""
     check_script(script)
     sys.argv = [script, *argv]
-    mark_as_started()
+    mark_as_started(None if args is None else (argv, args))
     sys.path.insert(0, str(Path(script).resolve().parent))
     import rapidformer.dialects.megatron  # noqa: F401 - for scripts that import Megatron's names
 

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from rapidformer.config.reading import UnreadableError, read_settings_text
+from rapidformer.config.sections import AccelerationArguments
 from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
 
@@ -64,7 +65,7 @@ def find_value(section: Section, key: str) -> Any:
     return None if value == AUTO else value
 
 
-def get_zero_stage(args: Settings, content: Section) -> int:
+def get_zero_stage(args: AccelerationArguments, content: Section) -> int:
     """The file's stage, or that of our flags if the file does not set one."""
     section = content.get("zero_optimization")
     if isinstance(section, bool):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rapidformer.config.deepspeed import merge_deepspeed
 from rapidformer.config.schema import get_settings
+from rapidformer.config.sections import TrainingLengthArguments
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.config.validate import (
@@ -198,7 +199,7 @@ class BatchSchedule:
         yield self.final, None
 
 
-def get_batch_schedule(args: Settings) -> BatchSchedule:
+def get_batch_schedule(args: TrainingLengthArguments) -> BatchSchedule:
     """The schedule described by checked settings."""
     final = args.global_batch_size or 1
     if args.rampup_batch_size is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE
+from rapidformer.config.objective_sections import PreferenceArguments
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import to_flag
 from rapidformer.nearest import suggest
@@ -41,7 +42,7 @@ def find_objective_problems(args: Settings) -> Iterator[str]:
         yield f"--updates-per-generation is for --task grpo, not for {args.task}: leave it out."
 
 
-def _check_loss(args: Settings, known: Sequence[str]) -> Iterator[str]:
+def _check_loss(args: PreferenceArguments, known: Sequence[str]) -> Iterator[str]:
     if args.loss is not None and args.loss not in known:
         yield f"--loss {args.loss}: use one of {', '.join(known)}.{suggest(args.loss, known)}"
 

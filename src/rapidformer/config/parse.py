@@ -20,7 +20,7 @@ from rapidformer.config import reading
 from rapidformer.config.schema import Setting, get_settings
 from rapidformer.config.settings import Settings
 from rapidformer.config.task_names import read_task
-from rapidformer.context import is_started
+from rapidformer.context import get_settings_of, is_started
 from rapidformer.errors import ConfigurationError
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.log import get_logger
@@ -182,7 +182,9 @@ def read_command_line(extra_args_provider: ExtraArgumentsProvider | None = None)
     notebook's, a script's with flags of its own) is left alone, and settings have their defaults.
     """
     words = sys.argv[1:]
-    parser = build_parser(extra_args_provider)
+    if extra_args_provider is None and (args := get_settings_of(words)) is not None:
+        return args
+    parser = _get_parser() if extra_args_provider is None else build_parser(extra_args_provider)
     known = parser._option_string_actions
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     has_ours = any(flag in known or flag.replace("_", "-") in known for flag in flags)

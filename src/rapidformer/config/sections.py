@@ -141,6 +141,11 @@ class AdapterArguments:
     quantize_base: Literal["8bit", "4bit"] | None = None
     """QLoRA: keep the frozen weights in 8 or 4 bits (needs bitsandbytes)"""
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return self.lora_rank is not None or self.peft_config is not None
+
 
 @dataclass(kw_only=True, frozen=True)
 class AccelerationArguments:
@@ -218,6 +223,13 @@ class AccelerationArguments:
     without: list[str] | None = None
     """leave out these changes that are otherwise made by themselves, such as host-masks
     (`rapidformer explain` lists them)"""
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3: how much of the training state is sharded over the data-parallel ranks."""
+        if self.zero_3_memory_optimization or self.fsdp_memory_optimization:
+            return 3
+        return 2 if self.zero_2_memory_optimization else int(self.zero_1_memory_optimization)
 
 
 @dataclass(kw_only=True, frozen=True)

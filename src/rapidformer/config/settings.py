@@ -50,13 +50,6 @@ class Settings(
         """Ranks with different tokens, over which gradients are summed and state is sharded."""
         return self.data_parallel_size * self.context_parallel_size
 
-    @property
-    def zero_stage(self) -> int:
-        """0 to 3: how much of the training state is sharded over the data-parallel ranks."""
-        if self.zero_3_memory_optimization or self.fsdp_memory_optimization:
-            return 3
-        return 2 if self.zero_2_memory_optimization else int(self.zero_1_memory_optimization)
-
     def is_given(self, name: str) -> bool:
         """Whether the user gave it, by flag, file or code."""
         source = self.sources.get(name, "default")
@@ -65,11 +58,6 @@ class Settings(
     def is_changed(self, name: str) -> bool:
         """Whether the user gave another value than the default: ``arguments.yaml`` gives all."""
         return self.is_given(name) and getattr(self, name) != getattr(Settings, name)
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of the model's own weights."""
-        return self.lora_rank is not None or self.peft_config is not None
 
     @property
     def keeps_nothing(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from rapidformer.config.settings import Settings
+from rapidformer.config.sections import LoggingArguments
 from rapidformer.nearest import suggest
 
 TRACKERS = {
@@ -33,7 +33,7 @@ def is_installed(name: str) -> bool:
     return spec is not None and (spec.origin is not None or name == "azure_ml")
 
 
-def find_tracker_problems(args: Settings) -> Iterator[str]:
+def find_tracker_problems(args: LoggingArguments) -> Iterator[str]:
     """Names that nobody knows, and packages that are not installed."""
     for name in list_named(args.report_to):
         if name in TRACKERS:

@@ -11,9 +11,11 @@ from typing import Any
 from rapidformer.config.layout_rules import AXES_OF_A_SAMPLE, find_layout_problems, list_choices
 from rapidformer.config.objective_rules import find_objective_problems
 from rapidformer.config.schema import get_settings
+from rapidformer.config.sections import OptimizerArguments
 from rapidformer.config.settings import Settings
 from rapidformer.config.stream_rules import find_stream_problems
 from rapidformer.config.switches import SWITCHES, to_flag
+from rapidformer.config.task_sections import DataArguments, RunArguments
 from rapidformer.config.tracker_names import find_tracker_problems
 from rapidformer.errors import count
 from rapidformer.hub import is_hub_name, is_missing_folder, suggest_path
@@ -108,7 +110,7 @@ def _check_each(
             yield f"{to_flag(name)} must {what}, got {value}."
 
 
-def _check_learning_rate(args: Settings) -> Iterator[str]:
+def _check_learning_rate(args: OptimizerArguments) -> Iterator[str]:
     if args.lr is not None and args.min_lr > args.lr >= 0:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}."
     for names in _SAME:
@@ -287,7 +289,7 @@ def _check_run_folder(args: Settings) -> Iterator[str]:
         yield "--resume auto and --overwrite contradict each other: give only one of them."
 
 
-def _check_chat(args: Settings) -> Iterator[str]:
+def _check_chat(args: DataArguments) -> Iterator[str]:
     given = args.chat_template_kwargs
     try:
         variables = {} if given is None else parse_json(given)
@@ -326,7 +328,7 @@ def loads_from_hub(args: Settings) -> bool:
     return is_start and not _is_script(args) and is_hub_name(args.load or "")
 
 
-def _is_script(args: Settings) -> bool:
+def _is_script(args: RunArguments) -> bool:
     return args.user_script is not None or args.task is None
 
 

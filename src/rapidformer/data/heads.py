@@ -11,7 +11,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.files import get_format, get_table_dialect, open_text
 from rapidformer.data.folders import get_split_name, list_data_files
 from rapidformer.data.sources import (
@@ -29,7 +29,7 @@ _FILES = 20
 _CHARACTERS = 1 << 20
 
 
-def read_heads(args: Settings, problems: list[str]) -> dict[Path, Rows]:
+def read_heads(args: DataArguments, problems: list[str]) -> dict[Path, Rows]:
     """The first rows of each file of the first split; paths that are missing go to ``problems``."""
     files = list(_find_files(args, problems))
     for split in (*SPLITS_BY_FLAG.values(), None):
@@ -57,7 +57,7 @@ def take_head(data: Any, split: str) -> list[Any]:
     return list(itertools.islice(data, _ROWS))
 
 
-def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
+def _find_files(args: DataArguments, problems: list[str]) -> Iterator[tuple[str | None, Path]]:
     location = as_list(args.data_path or args.data_dir)
     if args.streaming:
         yield from _find_shards(args, location, problems)
@@ -80,7 +80,7 @@ def _find_files(args: Settings, problems: list[str]) -> Iterator[tuple[str | Non
 
 
 def _find_shards(
-    args: Settings, location: list[str], problems: list[str]
+    args: DataArguments, location: list[str], problems: list[str]
 ) -> Iterator[tuple[str | None, Path]]:
     """The same for the files of a stream."""
     from rapidformer.data.streams.listing import expand, split_files

@@ -19,7 +19,11 @@ from rapidformer.accel.parallelize import Parallelized
 from rapidformer.checkpoint.state import bypass_clock
 from rapidformer.compat.torch_optimizers import has_hooks
 from rapidformer.config import Settings
-from rapidformer.config.sections import AccelerationArguments
+from rapidformer.config.sections import (
+    AccelerationArguments,
+    OptimizerArguments,
+    TrainingLengthArguments,
+)
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
@@ -92,7 +96,7 @@ def prepare_optimizer(
 
 
 def prepare_scheduler(
-    wanted: Wanted, optimizer: Optimizer, parallelized: Parallelized, args: Settings
+    wanted: Wanted, optimizer: Optimizer, parallelized: Parallelized, args: OptimizerArguments
 ) -> LRScheduler:
     """The schedule; creating one patches ``optimizer.step``, so it comes before the take-over."""
     if wanted.lr_scheduler is not None:
@@ -141,7 +145,7 @@ def build_guard(
     recent: RecentValues,
     model: nn.Module,
     optimizer: Optimizer,
-    args: Settings,
+    args: TrainingLengthArguments,
     runtime: Runtime,
     is_own_loop: bool,
 ) -> LossGuard | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.config import Settings
+from rapidformer.config.sections import AdapterArguments
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import warn_once
 from rapidformer.nearest import suggest
@@ -28,7 +28,7 @@ _HEADS = {
 _PATTERN_CHARACTERS = frozenset(".*+?[](){}|^$\\")
 
 
-def build_config(args: Settings) -> Any | None:
+def build_config(args: AdapterArguments) -> Any | None:
     """peft's configuration of the adapters that the settings ask for; None without any."""
     if args.peft_config is not None:
         return _read_config(args.peft_config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.transformers_processors import load_auto_processor
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments, ModelArguments
 from rapidformer.errors import ConfigurationError, MissingPackageError, ModelError
 from rapidformer.host_memory import measure_free_memory
 from rapidformer.hub import quiet_transformers
@@ -166,7 +167,7 @@ def _adapt_fresh(
     return hide_learned_tokens(add_adapters(fresh, args))
 
 
-def _build_fresh(auto_class_name: str, args: Settings, config: Any) -> nn.Module:
+def _build_fresh(auto_class_name: str, args: ModelArguments, config: Any) -> nn.Module:
     import torch
     import transformers
 
@@ -247,7 +248,7 @@ def load_image_processor(args: Settings) -> Any:
         return AutoImageProcessor.from_pretrained(location, **get_hub_options(location, args))
 
 
-def _make_tokenizer(args: Settings) -> Any:
+def _make_tokenizer(args: DataArguments) -> Any:
     from transformers import BertTokenizer, GPT2Tokenizer
 
     kind = args.tokenizer_type

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import quiet_transformers
 from rapidformer.log import warn
@@ -164,7 +165,7 @@ def _set_sizes(config: Any, args: Settings) -> None:
             config.num_key_value_heads = heads
 
 
-def _check_sizes(config: Any, args: Settings, location: str) -> None:
+def _check_sizes(config: Any, args: ModelArguments, location: str) -> None:
     problems = []
     for flag in _SIZES:
         wanted, actual = getattr(args, flag), get_size(config, flag)

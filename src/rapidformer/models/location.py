@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.sections import CheckpointArguments
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.hub import (
     describe_absence,
@@ -67,7 +69,7 @@ def is_checkpoint_model(location: str | Path) -> bool:
     return Path(location).name == DESCRIPTION and (Path(location).parent / "run.json").is_file()
 
 
-def loads_checkpoint(args: Settings) -> bool:
+def loads_checkpoint(args: CheckpointArguments) -> bool:
     """Whether ``--load`` names a run or a checkpoint, which will replace all weights."""
     folder = Path(args.load or "").expanduser()
     return bool(args.load) and folder.is_dir() and not is_model_folder(folder)
@@ -138,7 +140,7 @@ def check_head(auto_class_name: str, architectures: Sequence[str] | None, locati
         )
 
 
-def get_hub_options(location: str, args: Settings) -> dict[str, Any]:
+def get_hub_options(location: str, args: ModelArguments) -> dict[str, Any]:
     """Passed to every `from_pretrained`."""
     is_local = Path(location).exists()
     return {

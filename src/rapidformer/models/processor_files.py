@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.hub import is_hub_reachable
 from rapidformer.models.adapter_folder import find_files
 from rapidformer.models.location import explain_failure, get_model_location
@@ -42,7 +43,7 @@ def keep_processor_files(tokenizer: Any, args: Settings) -> TokenizerWithFiles:
     return TokenizerWithFiles(tokenizer, files)
 
 
-def _find_folder(location: str, args: Settings) -> Path:
+def _find_folder(location: str, args: ModelArguments) -> Path:
     """The folder with the files, downloaded from the Hub if that is where the model is."""
     if Path(location).is_dir():
         return Path(location)

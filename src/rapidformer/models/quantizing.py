@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.sections import AdapterArguments
 from rapidformer.errors import ModelError
 from rapidformer.log import warn_once
 
@@ -32,7 +33,7 @@ def get_quantization(args: Settings) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def prepare_quantized(model: nn.Module, args: Settings) -> nn.Module:
+def prepare_quantized(model: nn.Module, args: AdapterArguments) -> nn.Module:
     """Freeze a quantized model and keep its norms in fp32, as peft recommends."""
     if args.quantize_base is None:
         return model

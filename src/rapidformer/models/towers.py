@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.transformers_models import is_model
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.log import get_logger
 from rapidformer.models.weight_names import list_some
 
@@ -143,7 +143,7 @@ def _list_others(model: nn.Module, language: Collection[int]) -> Iterator[tuple[
             yield name, child
 
 
-def freeze_towers(model: nn.Module, args: Settings) -> None:
+def freeze_towers(model: nn.Module, args: ModelArguments) -> None:
     """Freeze what reads pictures or sound; ``--train-vision`` and ``--train-projector`` keep it."""
     parts = find_towers(model)
     count = 0
@@ -157,7 +157,7 @@ def freeze_towers(model: nn.Module, args: Settings) -> None:
         get_logger().info("frozen    %s: %s parameters keep their values", names, f"{count:,}")
 
 
-def list_left_out(model: nn.Module, args: Settings) -> list[str]:
+def list_left_out(model: nn.Module, args: ModelArguments) -> list[str]:
     """The towers and projectors that the settings do not train."""
     parts = find_towers(model)
     names = [] if args.train_vision else list(parts.towers)

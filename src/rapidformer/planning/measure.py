@@ -20,6 +20,7 @@ from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import find_frozen_weights
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.config import Settings
+from rapidformer.config.sections import AccelerationArguments
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.configuration import get_position_limit, get_size
@@ -54,7 +55,7 @@ def measure(
     return capture(settings, train, follow)
 
 
-def get_precision(settings: Settings) -> str:
+def get_precision(settings: AccelerationArguments) -> str:
     """What a run on a GPU computes in."""
     asked = settings.mixed_precision
     return "fp32" if asked is None else "bf16" if asked == "auto" else asked

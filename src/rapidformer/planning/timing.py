@@ -18,6 +18,11 @@ from dataclasses import dataclass
 
 from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
+from rapidformer.config.sections import (
+    AccelerationArguments,
+    ParallelArguments,
+    TrainingLengthArguments,
+)
 from rapidformer.planning.devices import Cluster, Device
 from rapidformer.planning.parts import Collective, Load, Shape, Work
 
@@ -130,12 +135,12 @@ def _time_kernels(
     }
 
 
-def _time_launches(work: Work, settings: Settings) -> float:
+def _time_launches(work: Work, settings: AccelerationArguments) -> float:
     operations = work.blocks.operations + work.rest.operations
     return operations * _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0)
 
 
-def _time_exchange(each: Collective, cluster: Cluster, settings: Settings) -> float:
+def _time_exchange(each: Collective, cluster: Cluster, settings: ParallelArguments) -> float:
     """Of all calls together."""
     if each.ranks < 2:
         return 0.0
@@ -152,14 +157,14 @@ def _time_exchange(each: Collective, cluster: Cluster, settings: Settings) -> fl
     return factor * each.size / (link * 1e9 * _LINK) + each.calls * latency
 
 
-def _count_inner(each: Collective, settings: Settings) -> int:
+def _count_inner(each: Collective, settings: ParallelArguments) -> int:
     """How many ranks stand between neighbours of its axis: tensor is innermost."""
     tensor, context = settings.tensor_model_parallel_size, settings.context_parallel_size
     inner = {"tensor": 1, "context": tensor, "expert": tensor, "data": tensor * context}
     return inner.get(each.axis, tensor * context)
 
 
-def _count_idle(work: Work, settings: Settings) -> float:
+def _count_idle(work: Work, settings: ParallelArguments) -> float:
     """The micro-batches that a stage waits for at the start and at the end."""
     per_stage = settings.num_layers_per_virtual_pipeline_stage
     part = _BUBBLE.get(settings.pipeline_schedule or "", 0.5 if per_stage else 1.0)
@@ -179,7 +184,7 @@ class RunTime:
 
 
 def estimate_run(
-    timing: Timing, settings: Settings, cluster: Cluster, samples: int
+    timing: Timing, settings: TrainingLengthArguments, cluster: Cluster, samples: int
 ) -> RunTime | None:
     """None if the length of the run is not known; ``samples`` are the rows of its data."""
     updates = count_updates(settings, samples)
@@ -189,7 +194,7 @@ def estimate_run(
     return RunTime(updates=updates, seconds=seconds, device_hours=seconds * cluster.count / 3600)
 
 
-def count_updates(settings: Settings, samples: int) -> int | None:
+def count_updates(settings: TrainingLengthArguments, samples: int) -> int | None:
     """Of the run; a stream has no known length."""
     if settings.train_iters is not None:
         return settings.train_iters

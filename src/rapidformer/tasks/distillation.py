@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.objective_sections import DistillationArguments
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.log import get_logger
 from rapidformer.models.location import find_model_folder, get_model_location
@@ -100,7 +101,7 @@ class Distillation(CausalLM):
         return DistillationTally()
 
 
-def _build_objective(args: Settings) -> Objective:
+def _build_objective(args: DistillationArguments) -> Objective:
     from rapidformer.objectives.distillation import Distillation
     from rapidformer.tasks.text.packed_attention import get_inputs
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
 from rapidformer.tasks.rows.columns import find_column
@@ -95,7 +96,7 @@ class MaskedLM(LanguageModel):
         return [_describe_fillings(text, record, prepared.processor) for text, record in pairs]
 
 
-def _check_mask(tokenizer: Any, args: Settings) -> None:
+def _check_mask(tokenizer: Any, args: DataArguments) -> None:
     if tokenizer.mask_token_id is None:
         raise ModelError(
             f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, PreparedData, Record, Row, check_row_texts
 from rapidformer.tasks.labels.checks import is_unlabelled
@@ -112,7 +113,7 @@ class MultipleChoice(Classifier):
         return result
 
 
-def _find_columns(rows: Any, args: Settings, with_label: bool) -> _Columns:
+def _find_columns(rows: Any, args: DataArguments, with_label: bool) -> _Columns:
     available = get_column_names(rows)
     choices = _find_choices(available, args)
     label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
@@ -121,7 +122,7 @@ def _find_columns(rows: Any, args: Settings, with_label: bool) -> _Columns:
     return _Columns(context=context, question=question, choices=choices, label=label)
 
 
-def _find_choices(available: Sequence[str], args: Settings) -> tuple[str, ...]:
+def _find_choices(available: Sequence[str], args: DataArguments) -> tuple[str, ...]:
     if args.choice_columns:
         return tuple(check_given(name, CHOICES.flag, available) for name in args.choice_columns)
     groups: dict[str, list[tuple[int, str]]] = {}

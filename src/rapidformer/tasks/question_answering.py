@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
 from rapidformer.tasks.evaluation.answers import (
@@ -176,7 +177,11 @@ def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:
 
 
 def _get_extras(
-    tables: Mapping[str, Any], names: Sequence[str], windows: Any, can_abstain: bool, args: Settings
+    tables: Mapping[str, Any],
+    names: Sequence[str],
+    windows: Any,
+    can_abstain: bool,
+    args: DataArguments,
 ) -> dict[str, Any]:
     return {
         "rows": tables, "columns": tuple(names[:2]), "windows": windows,

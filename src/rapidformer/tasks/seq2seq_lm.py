@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
@@ -128,7 +129,7 @@ class Seq2SeqLM(Task):
         return to_rows(columns)
 
 
-def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:
+def _find_pair(rows: Any, args: DataArguments) -> tuple[Path, Path]:
     available = get_column_names(rows)
     languages = _get_languages(rows)
     if languages:
@@ -144,7 +145,7 @@ def _find_pair(rows: Any, args: Settings) -> tuple[Path, Path]:
     return (columns["source"],), (columns["target"],)
 
 
-def _find_source(rows: Any, args: Settings) -> Path:
+def _find_source(rows: Any, args: DataArguments) -> Path:
     languages = _get_languages(rows)
     if languages:
         return "translation", check_given(args.text_column or languages[0], SOURCE.flag, languages)

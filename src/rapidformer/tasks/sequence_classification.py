@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import (
     Answers,
@@ -199,7 +200,7 @@ class SequenceClassification(Classifier):
         ]
 
 
-def _find_label(available: Sequence[str], args: Settings) -> str:
+def _find_label(available: Sequence[str], args: DataArguments) -> str:
     """The label's column; if the text column is missing too, one error reports both."""
     try:
         return str(find_column(LABEL, available, args))
@@ -211,7 +212,7 @@ def _find_label(available: Sequence[str], args: Settings) -> str:
 
 
 def _find_texts(
-    available: Sequence[str], args: Settings, taken: str | None = None
+    available: Sequence[str], args: DataArguments, taken: str | None = None
 ) -> tuple[str, ...]:
     """The column of the text and, for pairs, of the second one."""
     second = args.text_pair_column

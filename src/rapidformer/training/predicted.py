@@ -20,6 +20,7 @@ import torch
 
 from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.config import Settings
+from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
@@ -109,7 +110,7 @@ def start_prediction(args: Settings, device: torch.device) -> subprocess.Popen[s
 
 
 def finish_prediction(
-    process: subprocess.Popen[str] | None, args: Settings, patience: float = _PATIENCE
+    process: subprocess.Popen[str] | None, args: CheckpointArguments, patience: float = _PATIENCE
 ) -> dict[str, Any] | str:
     """What was predicted, stored in the run's folder; or why there is nothing."""
     if process is None:

@@ -12,14 +12,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.config import Settings
+from rapidformer.config.sections import TrainingLengthArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.models.own_loss import shifts_labels
 
 
 @contextmanager
-def regularize(model: nn.Module, args: Settings, *, smooths_labels: bool = True) -> Iterator[None]:
+def regularize(
+    model: nn.Module, args: TrainingLengthArguments, *, smooths_labels: bool = True
+) -> Iterator[None]:
     """Smooth labels and add noise if the settings ask for it."""
     with ExitStack() as hooks:
         if args.label_smoothing and smooths_labels:

@@ -14,7 +14,9 @@ from rapidformer.accel.precision.processor import has_bf16
 from rapidformer.config import Settings
 from rapidformer.config.deepspeed_file import get_file_schedule
 from rapidformer.config.explain import list_missed
+from rapidformer.config.sections import TrainingLengthArguments
 from rapidformer.config.switches import Situation
+from rapidformer.config.task_sections import RunArguments
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.processes import describe_device
 from rapidformer.engine import RapidformerEngine
@@ -106,7 +108,7 @@ def _count_parameters(engine: RapidformerEngine) -> tuple[int, int]:
     )
 
 
-def _describe_length(args: Settings, train_iters: int) -> str:
+def _describe_length(args: TrainingLengthArguments, train_iters: int) -> str:
     epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs or 0:g} epochs"
     if train_iters == OPEN_END:
         return f"{epochs} of a stream"
@@ -190,7 +192,7 @@ def describe_finished(args: Settings, *, step: int, total: int) -> Iterator[str]
     yield from _suggest(args, folder, folder / (BEST if has_best else LAST))
 
 
-def _suggest(args: Settings, folder: Path, model: Path) -> Iterator[str]:
+def _suggest(args: RunArguments, folder: Path, model: Path) -> Iterator[str]:
     run, is_black_box = shlex.quote(str(folder)), args.task and args.user_script is None
     if is_black_box:
         data = " --data-path FILE" if model.name != BEST else ""  # the run has none to evaluate on

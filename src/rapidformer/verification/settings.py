@@ -15,6 +15,7 @@ from typing import Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
+from rapidformer.config.sections import LaunchArguments, ParallelArguments
 from rapidformer.config.switches import SWITCHES, Switch, to_flag
 from rapidformer.models.location import is_model_folder
 
@@ -66,7 +67,7 @@ def count_processes(args: Settings) -> int:
     return replicas * max(tensor, 1) * max(stages, 1)
 
 
-def has_own_count(args: Settings) -> bool:
+def has_own_count(args: LaunchArguments) -> bool:
     """Whether the run is verified with its own number of ranks."""
     return args.nproc_per_node is not None and args.hostfile is None and args.nnodes in (None, 1)
 
@@ -200,7 +201,7 @@ def _reduce_model(args: Settings) -> Settings:
     )  # fmt: skip
 
 
-def _count_layers(args: Settings) -> int:
+def _count_layers(args: ParallelArguments) -> int:
     """Two for every stage of the pipeline, virtual ones included."""
     stages = args.pipeline_model_parallel_size
     return 2 * stages * (args.num_layers_per_virtual_pipeline_stage or 1)
@@ -221,7 +222,7 @@ def _reduce_batches(args: Settings, job: Job) -> Settings:
     )
 
 
-def _count_replicas(args: Settings, processes: int) -> int:
+def _count_replicas(args: ParallelArguments, processes: int) -> int:
     ranks_per_model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     return max(processes // (ranks_per_model * args.context_parallel_size), 1)
 

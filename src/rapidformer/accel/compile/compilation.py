@@ -25,6 +25,7 @@ from rapidformer.compat.torch_compile import QUIET_TRACING, Backend, Rewrite, st
 from rapidformer.compat.torch_modules import list_hooks
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
+from rapidformer.config.sections import AccelerationArguments
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -66,7 +67,7 @@ def apply(assembly: Assembly) -> str:
     return line
 
 
-def _choose_backend(args: Settings) -> str:
+def _choose_backend(args: AccelerationArguments) -> str:
     """Of what is compiled: the row of ``--compile`` says where ``auto`` compiles nothing."""
     return "inductor" if args.compile_backend == AUTO else args.compile_backend
 

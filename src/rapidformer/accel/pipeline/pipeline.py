@@ -41,7 +41,7 @@ from rapidformer.accel.pipeline.staged_model import apply_staged_calls, relay_ca
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_clipping import find_unknown_norm
 from rapidformer.compat.torch_fsdp import reduce_gradients_when_told, reduce_remaining_gradients
-from rapidformer.config import Settings
+from rapidformer.config.sections import ParallelArguments
 from rapidformer.data.update import MicroBatchResult
 from rapidformer.dist.collectives import max_over_all
 from rapidformer.dist.seeding import seed_torch
@@ -354,7 +354,7 @@ def attach(assembly: Assembly) -> None:
 
 
 def _build_layout(
-    model: nn.Module, plan: ModelPlan, usage: Usage, args: Settings, topology: Topology
+    model: nn.Module, plan: ModelPlan, usage: Usage, args: ParallelArguments, topology: Topology
 ) -> Layout:
     """Balance the stages by the number of parameters that each computes with."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}

@@ -26,6 +26,7 @@ from rapidformer.compat.torch_dispatch import is_in_backward
 from rapidformer.compat.torch_distributed import QUIET_VIEWS
 from rapidformer.compat.torch_fsdp import forget_sharding, make_root
 from rapidformer.config import Settings
+from rapidformer.config.sections import ParallelArguments
 from rapidformer.dist.topology import build_lone_mesh
 from rapidformer.dist.whole import gather_with_gradient
 from rapidformer.errors import ModelError
@@ -71,7 +72,7 @@ def _get_mesh(assembly: Assembly) -> DeviceMesh:
     return build_lone_mesh(assembly.device.type) if topology.mesh is None else topology.mesh["data"]
 
 
-def _is_reduced_late(args: Settings) -> bool:
+def _is_reduced_late(args: ParallelArguments) -> bool:
     """Zero-bubble assigns gradients unseen by fully_shard's hooks: they are reduced at the end."""
     return args.pipeline_model_parallel_size > 1 and args.pipeline_schedule == "zero-bubble"
 

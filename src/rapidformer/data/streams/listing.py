@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.files import build_table, get_format
 from rapidformer.data.folders import get_split_name, load_split
 from rapidformer.data.streams.mixed import MixedStream
@@ -134,6 +134,6 @@ def load_table(shards: Sequence[Shard], limit: int | None) -> Any:
     return build_table(list(islice(iter(StreamRows(shards)), limit)), shards[0].name)
 
 
-def choose_buffer(args: Settings) -> int:
+def choose_buffer(args: DataArguments) -> int:
     """Rows of a window; 0 if rows come in their order."""
     return 0 if args.dataloader_type == "single" else int(args.shuffle_buffer)

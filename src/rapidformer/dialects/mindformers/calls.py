@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings, arguments_from_mapping
-from rapidformer.config.task_sections import GenerationArguments
+from rapidformer.config import arguments_from_mapping
+from rapidformer.config.task_sections import GenerationArguments, RunArguments
 from rapidformer.data.sources import load_splits
 from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.huggingface.bridge import LoopEvents
@@ -149,7 +149,7 @@ class TaskEvents(LoopEvents):
 class GivenTask(TaskFinetuner):
     """A task whose splits may be data sets, and whose run may have callbacks and metrics."""
 
-    def __init__(self, engine: RapidformerEngine, settings: Settings, trainer: Any) -> None:
+    def __init__(self, engine: RapidformerEngine, settings: RunArguments, trainer: Any) -> None:
         super().__init__(engine, get_task(settings.task or ""))
         self._trainer = trainer
         splits = (("train", trainer.train_dataset), ("validation", trainer.eval_dataset))

@@ -57,6 +57,8 @@ class TRLTrainer(TaskTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
+        quantization_config: Any = None,
         **others: Any,
     ) -> None:
         """The names and their order are TRL's; ``others`` are those of ``Trainer``."""
@@ -74,7 +76,7 @@ class TRLTrainer(TaskTrainer):
         if model is None:
             raise ConfigurationError(f"{type(self).__name__} needs a model.")
         if isinstance(ref_model, str):
-            ref_model = self._load(ref_model, args)
+            ref_model = self._load(ref_model, args, quantization_config)
         if model is ref_model:
             raise ConfigurationError(
                 "ref_model must not be the model that learns: leave it out, and the reference is "
@@ -87,7 +89,11 @@ class TRLTrainer(TaskTrainer):
                 trust_remote_code=args.trust_remote_code,
             )
         if isinstance(model, str):
-            model = self._load(model, args)
+            model = self._load(model, args, quantization_config)
+        elif quantization_config is not None:
+            raise ConfigurationError(
+                "quantization_config= is for a model given by its name: load yours with it."
+            )
         if processing_class.pad_token is None:
             processing_class.pad_token = processing_class.eos_token
         super().__init__(
@@ -101,9 +107,11 @@ class TRLTrainer(TaskTrainer):
     def _build_task(self, args: TaskConfig) -> Task:
         return get_task(args.task)
 
-    def _load(self, name: str, args: TaskConfig) -> nn.Module:
+    def _load(self, name: str, args: TaskConfig, quantization_config: Any) -> nn.Module:
         init: Any = args.model_init_kwargs or {}
         options = {"trust_remote_code": args.trust_remote_code, **init}
+        if quantization_config is not None:
+            options["quantization_config"] = quantization_config
         if self.auto_class.endswith("Classification"):
             options["num_labels"] = 1
         config = read_config(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
@@ -76,7 +76,7 @@ def as_optional(role: ColumnRole) -> ColumnRole:
 
 
 def find_chat_columns(
-    rows: Any, args: Settings, text: ColumnRole, *, has_answers: bool
+    rows: Any, args: DataArguments, text: ColumnRole, *, has_answers: bool
 ) -> ChatColumns | None:
     """The columns of conversations; None if the data is plain text."""
     available = get_column_names(rows)
@@ -132,7 +132,7 @@ def _describe_preferences(rows: Any, by_lower: Mapping[str, str]) -> str:
     )
 
 
-def _check_one_kind(args: Settings) -> None:
+def _check_one_kind(args: DataArguments) -> None:
     flags = [
         f"{role.flag} {getattr(args, role.setting)}"
         for role in (MESSAGES, PROMPT, RESPONSE)
@@ -148,7 +148,7 @@ def _check_one_kind(args: Settings) -> None:
         )
 
 
-def _find_pair(available: Sequence[str], args: Settings, has_answers: bool) -> ChatColumns:
+def _find_pair(available: Sequence[str], args: DataArguments, has_answers: bool) -> ChatColumns:
     if has_answers:
         columns = find_columns((PROMPT, RESPONSE), available, args)
         return _with_extras(columns["prompt"], columns["response"], available, args)
@@ -161,7 +161,7 @@ def _find_pair(available: Sequence[str], args: Settings, has_answers: bool) -> C
 
 
 def _with_extras(
-    prompt: str, response: str | None, available: Sequence[str], args: Settings
+    prompt: str, response: str | None, available: Sequence[str], args: DataArguments
 ) -> ChatColumns:
     taken = [prompt, response]
     return ChatColumns(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError, ModelError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import IGNORED_LABEL
@@ -68,7 +68,9 @@ class ChatEncoder:
         )  # fmt: skip
 
 
-def build_encoder(tokenizer: Any, columns: ChatColumns, args: Settings, length: int) -> ChatEncoder:
+def build_encoder(
+    tokenizer: Any, columns: ChatColumns, args: DataArguments, length: int
+) -> ChatEncoder:
     """Choose the template and check that the tokenizer can do what it needs."""
     variables = json.loads(args.chat_template_kwargs or "{}")
     template = choose_template(

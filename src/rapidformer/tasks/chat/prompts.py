@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments, GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import Row
@@ -21,7 +22,7 @@ from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
 from rapidformer.tasks.text.text import TEXT, tokenize
 
 
-def name_column(rows: Sequence[Row], tokenizer: Any, args: Settings) -> str:
+def name_column(rows: Sequence[Row], tokenizer: Any, args: DataArguments) -> str:
     """The column that bare texts stand for: a prompt to answer, or a text to continue."""
     column = args.prompt_column or args.text_column
     if column is not None or not isinstance(rows[0] if rows else None, str):
@@ -36,7 +37,7 @@ def name_column(rows: Sequence[Row], tokenizer: Any, args: Settings) -> str:
     return "prompt"
 
 
-def build_system(args: Settings) -> list[Message]:
+def build_system(args: GenerationArguments) -> list[Message]:
     """The system message of --system-prompt, or nothing."""
     return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
 
@@ -86,7 +87,7 @@ def encode_questions(
     return map_rows(table, encode, workers=None, key=()), extras
 
 
-def _check_has_turns(args: Settings) -> None:
+def _check_has_turns(args: GenerationArguments) -> None:
     if args.system_prompt is not None:
         raise ConfigurationError(
             "--system-prompt needs a chat template, and these texts are continued as they are: "

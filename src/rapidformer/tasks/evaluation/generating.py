@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.config import Settings
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
@@ -20,7 +19,7 @@ class Generation(GenerationArguments):
     """How to generate; a None means the model's own setting."""
 
     @classmethod
-    def read(cls, args: Settings, *, max_new_tokens: int) -> Generation:
+    def read(cls, args: GenerationArguments, *, max_new_tokens: int) -> Generation:
         values: dict[str, Any] = {f.name: getattr(args, f.name) for f in fields(cls)}
         return cls(**{**values, "max_new_tokens": max_new_tokens})
 
@@ -38,7 +37,7 @@ class Generation(GenerationArguments):
         return GenerationConfig(**{k: v for k, v in values.items() if v is not None})
 
 
-def divide_length(limit: int, args: Settings, usual: int) -> tuple[int, int]:
+def divide_length(limit: int, args: GenerationArguments, usual: int) -> tuple[int, int]:
     """Tokens for the prompt and, ``usual`` unless the settings say, for the answer."""
     new_tokens = int(args.max_new_tokens or min(usual, max(1, limit // 2)))
     if new_tokens >= limit:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import cut_into_groups, predict_in_groups
 from rapidformer.log import get_logger
@@ -87,7 +87,9 @@ def get_batch_size(engine: RapidformerEngine) -> int:
     return engine.data.get_prediction_batch_size(asked)
 
 
-def _with_streamer(prepared: PreparedData, rows: Sequence[Row], args: Settings) -> PreparedData:
+def _with_streamer(
+    prepared: PreparedData, rows: Sequence[Row], args: GenerationArguments
+) -> PreparedData:
     """The same data, whose answers are printed while they are generated."""
     titles = [row if isinstance(row, str) else str(row) for row in rows] if len(rows) > 1 else []
     streamer = AnswerStreamer(prepared.processor, args.stop_strings or (), titles)

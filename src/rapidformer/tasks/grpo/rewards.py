@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.objective_sections import GrpoArguments
 from rapidformer.errors import ConfigurationError, DataError, count
 
 Rewards = list[list[float]]
@@ -152,7 +152,7 @@ def add_up(values: Sequence[float], functions: Sequence[RewardFunction]) -> floa
     return sum(function.weight * value for value, function in pairs if not math.isnan(value))
 
 
-def load_reward_functions(args: Settings) -> list[RewardFunction]:
+def load_reward_functions(args: GrpoArguments) -> list[RewardFunction]:
     """The functions of ``--reward-function``, with their weights."""
     sources = args.reward_function or []
     if not sources:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
+from rapidformer.config.objective_sections import GrpoArguments
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
@@ -69,7 +71,7 @@ class Grpo(CausalLM):
         """With functions of a script, or else those of ``--reward-function``."""
         self._functions = functions
 
-    def _get_functions(self, args: Settings) -> Sequence[RewardFunction]:
+    def _get_functions(self, args: GrpoArguments) -> Sequence[RewardFunction]:
         return load_reward_functions(args) if self._functions is None else self._functions
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
@@ -188,7 +190,7 @@ class PromptCollator:
         return {**batch, "rows": rows, "seeds": seeds}
 
 
-def find_prompts(rows: Any, args: Settings) -> ChatColumns | None:
+def find_prompts(rows: Any, args: DataArguments) -> ChatColumns | None:
     """The columns of the prompts, which may be texts or messages; None if they are plain text."""
     columns = find_chat_columns(rows, args, TEXT, has_answers=False)
     if columns is not None and columns.prompt is not None and holds_turns(rows, columns.prompt):

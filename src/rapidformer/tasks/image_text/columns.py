@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.log import warn_once
 from rapidformer.tasks.chat.columns import ChatColumns, as_optional, find_chat_columns
@@ -15,7 +15,7 @@ from rapidformer.tasks.text.text import TEXT
 
 
 def find_image_columns(
-    rows: Any, args: Settings, *, has_answers: bool
+    rows: Any, args: DataArguments, *, has_answers: bool
 ) -> tuple[ChatColumns, str | None]:
     """The columns of the turns, and that of the images if there is one."""
     available = get_column_names(rows)

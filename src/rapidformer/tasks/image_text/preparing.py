@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.files import without_decoding
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
@@ -118,7 +119,7 @@ class _Parts(NamedTuple):
     encoder: ImageEncoder
     length: int
 
-    def describe_chat(self, columns: ChatColumns, args: Settings) -> ChatEncoder:
+    def describe_chat(self, columns: ChatColumns, args: DataArguments) -> ChatEncoder:
         encoder = self.encoder
         return ChatEncoder(
             encoder.processor.tokenizer, columns, encoder.template, self.length,
@@ -162,7 +163,7 @@ def _load_parts(args: Settings) -> _Parts:
     return _Parts(config, ImageEncoder(processor, template, args.train_on_prompts), length)
 
 
-def _show_images(table: list[dict[str, Any]], args: Settings) -> list[dict[str, Any]]:
+def _show_images(table: list[dict[str, Any]], args: DataArguments) -> list[dict[str, Any]]:
     """The rows with the pictures of --image, if they have none of their own."""
     column = args.image_column or "images"
     if not args.image:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
@@ -121,7 +121,7 @@ def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:
     return len(present)
 
 
-def check_count(count: int, args: Settings, split: str) -> None:
+def check_count(count: int, args: ModelArguments, split: str) -> None:
     """Check --num-labels against the number of classes in the data."""
     if args.num_labels is not None and args.num_labels != count:
         raise DataError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import ModelArguments
 from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.labels import checks
@@ -190,7 +191,7 @@ def _get_learned(values: Mapping[str, Any], model: ModelClasses) -> ModelClasses
     return _NO_CLASSES if "train" in values else model
 
 
-def _get_problem_type(values: Sequence[Any], args: Settings, learned: ModelClasses) -> str:
+def _get_problem_type(values: Sequence[Any], args: ModelArguments, learned: ModelClasses) -> str:
     if args.problem_type is not None:
         return str(args.problem_type)
     if learned.problem_type is not None:
@@ -288,7 +289,7 @@ def _order(names: tuple[str, ...], model: ModelClasses, learned: ModelClasses) -
     return model.outputs if learned.count or set(names) == set(model.names) else names
 
 
-def _check_contradiction(args: Settings, learned: ModelClasses) -> None:
+def _check_contradiction(args: ModelArguments, learned: ModelClasses) -> None:
     """Check --num-labels against the classes of the model being evaluated."""
     if learned.count and args.num_labels not in (None, learned.count):
         raise DataError(
@@ -300,7 +301,7 @@ def _check_contradiction(args: Settings, learned: ModelClasses) -> None:
 def _check_known(
     values: Mapping[str, list[Any]],
     space: LabelSpace,
-    args: Settings,
+    args: ModelArguments,
     learned: ModelClasses,
     declared: Sequence[str] | None,
 ) -> None:

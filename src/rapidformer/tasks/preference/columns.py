@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
@@ -128,7 +129,7 @@ def find_preference_columns(rows: Any, args: Settings, *, may_be_single: bool) -
 
 
 def _find_turns(
-    rows: Any, available: Sequence[str], args: Settings, taken: Sequence[str | None]
+    rows: Any, available: Sequence[str], args: DataArguments, taken: Sequence[str | None]
 ) -> str | None:
     """The column of a whole conversation; a flag for the prompt takes precedence over its names."""
     if args.prompt_column is not None and args.messages_column is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import IGNORED_LABEL, Batch, check_row_texts
@@ -147,7 +147,7 @@ def _encode(
 
 
 def encode_answers(
-    table: list[dict[str, Any]], columns: ChatColumns | None, args: Settings, parts: TextParts
+    table: list[dict[str, Any]], columns: ChatColumns | None, args: DataArguments, parts: TextParts
 ) -> Any:
     """Texts, or prompts with their answers, as a reward model reads them."""
     if columns is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.folders import get_split_name
 from rapidformer.data.sources import SPLITS_BY_FLAG, as_list
 from rapidformer.errors import DataError
@@ -25,12 +25,12 @@ def find_file(path: Path, place: str, folders: Sequence[Path], kind: str) -> Pat
     raise DataError(f"{place}: there is no {kind} file {path}{where}.")
 
 
-def list_folders(args: Settings, split: str) -> tuple[Path, ...]:
+def list_folders(args: DataArguments, split: str) -> tuple[Path, ...]:
     """Where the paths of a split's rows begin: next to its data files."""
     return tuple(dict.fromkeys(_iterate_folders(args, split)))
 
 
-def _iterate_folders(args: Settings, split: str) -> Iterator[Path]:
+def _iterate_folders(args: DataArguments, split: str) -> Iterator[Path]:
     flag = next((flag for flag, name in SPLITS_BY_FLAG.items() if name == split), "test_data")
     for text in (*as_list(getattr(args, flag)), *as_list(args.data_path or args.data_dir)):
         path = Path(text).expanduser()

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.sections import CheckpointArguments, LaunchArguments
 from rapidformer.config.stream_rules import find_length_problems
+from rapidformer.config.task_sections import RunArguments
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.hub import is_missing_folder, suggest_path
 from rapidformer.models.location import (
@@ -58,7 +60,7 @@ def find_task_problems(
     return problems
 
 
-def _check_device(args: Settings, num_gpus: int) -> Iterator[str]:
+def _check_device(args: LaunchArguments, num_gpus: int) -> Iterator[str]:
     # Without nvidia-smi the GPUs cannot be counted, but the driver's folder shows if there are any.
     if args.device == "cuda" and num_gpus == 0 and not _GPU_DRIVER.exists():
         yield "--device cuda: this machine has no GPU. Omit --device to run on the CPU."
@@ -96,7 +98,7 @@ def _check_needs(args: Settings, command: str) -> Iterator[str]:
             yield f"{command} needs --task, since {reason}; `rapidformer tasks` lists them."
 
 
-def _check_save(args: Settings) -> Iterator[str]:
+def _check_save(args: CheckpointArguments) -> Iterator[str]:
     """Find a folder that cannot be written to before hours are spent on what goes there."""
     if args.save is None:
         return
@@ -109,7 +111,7 @@ def _check_save(args: Settings) -> Iterator[str]:
         yield f"--save {args.save}: {nearest} cannot be written to. Choose another folder."
 
 
-def _check_output(args: Settings, command: str) -> Iterator[str]:
+def _check_output(args: RunArguments, command: str) -> Iterator[str]:
     if args.output is None:
         return
     file = Path(args.output).expanduser()

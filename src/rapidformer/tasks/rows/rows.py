@@ -18,6 +18,7 @@ from typing import Any
 
 from rapidformer.compat.datasets import get_fingerprint, set_fingerprint
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 
@@ -54,7 +55,7 @@ def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, An
     return {name: take_first(rows, limits[name]) for name, rows in opened.items()}
 
 
-def _open_rows(split: str, rows: Any, args: Settings, limit: int | None) -> Any:
+def _open_rows(split: str, rows: Any, args: DataArguments, limit: int | None) -> Any:
     """The rows; of an iterable data set of the user's own, training rows as a stream."""
     if hasattr(rows, "__len__"):
         return rows

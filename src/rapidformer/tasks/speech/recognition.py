@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import quieten
 from rapidformer.config import Settings
+from rapidformer.config.speech_sections import SpeechArguments
+from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
@@ -177,7 +179,7 @@ class SpeechRecognition(Task):
 
 
 def _finish(
-    transcripts: Transcripts, args: Settings, rows: Mapping[str, Any],
+    transcripts: Transcripts, args: SpeechArguments, rows: Mapping[str, Any],
     extras: Mapping[str, Any],
 ) -> PreparedData:  # fmt: skip
     from rapidformer.models.audio import build_processor
@@ -196,7 +198,7 @@ def _finish(
     )  # fmt: skip
 
 
-def _limit_tokens(args: Settings, transcripts: Transcripts) -> int:
+def _limit_tokens(args: GenerationArguments, transcripts: Transcripts) -> int:
     return min(args.max_new_tokens or transcripts.most_tokens, transcripts.most_tokens)
 
 
@@ -262,7 +264,7 @@ def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float
     return [[size * number for number in range(count)] for count in counts]
 
 
-def _set_generation(model: Any, args: Settings, given: Any | None) -> None:
+def _set_generation(model: Any, args: SpeechArguments, given: Any | None) -> None:
     """Generate as the model's authors do, in the language and the task of the data."""
     if given is not None:  # a model with fresh weights has made one from its sizes
         model.generation_config = copy.deepcopy(given)

@@ -16,7 +16,7 @@ from rapidformer.data.random_numbers import get_sample_seeds
 from rapidformer.errors import ModelError
 
 if TYPE_CHECKING:
-    from rapidformer.config import Settings
+    from rapidformer.config.speech_sections import SpeechArguments
 
 SEEDS = "mask_seeds"
 """Key of a batch: a seed for each row."""
@@ -26,7 +26,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def get_mask_settings(config: Any, args: Settings) -> dict[str, Any]:
+def get_mask_settings(config: Any, args: SpeechArguments) -> dict[str, Any]:
     """What the flags change in the model's configuration."""
     given = {name: getattr(args, name) for name in _NAMES if getattr(args, name) is not None}
     missing = [name for name in given if not hasattr(config, name)]

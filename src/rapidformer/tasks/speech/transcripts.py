@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.speech_sections import SpeechArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.hub import has_tokenizer
 from rapidformer.log import get_logger, warn
@@ -227,7 +228,9 @@ def make_vocabulary(texts: Sequence[str]) -> Any:
         )  # fmt: skip
 
 
-def _set_prefix(tokenizer: Any, args: Settings, generation: Any | None, *, must_know: bool) -> None:
+def _set_prefix(
+    tokenizer: Any, args: SpeechArguments, generation: Any | None, *, must_know: bool
+) -> None:
     """Let a Whisper's labels begin with language and task; ``must_know``: for learning them."""
     is_multilingual = bool(getattr(generation, "is_multilingual", False))
     if not is_multilingual:
@@ -255,7 +258,7 @@ def _set_prefix(tokenizer: Any, args: Settings, generation: Any | None, *, must_
     )
 
 
-def get_speech_task(args: Settings, generation: Any | None) -> str:
+def get_speech_task(args: SpeechArguments, generation: Any | None) -> str:
     return str(args.speech_task or getattr(generation, "task", None) or "transcribe")
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
+from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
@@ -162,7 +163,7 @@ def check_towers(config: Any, args: Settings, *, allows_towers: bool) -> None:
 
 
 def get_max_length(
-    args: Settings, tokenizer: Any, config: Any, default: int = DEFAULT_LENGTH
+    args: DataArguments, tokenizer: Any, config: Any, default: int = DEFAULT_LENGTH
 ) -> int:
     """Tokens per row: --seq-length, or the model's limit, at most the task's default."""
     from rapidformer.models.configuration import get_position_limit, get_size
