@@ -536,6 +536,24 @@ def test_a_model_keeps_no_cache_in_training_only() -> None:
     assert model.config.use_cache is True
 
 
+def test_a_cache_still_decides_whether_packed_examples_attend_to_each_other() -> None:
+    """transformers keeps them apart by their positions only where no cache is filled."""
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    batch = {"input_ids": torch.arange(6)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    batch["labels"] = batch["input_ids"]
+    expected = [model(**batch).loss, model(**batch, use_cache=False).loss]
+    assert not torch.isclose(*expected)
+    make_engine().compose(model)
+    torch.testing.assert_close(model(**batch).loss, expected[0])
+    torch.testing.assert_close(model(**batch, use_cache=False).loss, expected[1])
+    model.config.use_cache = False
+    torch.testing.assert_close(model(**batch).loss, expected[1])
+
+
 def test_explain_names_every_switch() -> None:
     said = make_engine(compile=True, compile_backend="inductor").explain().splitlines()
     assert any(line.startswith("on             compilation: ") for line in said)

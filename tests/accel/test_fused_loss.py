@@ -248,6 +248,24 @@ def test_a_users_hook_on_the_head_changes_the_same(watch: Any) -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_function_in_place_of_the_heads_and_a_hook_on_all_modules_change_the_same() -> None:
+    model = build("llama")
+    head: Any = find_head(model)
+    apply_fused_loss(head)
+    expected = 2 * model(**make_batch()).logits.detach()
+    forward = head.forward
+    head.forward = lambda hidden: 2 * forward(hidden)
+    torch.testing.assert_close(model(**make_batch()).logits, expected)
+    del head.forward
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 2 if module is head else None
+    )
+    try:
+        torch.testing.assert_close(model(**make_batch()).logits, expected)
+    finally:
+        handle.remove()
+
+
 def test_a_gradient_that_would_be_lost_is_refused() -> None:
     model = build("llama").eval()
     apply_fused_loss(find_head(model))

@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from rapidformer.data.adopting import adopt_loader
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
+from rapidformer.log import get_logger, warn_once
 
 
 def adopt(
@@ -232,3 +233,32 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_stream_is_spread_over_processes(replicas: int) -> None:
     assert take_all(DataLoader(Stream(), batch_size=2), replicas) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("base", [RandomSampler, SequentialSampler])
+def test_a_sampler_derived_from_torchs_decides_the_order(base: Any) -> None:
+    class Backwards(base):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(len(self) - 1, -1, -1))
+
+    loader = DataLoader(range(5), batch_size=2, sampler=Backwards(range(5)))
+    assert take(adopt(loader)) == [[4, 3], [2, 1], [0]]
+
+
+def test_a_generator_that_is_not_followed_is_said(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    warn_once.cache_clear()
+    adopt(DataLoader(range(5), shuffle=True))
+    assert not caplog.text
+    adopt(DataLoader(range(5), shuffle=True, generator=torch.Generator().manual_seed(3)))
+    assert "follows --seed (or --data-seed), not the DataLoader's generator" in caplog.text
+
+
+def test_a_data_set_that_grows_is_refused() -> None:
+    rows = list(range(4))
+    adopted = adopt(DataLoader(rows, batch_size=2))
+    assert take(adopted) == [[0, 1], [2, 3]]
+    rows += [4, 5]
+    with pytest.raises(DataError, match=r"list has 6 rows now, and had 4 .*adopt_loader"):
+        take(adopted)
+    assert take(adopt(DataLoader(rows, batch_size=2))) == [[0, 1], [2, 3], [4, 5]]

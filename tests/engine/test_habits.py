@@ -358,6 +358,33 @@ def test_a_mean_over_other_labels_than_were_counted_is_said(is_shifted: bool, sa
     assert said.text.count("a mean over fewer labels than were counted") == is_shifted
 
 
+@pytest.mark.parametrize(("divide", "is_said"), [("by labels", False), ("by 10", True)])
+def test_a_sum_over_labels_is_said(divide: str, is_said: bool, said: Any) -> None:
+    """Micro-batches are weighted by their labels, so a sum would count these twice."""
+    model = nn.Linear(3, 8)
+    engine = make_engine(global_batch_size=4, log_level="warning")
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
+    *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
+    for batch in loader:
+        logits, labels = model(batch["x"]).view(-1, 2), batch["labels"].flatten()
+        total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        engine.backward(total / ((labels != -100).sum() if divide == "by labels" else 10))
+        engine.step()
+    assert ("is a sum over labels" in said.text) == is_said
+
+
+def test_a_sum_over_labels_of_a_whole_update_is_not_said(said: Any) -> None:
+    model = nn.Linear(3, 8)
+    engine = make_engine(log_level="warning")
+    loader: Any = DataLoader(make_rows(*LABELS), batch_size=2)
+    *_, loader = engine.compose(model, make_sgd(model), train_dataloader=loader)
+    for batch in loader:
+        logits, labels = model(batch["x"]).view(-1, 2), batch["labels"].flatten()
+        engine.backward(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        engine.step()
+    assert "is a sum over labels" not in said.text
+
+
 def test_no_batch_is_kept_alive_and_no_hook_stays() -> None:
     model = make_model()
     engine = make_engine()

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.towers import get_text_config
 from rapidformer.overlay import get_own_class
 
 _NAME = "use_cache"
@@ -42,10 +43,21 @@ def skip_cache_in_training(model: nn.Module) -> RemovableHandle | None:
         is_training = module.training and torch.is_grad_enabled()
         if is_given or not (is_training or kwargs.get("labels") is not None):
             return None
+        if _tells_examples_apart(module, kwargs):
+            return None
         return args, {**kwargs, _NAME: False}
 
     # Kept out of a model compiled as a whole, like torch's own hooks.
     return model.register_forward_pre_hook(torch.compiler.disable(skip), with_kwargs=True)
+
+
+def _tells_examples_apart(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a cache decides what a model sees: with one, transformers does not look whether
+    positions start again, and packed examples attend to each other."""
+    if kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None:
+        return False
+    config = getattr(_find_inner(model), "config", None)
+    return config is not None and bool(getattr(get_text_config(config), "use_cache", False))
 
 
 def takes_use_cache(model: nn.Module) -> bool:

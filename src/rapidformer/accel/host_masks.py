@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.batches import FixedRows, fix_rows, get_fixed_rows
-from rapidformer.compat.torch_tensors import get_base, has_storage
+from rapidformer.compat.torch_dispatch import is_transformed
+from rapidformer.compat.torch_tensors import get_base, has_storage, locate
 from rapidformer.compat.transformers_masks import (
     CHECK,
     find_unknown_mask,
@@ -30,9 +31,10 @@ from rapidformer.compat.transformers_masks import (
     makes_own_mask,
     patch_masks,
 )
-from rapidformer.compat.transformers_models import is_model, is_own_model
+from rapidformer.compat.transformers_models import is_model
 from rapidformer.data.batch import find_host_copy, fits_numpy
-from rapidformer.overlay import extend, get_own_class, list_layers
+from rapidformer.models.plan import find_outermost
+from rapidformer.overlay import extend, list_layers
 
 _TOKENS = {"input_ids", "inputs_embeds", "labels"}
 
@@ -70,7 +72,7 @@ def make_masks_from_host(model: nn.Module) -> str | None:
             problem = problem or find_unknown_mask(module)
         if is_model(module):
             extend(module, "masks", _build_padding_check, is_shared=True)
-    for outermost in _find_outermost(model):
+    for outermost in find_outermost(model):  # code around them may create any positions
         extend(outermost, "masks", _build_call, is_shared=True)
     return "built from host memory" + (f", but not all: {problem}" if problem else "")
 
@@ -81,7 +83,8 @@ def _build_call(cls: Any) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # transformers' own masks hold for all batches
+        # transformers' own masks hold for all batches, and for values that nobody can read.
+        if torch.compiler.is_compiling() or is_transformed():
             return cls.forward(self, *args, **kwargs)
         before = _CALL.set(_describe(dict(zip(names[1:], args, strict=False)) | kwargs))
         try:
@@ -96,7 +99,7 @@ def _build_call(cls: Any) -> dict[str, Any]:
 def _describe(arguments: dict[str, Any]) -> _Call:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     plain = (t for t in tensors.values() if type(t) is Tensor and t.dim() == 2 and has_storage(t))
-    return _Call({_locate(t): t for t in plain}, has_tokens_only=tensors.keys() <= _TOKENS)
+    return _Call({locate(t): t for t in plain}, has_tokens_only=tensors.keys() <= _TOKENS)
 
 
 def _build_mask_giver(cls: Any) -> dict[str, Any]:
@@ -159,7 +162,8 @@ def is_packed(positions: Tensor) -> bool | None:
 
 def find_values(tensor: Tensor) -> NDArray[Any] | None:
     """A tensor's values in host memory; None if they are only on the device."""
-    copy = find_host_copy(_find_given(tensor)) if has_storage(tensor) else None
+    is_readable = has_storage(tensor) and not is_transformed()
+    copy = find_host_copy(_find_given(tensor)) if is_readable else None
     return copy.numpy() if copy is not None and fits_numpy(copy) else None
 
 
@@ -168,20 +172,7 @@ def _find_given(tensor: Tensor) -> Tensor:
     call = _CALL.get()
     if call is None or type(tensor) is not Tensor:
         return tensor
-    return call.tensors.get(_locate(tensor), tensor)
-
-
-def _locate(tensor: Tensor) -> Hashable:
-    # The stride of a dimension of size 1 means nothing.
-    strides = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tuple(strides), tensor.device
-
-
-def _find_outermost(module: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models: code around them may create any positions."""
-    if is_own_model(get_own_class(module)):
-        return [module]
-    return [found for child in module.children() for found in _find_outermost(child)]
+    return call.tensors.get(locate(tensor), tensor)
 
 
 ANSWERS = patch_masks(is_full, is_packed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,6 +30,8 @@ PRIVATE_NAMES = {
     "torch.autograd.function._SingleLevelFunction": "arguments of custom autograd functions",
     "torch._ops.OpOverload._schema": "which arguments an operator writes into",
     "torch._C.DisableTorchFunction": "seeing recorded tensors unchanged",
+    "torch._C._functorch.peek_interpreter_stack": "models inside torch.func.grad and vmap",
+    "torch.autograd.forward_ad._current_level": "models inside forward-mode differentiation",
     "torch._C._current_graph_task_id": "distinguishing a recomputed block from a first pass",
     "torch._C._autograd._top_saved_tensors_default_hooks": "a loss inside a checkpoint",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
@@ -218,3 +221,9 @@ def multiply_scaled(
         left.contiguous(), right.t().contiguous().t(), scale_a=left_scale, scale_b=right_scale,
         out_dtype=dtype, use_fast_accum=is_fast,
     )  # fmt: skip
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` (grad, vmap) or forward-mode differentiation runs what is called."""
+    is_function = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_function or forward_ad._current_level >= 0

@@ -19,7 +19,7 @@ PRIVATE_NAMES = {
         f"torch.nn.Module.{name}": "hooks that would see a part of an activation" for name in _HOOKS
     },
     **{
-        f"torch.nn.modules.module._global{name}": "hooks on all modules, which a replay leaves out"
+        f"torch.nn.modules.module._global{name}": "hooks on all modules, for the same reason"
         for name in _HOOKS
     },
     "torch.nn.Module._apply": "giving memory to the parameters of a split model",

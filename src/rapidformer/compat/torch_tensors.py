@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +32,10 @@ PRIVATE_NAMES = {
         f"torch._C._functions.{name}Backward0._saved_{what}": "what a mean is taken over"
         for name in ("NllLoss", "NllLoss2D")
         for what in ("weight", "reduction", "total_weight")
+    },
+    **{
+        f"torch._C._functions.{name}Backward0._saved_other": "what a sum of losses is divided by"
+        for name in ("Div", "Mul")
     },
     "torch.cuda._sleep": "timing kernels apart from their launches",
     "torch.UntypedStorage._cdata": "distinguishing pieces of memory while a build is recorded",
@@ -94,6 +98,13 @@ def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
 
+def locate(tensor: Tensor) -> Hashable:
+    """Where a tensor's values are, and what they look like: the same for equal views."""
+    # The stride of a dimension of size 1 means nothing.
+    strides = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tuple(strides), tensor.device
+
+
 def get_storage_key(tensor: Tensor) -> int:
     """An id of the memory behind a tensor: all views of a tensor have the same."""
     return int(tensor.untyped_storage()._cdata)
@@ -113,11 +124,32 @@ def find_product_sizes(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]] | 
 
 def find_mean_count(node: Node) -> float | None:
     """What a cross-entropy of a graph is a mean over; None if this is none, or has weights."""
+    return _find_count(node, 1)
+
+
+def find_sum_count(node: Node) -> float | None:
+    """The same for a sum."""
+    return _find_count(node, 2)
+
+
+def _find_count(node: Node, reduction: int) -> float | None:
     is_known = node.name() in ("NllLossBackward0", "NllLoss2DBackward0")
     if not is_known or getattr(node, "_saved_weight", None) is not None:
         return None
-    is_mean = getattr(node, "_saved_reduction", None) == 1
-    return float(node._saved_total_weight) if is_mean else None  # type: ignore[attr-defined]
+    is_meant = getattr(node, "_saved_reduction", None) == reduction
+    return float(node._saved_total_weight) if is_meant else None  # type: ignore[attr-defined]
+
+
+def find_factor(node: Node) -> float | None:
+    """The number that an operation multiplies one tensor by; None if it does something else."""
+    is_quotient = node.name() == "DivBackward0"
+    other = getattr(node, "_saved_other", None)
+    has_one = [child for child, _ in node.next_functions if child is not None][1:] == []
+    if not (is_quotient or node.name() == "MulBackward0") or not has_one:
+        return None
+    if not isinstance(other, Tensor) or other.numel() != 1 or not other:
+        return None
+    return 1 / float(other) if is_quotient else float(other)
 
 
 def is_view_of_leaf(node: Node) -> bool:

@@ -44,6 +44,7 @@ _TAKES = {
 }  # fmt: skip
 """The parameters of what is replaced."""
 _IS_FULL = "rapidformer_is_full"
+_SOURCE = "rapidformer_source"
 _OWN_MASKS = (
     "attention_mask = torch.ones(batch_size, mask_seq_length, device=inputs_embeds.device)",
     "attention_mask = torch.ones(inputs_embeds.shape[0], seq_length, device=inputs_embeds.device)",
@@ -148,9 +149,15 @@ def _keep_answer(is_here: IsHere, is_full: Ask, original: Any) -> Any:
         is_copy = isinstance(mask, Tensor) and mask is not attention_mask
         if is_copy and is_here():
             setattr(mask, _IS_FULL, is_full(attention_mask))
+            setattr(mask, _SOURCE, attention_mask)
         return arguments
 
     return preprocess
+
+
+def get_source(mask: Any) -> Any:
+    """The mask that a model was given, of which this one may be transformers' copy in booleans."""
+    return getattr(mask, _SOURCE, mask)
 
 
 def is_call_traced() -> bool:

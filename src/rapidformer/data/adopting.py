@@ -14,6 +14,7 @@ from rapidformer.data.data_source import is_stream
 from rapidformer.data.fetching import Collate
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import DataError
+from rapidformer.log import warn_once
 
 
 def get_rows_per_batch(loader: DataLoader[Any]) -> int | None:
@@ -43,11 +44,17 @@ def adopt_loader(
             "leave the sampler out (shuffle=True for a shuffled order)."
         )
     is_random = (
-        isinstance(sampler, RandomSampler)
+        type(sampler) is RandomSampler  # one derived from it may give any order
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
-    if is_random or isinstance(sampler, SequentialSampler):
+    if is_random and sampler.generator is not None:
+        warn_once(
+            "shuffled data comes in an order that follows --seed (or --data-seed), not the "
+            "DataLoader's generator: then a resumed run goes on in it. For an order of your own, "
+            "give the DataLoader a sampler of your own."
+        )
+    if is_random or type(sampler) is SequentialSampler:
         sampler = None
     adopted = DistributedLoader(
         loader.dataset, collate=loader.collate_fn, shuffle=is_random,

@@ -54,6 +54,16 @@ class Rows:
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
         self.size: int | None = len(dataset)
 
+    def check_size(self) -> None:
+        """Refuse a data set that has become longer or shorter: a run is planned by its length."""
+        if len(self._dataset) != self.size:
+            raise DataError(
+                f"{self.name} has {len(self._dataset)} rows now, and had {self.size} when its "
+                "loader was made, which would still give out those. Give a new DataLoader over it "
+                "to engine.data.adopt_loader(loader, is_training=True), or to "
+                "accelerator.prepare(loader), or read the rows as a stream (IterableDataset)."
+            )
+
     def get_rows(self, numbers: Sequence[int]) -> list[Any]:
         fetch_many = getattr(self._dataset, "__getitems__", None)
         return list(fetch_many(numbers)) if fetch_many else [self._dataset[n] for n in numbers]

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
-from rapidformer.data.data_source import open_source
+from rapidformer.data.data_source import Rows, open_source
 from rapidformer.data.fetching import Collate, Dealt, Fetcher, Parcel
 from rapidformer.data.mixture import Sets
 from rapidformer.data.random_numbers import random_numbers_from
@@ -285,6 +285,8 @@ class DistributedLoader:
 
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last one (with a token budget, of every update) is marked."""
+        if isinstance(self.source, Rows):
+            self.source.check_size()
         rounds_left = self._cut.count_after(self.consumed_samples)
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)

@@ -1,4 +1,4 @@
-"""What the graph of a loss shows of it: how many labels it is a mean over, and in-batch negatives.
+"""What the graph of a loss shows: what it is a mean or a sum over, and in-batch negatives.
 
 The mean over micro-batches or ranks of a loss that compares rows is not the loss of the whole
 batch: each row meets fewer others. Only a look at the loss's graph shows it: near its end, a
@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from rapidformer.compat.torch_tensors import find_mean_count, find_product_sizes, is_view_of_leaf
+from rapidformer.compat.torch_tensors import (
+    find_factor,
+    find_mean_count,
+    find_product_sizes,
+    find_sum_count,
+    is_view_of_leaf,
+)
 from rapidformer.log import warn_once
 
 _MOST_OPERATIONS = 200
@@ -51,6 +57,13 @@ def warn_of_other_weight(loss: Tensor, weight: float | Tensor, updates: int) -> 
     """Warn in the first update if not the labels that the loss is a mean over were counted."""
     if updates > 0 or isinstance(weight, Tensor) or not weight:
         return  # later, the host does not wait for numbers of the device
+    total = _find_weight_of_sum(loss)
+    if total is not None and abs(total - 1) > 1e-3:
+        warn_once(
+            "the loss of a micro-batch is a sum over labels, and not divided by their number: "
+            "micro-batches are weighted by their labels already, so this counts them twice. Return "
+            'the mean over the labels of the micro-batch: reduction="mean".'
+        )
     counts = [find_mean_count(node) for node, _ in _list_last_operations(loss)]
     known = [count for count in counts if count is not None]
     if len(known) == 1 and known[0] not in (0.0, weight):
@@ -61,6 +74,21 @@ def warn_of_other_weight(loss: Tensor, weight: float | Tensor, updates: int) -> 
             "engine.backward(loss, weight=n), return (loss, n) from run_forward_step, or set "
             "labels that are never compared to -100."
         )
+
+
+def _find_weight_of_sum(loss: Tensor) -> float | None:
+    """What all labels of a summed loss weigh together, 1 in a mean; None if it is no such sum."""
+    node, factor = loss.grad_fn, 1.0
+    while node is not None:
+        count = find_sum_count(node)
+        if count is not None:
+            return count * factor
+        scale = find_factor(node)
+        if scale is None:
+            return None
+        factor *= scale
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    return None
 
 
 def _list_last_operations(loss: Tensor) -> Iterator[tuple[Node, list[Node]]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.towers import is_inside, list_frozen_parts
 from rapidformer.overlay import find_fact, get_own_class
@@ -301,5 +302,18 @@ def find_tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def runs_in_library_code(model: nn.Module, block: str) -> bool:
     """Whether transformers' own code hands hidden states from this block to the next one."""
-    owner = get_own_class(model.get_submodule(block.rpartition(".")[0].rpartition(".")[0]))
-    return str(owner.forward.__module__).startswith("transformers.")
+    owner = find_owner(model, block)
+    is_own = str(get_own_class(owner).forward.__module__).startswith("transformers.")
+    return is_own and "forward" not in vars(owner)
+
+
+def find_owner(model: nn.Module, block: str) -> nn.Module:
+    """The module that holds the list in which a block is."""
+    return model.get_submodule(block.rpartition(".")[0].rpartition(".")[0])
+
+
+def find_outermost(module: nn.Module) -> list[nn.Module]:
+    """The outermost models of transformers' own in a module: code around them may be anybody's."""
+    if is_own_model(get_own_class(module)):
+        return [module]
+    return [found for child in module.children() for found in find_outermost(child)]

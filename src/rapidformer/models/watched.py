@@ -13,7 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.compat.torch_modules import list_hook_tables, list_hooks
+from rapidformer.compat.torch_modules import (
+    list_global_hook_tables,
+    list_hook_tables,
+    list_hooks,
+)
 from rapidformer.models.weight_names import list_some
 
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -32,11 +36,14 @@ def list_inner_modules(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.
 
 
 def find_watched(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of those that have a user's hook."""
+    """The names of those that have a user's hook, or see one that torch runs for all modules."""
+    is_everywhere = any(
+        is_from_user(hook) for table in list_global_hook_tables() for hook in table.values()
+    )
     return [
         name
         for name, module in modules.items()
-        if any(is_from_user(hook) for hook in list_hooks(module))
+        if is_everywhere or any(is_from_user(hook) for hook in list_hooks(module))
     ]
 
 
@@ -45,7 +52,8 @@ class Watching:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._tables = [table for module in modules.values() for table in list_hook_tables(module)]
+        tables = [table for module in modules.values() for table in list_hook_tables(module)]
+        self._tables = [*tables, *list_global_hook_tables()]
 
     def find_watched(self) -> list[str]:
         """The names of those that have a user's hook now."""

@@ -257,5 +257,7 @@ def _can_defer(head: nn.Linear, hidden: Tensor, dtype: torch.dtype) -> bool:
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     promise = find_promise({})
     is_labelled = promise is not None and not promise.reads_all_tokens
-    # A user's hook must see the head called once, with real outputs.
-    return (is_trained or is_labelled) and dtype in DTYPES and not find_watched({"head": head})
+    # A user's hook, or a function in place of its forward(), must see the head called once, with
+    # real outputs.
+    is_followed = "forward" in vars(head) or find_watched({"head": head})
+    return (is_trained or is_labelled) and dtype in DTYPES and not is_followed

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.origin import note_origin
 from rapidformer.accel.unpad.promises import find_labels, find_promise
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import (
@@ -24,10 +25,11 @@ from rapidformer.accel.unpad.sides import (
     read_masks,
     read_sides,
 )
+from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.watched import find_requested
-from rapidformer.overlay import find_fact
+from rapidformer.overlay import find_fact, get_own_class
 
 _LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
@@ -79,8 +81,11 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
         return None
     if find_requested(model, given) or given.get("past_key_values") is not None:
         return None
+    has_own_code = not is_own_model(get_own_class(model))
     fixed = get_fixed_rows(mask)
     if fixed is not None:
+        if isinstance(fixed.rows, Rows) and has_own_code:
+            note_origin(fixed.rows, mask, None)
         return fixed.rows if isinstance(fixed.rows, Rows) else None
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
@@ -90,6 +95,8 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None, least):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
+    if has_own_code:
+        note_origin(rows, mask, is_real.copy())
     # Compiled blocks take a sliding window only, and rows with gaps have none.
     return None if rounds_up and not rows.is_contiguous else rows
 
@@ -183,11 +190,17 @@ def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) ->
         return None
     fixed = get_fixed_rows(given.get("attention_mask"))
     if fixed is not None:
-        return fixed.rows if isinstance(fixed.rows, Sides) else None
-    removal = find_fact(model, Removal)
-    if removal is not None and removal.only_in_graphs:
-        return None
-    return read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
+        sides = fixed.rows if isinstance(fixed.rows, Sides) else None
+    else:
+        removal = find_fact(model, Removal)
+        if removal is not None and removal.only_in_graphs:
+            return None
+        sides = read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
+    if sides is not None and not is_own_model(get_own_class(model)):
+        mask = given["attention_mask"]
+        is_real = None if fixed is not None else get_host_copy(mask).bool().numpy().copy()
+        note_origin(sides.encoder, mask, is_real)
+    return sides
 
 
 def is_packed(given: dict[str, Any]) -> bool:

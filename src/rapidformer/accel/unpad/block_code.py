@@ -1,14 +1,16 @@
-"""Code of the user's own in blocks: what a trial has shown holds for the numbers that it reads.
+"""The code of blocks: what a trial has shown holds for the parts and numbers that it runs with.
 
 A trial cannot show what code will do after ``block.alpha = 0.1``. So its source is read for what it
 depends on besides tensors, and while any of that differs, batches keep their padding. Code that
-cannot be judged like this keeps it from the start.
+cannot be judged like this keeps it from the start. The same holds while another part or function
+stands where there was one in the trial, be it a library's.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import nn
@@ -16,9 +18,58 @@ from torch import nn
 from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.host_state import CONSTANTS
 from rapidformer.accel.cuda_graph.pure_calls import is_pure
+from rapidformer.compat.torch_modules import get_tables
 from rapidformer.log import warn_once
+from rapidformer.models.plan import find_owner
 from rapidformer.models.watched import is_from_user
 from rapidformer.overlay import get_own_class
+
+_END = object()
+"""No longer, no shorter: what is held is compared up to here."""
+
+
+class BlockParts:
+    """Which modules a model's blocks are made of, and functions that replace their ``forward``."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._model = model
+        self._lists = {
+            each: model.get_submodule(each) for each in {name.rpartition(".")[0] for name in names}
+        }
+        inner = [part for name in names for part in model.get_submodule(name).modules()]
+        parts = [*self._lists.values(), *inner]
+        self._views = [get_tables(module)[1].values() for module in parts]
+        self._held = [*chain.from_iterable(self._views), _END]
+        owners = [find_owner(model, name) for name in names]
+        self._tables = list({id(module): vars(module) for module in (*owners, *inner)}.values())
+        self._classes = list(dict.fromkeys(get_own_class(module) for module in (*owners, *inner)))
+        self._functions = self._list_functions()
+
+    def has_changed(self) -> bool:
+        """Whether they are others than those that were tried."""
+        views = chain(*self._views, (_END,))
+        are_same = all(map(operator.is_, views, self._held)) and all(
+            map(operator.is_, map(self._find, self._lists), self._lists.values())
+        )
+        if are_same and self._list_functions() == self._functions:
+            return False
+        warn_once(
+            "--dynamic-shape: a part of the model's blocks, or a function in place of its "
+            "forward(), is not the one that was tried in compose(). Batches keep their padding "
+            "while it differs.",
+            is_local=True,
+        )
+        return True
+
+    def _list_functions(self) -> list[Any]:
+        of_classes = (cls.forward for cls in self._classes)
+        return [*(table.get("forward") for table in self._tables), *of_classes]
+
+    def _find(self, name: str) -> nn.Module | None:
+        try:
+            return self._model.get_submodule(name)
+        except AttributeError:  # it is gone
+            return None
 
 
 class BlockCode:

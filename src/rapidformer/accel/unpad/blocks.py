@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +26,14 @@ from rapidformer.accel.unpad.kernels import get_current_rows, inside
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
-from rapidformer.models.plan import ModelPlan, runs_in_library_code
+from rapidformer.compat.transformers_models import is_own_model
+from rapidformer.models.plan import ModelPlan, find_owner, runs_in_library_code
 from rapidformer.overlay import drop_fact, extend, get_fact, get_own_class, put_fact, remove
 
 _PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
 """The rows of the block that runs now, if its attention takes padded ones only."""
+_IN_OWNER: ContextVar[bool] = ContextVar("in_owner", default=False)
+"""Whether transformers' own code hands hidden states from block to block."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class _Place:
     """The block's positional arguments."""
     pads_attention: bool
     """Whether its attention modules get padded rows."""
+    is_watched: bool
+    """Whether code of the user's own may run it, outside the module that holds its list."""
 
 
 def group_by_stack(plan: ModelPlan) -> list[list[str]]:
@@ -71,8 +76,14 @@ def extend_blocks(
 ) -> Callable[[], None]:
     """Let the blocks of a model run on real tokens; returns how to undo it."""
     extended = []
+    has_own_code = not is_own_model(get_own_class(model))
     for stack in stacks:
         is_own = runs_in_library_code(model, stack[0])
+        is_watched = is_own and has_own_code
+        if is_watched:
+            owner = find_owner(model, stack[0])
+            extend(owner, "unpad", _build_owner)
+            extended.append(owner)
         for name in stack:
             block = model.get_submodule(name)
             for module in find_attention(block) if pads_attention else ():
@@ -86,12 +97,13 @@ def extend_blocks(
                 gets_padded=name == stack[0] or not is_own,
                 names=find_argument_names(block),
                 pads_attention=pads_attention,
+                is_watched=is_watched,
             )
             put_fact(block, place)
             extended.append(block)
 
     def restore() -> None:
-        for module in extended:
+        for module in reversed(extended):
             remove(module, "unpad")
             drop_fact(module, _Place)
 
@@ -115,6 +127,15 @@ def _build_cpu_block(cls: Any) -> dict[str, Any]:
     return {**_build_block(cls), "forward": forward}
 
 
+def _build_owner(cls: Any) -> dict[str, Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with inside(_IN_OWNER, True):
+            return cls.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
 def _find_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowMask]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, RowMask)]
 
@@ -122,12 +143,16 @@ def _find_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[RowMask]:
 def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Pack a block's arguments, and unpack the last block's output, if padding is removed now."""
     place = get_fact(self, _Place)
+    is_outside = place.is_watched and not _IN_OWNER.get()
+    if is_outside:
+        place = replace(place, is_read=True, gets_padded=True)
     hidden: Any = args[0] if args else kwargs.get("hidden_states")
     masks = _find_masks(args, kwargs)
     rows = masks[0].rows if masks else None
     within: AbstractContextManager[Any] = nullcontext()
     if place.pads_attention:
-        rows = _find_rows(hidden)
+        # Outside, the mask may be another one: it is among arguments, but not as a ``RowMask``.
+        rows = None if is_outside else _find_rows(hidden)
         within = inside(_PACKED, rows)
     if rows is None:
         output = cls.__call__(self, *args, **kwargs)

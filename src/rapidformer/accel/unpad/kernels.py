@@ -22,6 +22,7 @@ from rapidformer.accel.unpad import row_attention
 from rapidformer.accel.unpad.masks import RowMask, fuse, get_largest_head
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.torch_dispatch import attend_with_flash
+from rapidformer.compat.transformers_masks import get_source
 from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
 from rapidformer.errors import ModelError
 
@@ -252,6 +253,10 @@ def _build_masks() -> Any:
         may_attend = given["mask_function"]
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _covers_batch(rows, keys or rows, given):
+            # Of a decoder's own mask, nothing is known but that it hides no token with a label.
+            origin = None if encoder is not None and keys is None else (keys or rows).origin
+            if origin is not None and not origin.allows(get_source(given["attention_mask"])):
+                return get_mask_table()["sdpa"](**given)
             return make_row_mask(rows, may_attend, keys)
         return get_mask_table()["sdpa"](**given)
 

@@ -17,11 +17,12 @@ from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
-from rapidformer.accel.unpad.block_code import BlockCode
+from rapidformer.accel.unpad.block_code import BlockCode, BlockParts
 from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
 from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
+from rapidformer.accel.unpad.origin import extend_inner_models
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
@@ -35,7 +36,7 @@ from rapidformer.accel.unpad.sides import (
     is_encoder_decoder,
     read_sides,
 )
-from rapidformer.compat.torch_dispatch import find_unknown_functions, tree_map_only
+from rapidformer.compat.torch_dispatch import find_unknown_functions, is_transformed, tree_map_only
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.compat.transformers_models import get_attention, is_own_model, set_attention
 from rapidformer.dist.collectives import max_over_all
@@ -155,7 +156,8 @@ def apply_unpadding(
     )  # fmt: skip
     put_fact(model, removal)
     inner_modules = list_inner_modules(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, code, packs=packs)
+    parts_now = BlockParts(model, plan.blocks)
+    _extend_model(model, inner_modules, removal, code, parts_now, packs=packs)
     return None
 
 
@@ -210,7 +212,7 @@ def _extend_parts(
         set_attention(config, _UNPADDED[name])
     restore_blocks = extend_blocks(model, stacks, pads_attention=pads_attention)
     sides = find_stacks(model) if is_encoder_decoder(model) else None
-    extended = [] if sides is None else extend_sides(model, *sides)
+    extended = extend_inner_models(model) if sides is None else extend_sides(model, *sides)
 
     def restore() -> None:
         restore_blocks()
@@ -227,6 +229,7 @@ def _extend_model(
     inner_modules: Mapping[str, nn.Module],
     removal: Removal,
     code: BlockCode,
+    parts: BlockParts,
     *,
     packs: bool,
 ) -> None:
@@ -245,9 +248,11 @@ def _extend_model(
             promise = find_promise(kwargs)
             is_by_position = packs and batches.is_packed(kwargs)
             is_staged = removal.help_of_others is Help.TOGETHER
+            if is_transformed():  # what stands for padding could not be followed
+                return run()
             if is_staged and not torch.is_grad_enabled():
                 return run()  # nothing would repeat such a call
-            if watching.find_watched() or code.has_changed():
+            if watching.find_watched() or code.has_changed() or parts.has_changed():
                 removal.is_missed |= is_staged
                 return run()
             if not (removal.is_on or is_by_position):
