@@ -37,12 +37,13 @@ def adopt_loader(
     common = {**share, "num_workers": loader.num_workers}
     if type(batches) is not BatchSampler:
         return _adopt_batches(loader, common)
-    sampler = given = None if is_stream(loader.dataset) else batches.sampler
+    sampler: Any = None if is_stream(loader.dataset) else batches.sampler
     if isinstance(sampler, DistributedSampler):
         raise DataError(
             "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
             "leave the sampler out (shuffle=True for a shuffled order)."
         )
+    given = sampler
     is_random = (
         type(sampler) is RandomSampler  # one derived from it may give any order
         and not sampler.replacement

@@ -200,9 +200,9 @@ class BackwardPasses:
         retain_graph: bool = False,
     ) -> None:
         """Back-propagate a micro-batch's loss; finish the gradient after the last of its update."""
-        is_first = not self.clock.is_accumulating
+        follows = self.clock.is_accumulating
         is_last, fraction = self.count(result, micro_batch, ends_update=ends_update)
-        if self.topology.data > 1 or not (is_first and is_last):
+        if self.topology.data > 1 or follows or not is_last:
             warn_if_rows_are_compared(result.loss, self.clock.updates)
             if not result.is_weight_given and self.topology.context == 1:
                 warn_of_other_weight(result.loss, result.weight, self.clock.updates)

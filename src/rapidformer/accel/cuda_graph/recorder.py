@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-import rapidformer
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes, Snapshot, draw_unused
 from rapidformer.compat.patches import Entry, Patch
@@ -217,7 +216,9 @@ def describe_error(error: Exception) -> str:
 def _find_place(error: Exception) -> str:
     """The innermost line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = tuple(str(Path(str(module.__file__)).parent) for module in (torch, rapidformer))
+    own = tuple(
+        str(Path(file).parents[depth]) for file, depth in ((torch.__file__, 0), (__file__, 2))
+    )
     lines = (
         f" ({Path(f.filename).name}:{f.lineno})"
         for f in reversed(frames)
