@@ -71,7 +71,7 @@ def count(run: Run) -> int:
 def optimizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With torch's AdamW, which runs after a graph, and with ours, which is part of it."""
 
-    def build(groups: Any, settings: Any, lr: float, has_kernel: bool) -> torch.optim.Optimizer:
+    def build(groups: Any, settings: Any, lr: float) -> torch.optim.Optimizer:
         kind = torch.optim.AdamW if request.param == "torch" else MultiTensorAdamW
         return kind(groups, lr=lr, fused=True)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from rapidformer.accel.unpad.origin import MaskOrigin
 
 Mask = NDArray[np.bool_]
 """[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
@@ -34,6 +31,13 @@ class Sizes(NamedTuple):
 
 
 NO_SIZES = Sizes()
+
+
+class Origin(Protocol):
+    """What rows were read from."""
+
+    def allows(self, mask: Any) -> bool:
+        """Whether another mask says the same."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Rows:
     """The ``bound`` of the other side of an encoder-decoder model, if these rows are filled."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
-    origin: MaskOrigin | None = field(default=None, compare=False)
+    origin: Origin | None = field(default=None, compare=False)
     """Set if code of the user's own may use other masks (``origin.py``)."""
     packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
     """Arguments of blocks by their ids, as they are and packed."""
