@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rapidformer.config import parse_arguments
+from rapidformer.config.switches import Situation
 from rapidformer.engine import runtime
 from rapidformer.errors import ConfigurationError
 
@@ -31,16 +32,18 @@ def test_app_name_chooses_the_task_where_task_does_not(monkeypatch: pytest.Monke
     alone = parse_arguments(["--app-name", "text_classify"])
     both = parse_arguments(["--app-name", "text_classify", "--task", "masked_lm"])
     assert (alone.task, both.task) == ("sequence_classification", "masked_lm")
-    runtime._warn_about_settings_without_effect(alone)
+    runtime._warn_about_settings_without_effect(alone, Situation())
     assert not said, "it has an effect"
-    runtime._warn_about_settings_without_effect(both)
+    runtime._warn_about_settings_without_effect(both, Situation())
     assert said[0].startswith("--app-name has no effect: --task overrides it")
 
 
 def test_flags_without_effect_are_reported_without_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(runtime, "warn_once", said.append)
-    runtime._warn_about_settings_without_effect(parse_arguments(["--DDP-impl", "local"]))
+    runtime._warn_about_settings_without_effect(
+        parse_arguments(["--DDP-impl", "local"]), Situation()
+    )
     assert said == ["--DDP-impl has no effect: gradients are always reduced by torch.distributed."]
 
 
