@@ -132,12 +132,13 @@ def find_sum_count(node: Node) -> float | None:
     return _find_count(node, 2)
 
 
-def _find_count(node: Node, reduction: int) -> float | None:
+def _find_count(node: Any, reduction: int) -> float | None:
+    # torch has no types for what a node has saved.
     is_known = node.name() in ("NllLossBackward0", "NllLoss2DBackward0")
     if not is_known or getattr(node, "_saved_weight", None) is not None:
         return None
     is_meant = getattr(node, "_saved_reduction", None) == reduction
-    return float(node._saved_total_weight) if is_meant else None  # type: ignore[attr-defined]
+    return float(node._saved_total_weight) if is_meant else None
 
 
 def find_factor(node: Node) -> float | None:
