@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from held_models import HELD
+from held_models import HELD, UNITS
 from peers import HAS_GPU, RUNS, WARM_UP, Result, Stopwatch, get_peak
 
 NAMES = ("HF Trainer", "rapidformer", "rapidformer --compile")
@@ -38,7 +38,7 @@ NAMES = ("HF Trainer", "rapidformer", "rapidformer --compile")
 
 def count_units(kind: str, row: dict[str, Any]) -> int:
     """Images or recordings, or tokens of both sides."""
-    if kind in ("images", "speech"):
+    if kind in UNITS:
         return 1
     return len(row["input_ids"]) + (len(row["labels"]) if kind == "pairs" else 0)
 

@@ -13,6 +13,7 @@ TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 96,
 }  # fmt: skip
+UNITS = {"images": "images", "speech": "recordings", "sound": "recordings"}
 TINY_SIDES: dict[str, Any] = {
     "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4,
 }  # fmt: skip
@@ -30,7 +31,7 @@ class Held:
     tiny: dict[str, Any]
     kind: str = "labels"
     """What is learnt: ``labels`` of rows, ``tags`` of tokens, ``text``, ``answers`` alone,
-    ``pairs``, ``images`` or ``speech``."""
+    ``pairs``, ``images``, ``speech`` or labels of ``sound``."""
 
     def build_workload(self, size: str) -> Workload:
         is_tiny = size == "tiny"
@@ -43,12 +44,12 @@ class Held:
             return getattr(transformers, self.model)(config)
 
         def make_rows(count: int) -> Any:
-            if self.kind in ("images", "speech"):
+            if self.kind in UNITS:
                 return Signals(count, self.kind, lengths, is_tiny)
             words = sizes.get("vocab_size") or build().config.vocab_size
             return make_skewed_rows(count, self.kind, lengths, words)
 
-        unit = {"images": "images", "speech": "recordings"}.get(self.kind, "tokens")
+        unit = UNITS.get(self.kind, "tokens")
         return Workload(build=build, make_rows=make_rows, batch=batch, unit=unit)
 
 
@@ -191,16 +192,76 @@ HELD = {
         {"num_labels": 2, "image_size": 224, "patch_size": 14},
         {**TINY, "image_size": 32, "patch_size": 16}, "images",
     ),
+    # The third set.
+    "MPNet-base": Held(
+        "MPNetConfig", "MPNetForSequenceClassification", 32, (10, 120), {"vocab_size": 30527}, TINY,
+    ),
+    "Bloom-560m": Held(
+        "BloomConfig", "BloomForCausalLM", 8, (50, 1000),
+        {"vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16, "pad_token_id": 3},
+        {"vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "text",
+    ),
+    "GPT-Neo-125m": Held(
+        "GPTNeoConfig", "GPTNeoForCausalLM", 8, (50, 1000),
+        {"vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "num_heads": 12,
+         "attention_types": [[["global", "local"], 6]]},
+        {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 4,
+         "attention_types": [[["global", "local"], 1]]}, "text",
+    ),
+    "GPT-2 medium": Held(
+        "GPT2Config", "GPT2LMHeadModel", 8, (50, 1000),
+        {"vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
+        {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}, "text",
+    ),
+    "CodeGen-350m": Held(
+        "CodeGenConfig", "CodeGenForCausalLM", 8, (50, 1000),
+        {"vocab_size": 51200, "n_embd": 1024, "n_layer": 20, "n_head": 16, "rotary_dim": 32},
+        {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "text",
+    ),
+    "Qwen2.5 0.5B": Held(
+        "Qwen2Config", "Qwen2ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24,
+         "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+         "tie_word_embeddings": True}, {**TINY, "num_key_value_heads": 2}, "answers",
+    ),
+    "ESM-2 150M, tags": Held(
+        "EsmConfig", "EsmForTokenClassification", 16, (50, 500),
+        {"vocab_size": 33, "hidden_size": 640, "num_hidden_layers": 30, "num_attention_heads": 20,
+         "intermediate_size": 2560, "position_embedding_type": "rotary", "token_dropout": True,
+         "pad_token_id": 1, "mask_token_id": 32}, {**TINY, "vocab_size": 33}, "tags",
+    ),
+    "M2M100-418M": Held(
+        "M2M100Config", "M2M100ForConditionalGeneration", 32, (10, 100), {"vocab_size": 128112},
+        {"vocab_size": 512, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}, "pairs",
+    ),
+    "ConvNeXt-tiny": Held(
+        "ConvNextConfig", "ConvNextForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2}, "images",
+    ),
+    "BEiT-base": Held(
+        "BeitConfig", "BeitForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {**TINY, "image_size": 32}, "images",
+    ),
+    "Wav2Vec2-base": Held(
+        "Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", 16, (1, 1), {"num_labels": 2},
+        TINY, "sound",
+    ),
 }  # fmt: skip
 
 
 class Signals:
-    """Images, or the spectra of speech with what is said; a few in memory, which come again."""
+    """Images, sound, or the spectra of speech with what is said; a few, which come again."""
 
     def __init__(self, count: int, kind: str, lengths: tuple[int, int], is_tiny: bool) -> None:
         random = np.random.default_rng(0)
         side = 32 if is_tiny else 224
-        shape = (3, side, side) if kind == "images" else (80, 200 if is_tiny else 3000)
+        shape = {
+            "images": (3, side, side),
+            "speech": (80, 200 if is_tiny else 3000),
+            "sound": (4000 if is_tiny else 80000,),
+        }[kind]
+        self._column = "input_values" if kind == "sound" else "pixel_values"
         self._signals = random.standard_normal((128, *shape), dtype=np.float32)
         self._spoken = make_skewed_rows(128, "text", lengths, 500) if kind == "speech" else []
         self._count = count
@@ -213,7 +274,7 @@ class Signals:
         if self._spoken:
             labels = self._spoken[place]["labels"]
             return {"input_features": self._signals[place], "labels": labels}
-        return {"pixel_values": self._signals[place], "labels": place % 2}
+        return {self._column: self._signals[place], "labels": place % 2}
 
 
 def make_skewed_rows(count: int, kind: str, lengths: tuple[int, ...], words: int) -> Rows:

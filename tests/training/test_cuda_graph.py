@@ -17,7 +17,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -47,7 +46,7 @@ from rapidformer.accel.cuda_graph.passes import (
     count_unused_numbers,
     draw_unused,
 )
-from rapidformer.accel.cuda_graph.recorder import NUMBERS_ON_DEVICE, Recorder
+from rapidformer.accel.cuda_graph.recorder import Recorder
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
@@ -446,27 +445,6 @@ def test_other_sizes_are_recorded_before_the_first_comes_again() -> None:
         assert (capture.recorded, run.engine.updates.graphs.count) == (2, count)
         lines.append(run.values.lines)
     assert lines[0] == lines[1][:3]
-
-
-def test_numbers_that_code_puts_on_the_device_are_written_there() -> None:
-    """As Bloom and GPT-Neo do: a copy from the host would wait."""
-    called: list[str] = []
-
-    class Noting(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            called.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    plain = torch.tensor
-    with NUMBERS_ON_DEVICE, Noting():
-        number = torch.tensor(2.5, dtype=torch.bfloat16, device="cpu")
-        counted = torch.tensor(3, device="cpu")
-    assert called == ["aten::full", "aten::full"]
-    assert (number.dtype, float(number)) == (torch.bfloat16, 2.5)
-    assert (counted.dtype, int(counted)) == (torch.int64, 3)
-    assert torch.tensor is plain
 
 
 def test_rows_of_different_lengths_that_attention_gets_padded() -> None:

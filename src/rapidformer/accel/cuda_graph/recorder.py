@@ -7,7 +7,6 @@ once more, to see how far they differ by themselves.
 
 from __future__ import annotations
 
-import functools
 import math
 import traceback
 import weakref
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from rapidformer.accel.cuda_graph.host_constants import HostConstants
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Outcome, Passes, Snapshot, draw_unused
-from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_tensors import stop_allocating
 from rapidformer.errors import RapidformerError
 
@@ -232,21 +231,6 @@ _MOST_RESERVED = 0.5
 """If more of the device's memory is reserved than this, a recording might run out of it."""
 
 
-def _build_tensor(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(plain)
-    def tensor(data: Any, **options: Any) -> Tensor:
-        is_number = isinstance(data, (bool, int, float)) and not options.get("pin_memory")
-        if is_number and options.get("device") is not None and NUMBERS_ON_DEVICE.is_inside():
-            return torch.full((), data, **options)
-        return plain(data, **options)
-
-    return tensor
-
-
-NUMBERS_ON_DEVICE = Patch(lambda: [Entry(torch, "tensor", _build_tensor)])
-"""Inside, the device writes the number of ``torch.tensor(number, device=...)``: a copy waits."""
-
-
 class CudaCapture:
     """Records with torch's CUDA graphs, which share a pool of memory unless a recording fails.
 
@@ -255,8 +239,8 @@ class CudaCapture:
 
     def __init__(self, device: torch.device, *, compiles: bool = False) -> None:
         self._device = device
-        # Code that was compiled with one function would be compiled again with the other.
-        self._numbers = nullcontext() if compiles else NUMBERS_ON_DEVICE
+        # Code that was compiled outside would be compiled again inside.
+        self._constants = nullcontext() if compiles else HostConstants(device)
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
@@ -281,7 +265,7 @@ class CudaCapture:
         try:
             if forbids_reads:
                 torch.cuda.set_sync_debug_mode("error")
-            with torch.cuda.stream(self._stream), self._numbers:
+            with torch.cuda.stream(self._stream), self._constants:
                 return function()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
@@ -293,7 +277,7 @@ class CudaCapture:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._recording(graph), self._numbers:
+            with self._recording(graph), self._constants:
                 result = function()
         except BaseException:
             self._failed.append(graph)
