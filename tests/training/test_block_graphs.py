@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, OPTConfig, OPTForCausalLM
 
 from rapidformer.accel.cuda_graph import block_graphs
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
+from rapidformer.accel.cuda_graph.passes import HostNumbers
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
 from tests.training import test_cuda_graph as whole
@@ -231,6 +233,24 @@ def test_blocks_that_are_called_in_another_way() -> None:
     replayed = train(Changed, make_gpt2(), make_texts(32), capture)
     assert replayed.in_pieces.problem is None
     assert capture.recorded == 2, "both blocks together: a forward and a backward pass"
+    assert replayed.values.lines == plain.values.lines
+
+
+def test_blocks_that_are_skipped_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LayerDrop: the last block of a chain might be the one that is skipped."""
+    monkeypatch.setattr(block_graphs, "HostNumbers", lambda **_: HostNumbers(has_device=True))
+    config = OPTConfig(
+        vocab_size=60, hidden_size=16, ffn_dim=16, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=16, dropout=0.0, layerdrop=0.4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config)
+    plain = train(Counting, copy.deepcopy(model), make_texts(40), None)
+    capture = Again()
+    replayed = train(Counting, model, make_texts(40), capture)
+    assert replayed.in_pieces.problem is None
+    assert capture.recorded > 2, "each block by itself"
+    assert capture.replayed > capture.recorded
     assert replayed.values.lines == plain.values.lines
 
 

@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, describe_mode, read_call
 from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
+from rapidformer.accel.cuda_graph.passes import (
+    HostNumbers,
+    Snapshot,
+    count_unused_numbers,
+    get_numbers,
+    set_numbers,
+)
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
@@ -141,6 +147,8 @@ class BlockGraphs:
         """What the blocks' code depends on in this call of the model."""
         self._places: Hashable = None
         self._number = 0
+        self._host_numbers: HostNumbers
+        """Those that the last pass began with."""
         self._is_running = False
         self._together: _Together | None = None
         """The blocks of this pass; None before the first is called."""
@@ -170,6 +178,15 @@ class BlockGraphs:
             and size <= self.most_chained
             and all(runs_in_library_code(self._model, name) for name in self._names)
         )
+
+    @property
+    def _skips_by_chance(self) -> bool:
+        """Whether the last pass may have skipped blocks (LayerDrop), and the next one others."""
+        try:
+            self._host_numbers.count_unused(count_unused_numbers(self._model))
+        except NotRepeatableError:
+            return True
+        return False
 
     @property
     def count(self) -> int:
@@ -211,6 +228,7 @@ class BlockGraphs:
         last, self._together = self._together, None
         if last is not None and last.notes is not None and self.problem is None:
             self._record(last, last.notes)
+        self._host_numbers = HostNumbers(has_device=self._device.type != "cpu")
         self.calls.clear()
 
     def end(self) -> None:
@@ -245,7 +263,7 @@ class BlockGraphs:
         """Record the calls that the last pass has noted."""
         now = get_numbers(self._device)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
-        chains = build_chains(notes.calls, are_linked=self._may_chain)
+        chains = build_chains(notes.calls, are_linked=self._may_chain and not self._skips_by_chance)
         together.notes = None
         try:
             recorded = self.record_all(chains, before)
