@@ -56,6 +56,17 @@ class MissingPackageError(RapidformerError):
         super().__init__(f"{needed_for} needs the package {package}: pip install '{install}'.")
 
 
+def is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Whether torch's allocator or CUDA itself found no memory: each says so in its own way."""
+    # By name: importing torch here would make every command slow.
+    name, text = type(error).__name__, str(error)
+    return name == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError)
+        and ("CUDA" in text or "CUBLAS" in text)
+        and ("out of memory" in text or "ALLOC_FAILED" in text)
+    )
+
+
 def raise_problems(problems: list[str]) -> None:
     """Raise one error with all problems, if there are any."""
     if problems:

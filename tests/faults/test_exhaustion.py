@@ -173,6 +173,8 @@ class OutOfMemoryError(RuntimeError):
          "host memory ran out: DefaultCPUAllocator"),
         (OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Of the allocated memory 1 GiB is ..."),
          "GPU memory ran out: CUDA out of memory. Tried 2 GiB. To fit, use a smaller"),
+        (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."),
+         "GPU memory ran out: CUDA error: out of memory. To fit, use a smaller"),
         (OSError(errno.ENOSPC, "No space left on device", "a.txt"),
          "No space left on device (a.txt): free some space"),
         (ValueError("a bug"), None),

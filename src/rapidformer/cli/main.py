@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.cli import COMMANDS, DISTRIBUTED, OWN_FLAGS
 from rapidformer.cli.own_flags import HelpShownError, say
 from rapidformer.config.derive import is_launched
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import RapidformerError, is_out_of_gpu_memory
 from rapidformer.launch.environment import LaunchPlan, is_started_node, needs_agent, plan_launch
 from rapidformer.launch.failures import report_failure
 from rapidformer.launch.worker import attach_to_launcher, die_with_parent
@@ -243,10 +243,10 @@ def describe_exhaustion(error: BaseException) -> str | None:
             "a path begins with ~ and the name of a user who is not on this machine: write the "
             "path in full, or ./~... for a file of that name."
         )
-    # torch's error for GPUs by name: importing torch here would make every command slow.
-    if type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_gpu_memory(error):
         advice = getattr(error, "advice", f"To fit, {_MEMORY}.")
         text = text.partition(" Of the allocated memory")[0]  # torch's own advice follows
+        text = text.rstrip(".") + "."
         return f"GPU memory ran out: {text} {advice}"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"host memory ran out{': ' + text if text else ''}. To fit, {_MEMORY}."

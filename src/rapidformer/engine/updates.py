@@ -47,7 +47,7 @@ from rapidformer.engine.optimizing import (
     uses_plain_gradients,
 )
 from rapidformer.engine.runtime import Runtime
-from rapidformer.errors import RapidformerError
+from rapidformer.errors import RapidformerError, is_out_of_gpu_memory
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import scale_loss, take_gradients
@@ -387,7 +387,9 @@ class Updates:
         try:
             is_ready = size <= _MOST_COPIED
             is_ready = is_ready and finishing.prepare(finishing.place(gradients), graphed)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_gpu_memory(error):
+                raise
             finishing.forget()
             self._refused_in_graph, is_ready = _MOST_REFUSED, False
         if not is_ready:

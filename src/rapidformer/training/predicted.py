@@ -22,6 +22,7 @@ from rapidformer.checkpoint.finding import ARGUMENTS_FILE
 from rapidformer.config import Settings
 from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import gather_from_all
+from rapidformer.errors import is_out_of_gpu_memory
 from rapidformer.log import get_logger
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.report import Reporter
@@ -143,7 +144,7 @@ def compare(predicted: dict[str, float], actual: dict[str, float], devices: str)
 
 def advise_on_memory(error: BaseException, args: Settings, device: torch.device) -> None:
     """Give an error of exhausted GPU memory what takes it and what would fit, if plan can say."""
-    if not isinstance(error, torch.OutOfMemoryError) or args.world_size > 1:
+    if not is_out_of_gpu_memory(error) or args.world_size > 1:
         return  # of several ranks, the launcher ends the others before an answer is there
     get_logger().info("GPU memory ran out: asking `rapidformer plan` what would fit ...")
     found = finish_prediction(start_prediction(args, device), args, _PATIENCE_IN_NEED)

@@ -47,7 +47,7 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import Sizes
 from rapidformer.data.update import MicroBatch, Update
 from rapidformer.dist.topology import Topology
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, is_out_of_gpu_memory
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
 from rapidformer.optim.gradients import take_gradients
@@ -356,7 +356,7 @@ class GraphedPasses:
         except Exception as error:
             # Whatever it is, the passes themselves run next: if they fail too, the user sees that.
             problem = describe_error(error)
-            has_memory = not isinstance(error, torch.OutOfMemoryError)
+            has_memory = not is_out_of_gpu_memory(error)
         take_gradients(self._leaves)
         before.restore()
         self._give_up(problem, in_pieces=has_memory)

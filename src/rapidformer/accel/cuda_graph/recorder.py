@@ -227,8 +227,9 @@ def _find_place(error: Exception) -> str:
 
 
 T = TypeVar("T")
-_MOST_RESERVED = 0.5
-"""If more of the device's memory is reserved than this, a recording might run out of it."""
+_MOST_RESERVED, _MOST_USED = 0.5, 0.75
+"""If this run has reserved more of the device's memory than this, or all that share the device
+use more, a recording might run out of it."""
 
 
 class CudaCapture:
@@ -251,9 +252,10 @@ class CudaCapture:
     @property
     def has_room(self) -> bool:
         """Whether there is plenty of memory for further recordings."""
-        total = torch.cuda.get_device_properties(self._device).total_memory
+        free, total = torch.cuda.mem_get_info(self._device)  # other processes may use it as well
         allowed = torch.cuda.get_per_process_memory_fraction(self._stream.device) * total
-        return torch.cuda.memory_reserved(self._device) <= _MOST_RESERVED * allowed
+        reserved = torch.cuda.memory_reserved(self._device)
+        return reserved <= _MOST_RESERVED * allowed and total - free <= _MOST_USED * total
 
     def warm_up(self, function: Callable[[], T], *, forbids_reads: bool) -> T:
         """Run the function as it will be recorded; with ``forbids_reads``, it may not wait."""

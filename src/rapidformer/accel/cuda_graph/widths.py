@@ -33,6 +33,7 @@ from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
+from rapidformer.errors import is_out_of_gpu_memory
 from rapidformer.log import warn_once
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.watched import has_width_readers
@@ -184,7 +185,7 @@ class Widths:
                 means, wide_gradients = run(columns)
             except Exception as error:  # the user's code may expect this width, and fail in any way
                 take_gradients(self._parameters)
-                fewer = _halve(micro_batch) if isinstance(error, torch.OutOfMemoryError) else None
+                fewer = _halve(micro_batch) if is_out_of_gpu_memory(error) else None
                 if fewer is None:
                     first_line = next(iter(str(error).splitlines()), "")
                     return f"a step fails {state} ({type(error).__name__}: {first_line})"
