@@ -30,6 +30,7 @@ ORDER = {
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "fp8": "multiplies in 8 bits in training",
     "table": "takes the gradient of a small embedding table from a matrix product",
+    "convolution": "multiplies Fourier transforms instead of convolving",
     "heads": "takes keys and values by slices, for which the host does not wait",
     "bias": "lays out a relative position bias as fused attention needs it",
     "positions": "scores relative positions without gathering them (DeBERTa)",
