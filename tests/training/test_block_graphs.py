@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertForSequenceClassification, OPTConfig, OPTForCausalLM
+from transformers.utils import output_capturing
 
 from rapidformer.accel.cuda_graph import block_graphs
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
@@ -216,6 +217,15 @@ class Changed(Counting):
         return outputs.loss + sum(read)
 
 
+class Reading(Counting):
+    """Reads what every block returns, in every step."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        outputs = model(**batch, output_hidden_states=True)
+        return outputs.loss + sum(each.square().mean() for each in outputs.hidden_states)
+
+
 class Doubled(torch.nn.Module):
     """Calls a block with twice its input."""
 
@@ -250,6 +260,31 @@ def test_blocks_that_are_skipped_by_chance(monkeypatch: pytest.MonkeyPatch) -> N
     replayed = train(Counting, model, make_texts(40), capture)
     assert replayed.in_pieces.problem is None
     assert capture.recorded > 2, "each block by itself"
+    assert capture.replayed > capture.recorded
+    assert replayed.values.lines == plain.values.lines
+
+
+class Silent(Again):
+    """A replay that runs no hooks: a graph has no Python code."""
+
+    def record(self, function: Callable[[], list[torch.Tensor]]) -> Any:
+        first, replay = super().record(function)
+
+        def replay_silently() -> None:
+            token = output_capturing._active_collector.set(None)
+            replay()
+            output_capturing._active_collector.reset(token)
+
+        return first, replay_silently
+
+
+def test_outputs_of_blocks_that_the_model_is_asked_for() -> None:
+    """transformers keeps them by hooks, which run after each replay."""
+    plain = train(Reading, make_gpt2(), make_texts(24), None)
+    capture = Silent()
+    replayed = train(Reading, make_gpt2(), make_texts(24), capture)
+    assert replayed.in_pieces.problem is None
+    assert capture.recorded == 4, "each block by itself"
     assert capture.replayed > capture.recorded
     assert replayed.values.lines == plain.values.lines
 

@@ -73,4 +73,5 @@ def convolve(values: Tensor, weight: Tensor, padding: int, groups: int) -> Tenso
     inputs = torch.fft.rfft(functional.pad(values.float(), (padding, padding)), n=length)
     filters = torch.fft.rfft(weight.float(), n=length).conj().unflatten(0, (groups, -1))
     product = torch.einsum("ngif,goif->ngof", inputs.unflatten(1, (groups, -1)), filters)
-    return torch.fft.irfft(product.flatten(1, 2), n=length)[..., : padded - width + 1]
+    output: Tensor = torch.fft.irfft(product.flatten(1, 2), n=length)
+    return output[..., : padded - width + 1]

@@ -46,6 +46,12 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Run hooks that only look at what the module has returned."""
+    for hook in module._forward_hooks.values():
+        hook(module, args, output)
+
+
 @contextmanager
 def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, those of these modules that are compiled run as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rapidformer.compat.patches import Entry, Patch, describe_difference
@@ -21,7 +22,25 @@ PRIVATE_NAMES = {
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism of transformers' models",
     "transformers.PreTrainedModel._can_compile_fullgraph": "generating with CUDA graphs",
     "transformers.PreTrainedModel._ep_plan": "expert parallelism of transformers' models",
+    "transformers.utils.output_capturing._active_collector": "outputs of replayed blocks",
 }
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def find_captured(hook: Any) -> str | None:
+    """Which output transformers keeps with this hook, if a call asks for it; None: another hook."""
+    if getattr(hook, "__module__", None) != _CAPTURING or "key" not in hook.__code__.co_freevars:
+        return None
+    cell = hook.__closure__[hook.__code__.co_freevars.index("key")]
+    return str(cell.cell_contents)
+
+
+def list_captured() -> frozenset[str]:
+    """Which outputs of its modules the model that runs now keeps, such as ``hidden_states``."""
+    module = sys.modules.get(_CAPTURING)
+    return frozenset() if module is None else frozenset(module._active_collector.get() or ())
 
 
 SPLIT_HEADS = "_split_heads"

@@ -38,7 +38,12 @@ from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, 
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
+from rapidformer.compat.torch_modules import (
+    call_plainly,
+    get_compiled_call,
+    run_forward_hooks,
+    set_compiled_call,
+)
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
@@ -147,6 +152,9 @@ class BlockGraphs:
         """What the blocks' code depends on in this call of the model."""
         self._places: Hashable = None
         self._number = 0
+        self._block_set = set(blocks)
+        self._kept: frozenset[str] | None = None
+        """Which outputs of blocks transformers has kept in the last pass."""
         self._host_numbers: HostNumbers
         """Those that the last pass began with."""
         self._is_running = False
@@ -263,7 +271,8 @@ class BlockGraphs:
         """Record the calls that the last pass has noted."""
         now = get_numbers(self._device)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
-        chains = build_chains(notes.calls, are_linked=self._may_chain and not self._skips_by_chance)
+        may_chain = self._may_chain and not self._kept and not self._skips_by_chance
+        chains = build_chains(notes.calls, are_linked=may_chain)
         together.notes = None
         try:
             recorded = self.record_all(chains, before)
@@ -309,6 +318,8 @@ class BlockGraphs:
         self._code.note_replay()
         number, numbers = self._number, get_numbers(self._device)
         output = recorded.replay(call, numbers, lambda: number == self._number)
+        if self._kept:
+            run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
 
@@ -320,15 +331,16 @@ class BlockGraphs:
         except NotRepeatableError as problem:
             self.give_up(str(problem))
             return _Together()
-        if self._code.has_hooks:
-            return _Together()  # those of transformers collect what was asked for
+        self._kept = kept = self._code.find_kept(self._block_set)
+        if kept is None:
+            return _Together()
         if any(getattr(above, name) is not below for above, name, below in self._ways):
             return _Together()  # something stands in a block's place
         places = hash_places(self._parameters)
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
             self._recorded.clear()
             self._places = places
-        key = (call.form, self._described)
+        key = (call.form, self._described, kept)
         if key in self._recorded:
             self._replays += 1
             return self._recorded[key]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from rapidformer.compat.torch_dispatch import tree_leaves
 
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
+from rapidformer.compat.transformers_models import find_captured, list_captured
 from rapidformer.models.watched import describe_watched, find_watched
 
 _MOST_CHANGES = 8
@@ -26,7 +27,7 @@ class ReplayedCode:
         self.steps, self._model = steps, model
         self.examination = Examination(steps, model)
         modules = self.examination.modules
-        self._tables = [table for module in modules for table in list_hook_tables(module)]
+        self._tables = [(module, table) for module in modules for table in list_hook_tables(module)]
         self._known_hooks: list[Callable[..., Any]] = []
         self._described: Description | None = None
         """What the code depended on when it was last asked."""
@@ -57,16 +58,21 @@ class ReplayedCode:
         """What was recorded has come again."""
         self._changes = 0
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether there are hooks, if only a library's."""
-        return any(self._tables)
+    def find_kept(self, blocks: Collection[nn.Module]) -> frozenset[str] | None:
+        """Which outputs of blocks transformers keeps now; None: hooks may do something else."""
+        kept = list_captured()
+        for module, table in self._tables:
+            for hook in table.values():
+                name = find_captured(hook)
+                if name is None or (name in kept and module not in blocks):
+                    return None
+        return kept
 
     def check_hooks(self, parameters: Sequence[nn.Parameter], exchange: object = None) -> None:
         """Refuse hooks but those of a reducer, which may be registered at any time."""
         if any(list_global_hook_tables()):
             raise NotRepeatableError("a replay would not run the hooks on all modules")
-        hooks = [hook for table in self._tables if table for hook in table.values()]
+        hooks = [hook for _, table in self._tables if table for hook in table.values()]
         if hooks != self._known_hooks:
             watched = find_watched(dict(self._model.named_modules()))
             if watched:
