@@ -411,6 +411,7 @@ _SIZES = {
     [
         "bert", "roberta", "distilbert", "electra", "gpt2", "llama", "t5", "bart", "qwen2",
         "qwen3", "falcon", "vit", "mixtral", "mistral", "gemma2", "phi", "opt", "gpt_neox",
+        "wav2vec2",
     ],
 )  # fmt: skip
 def test_models_of_transformers(family: str) -> None:

@@ -18,7 +18,8 @@ from torch.nn import functional
 PURE = {
     "collections", "cmath", "functools", "itertools", "math", "numbers", "operator", "typing",
     "torch.amp.autocast_mode", "torch.autograd.grad_mode", "torch.functional",
-    "torch.nn.functional", "torch.nn.modules", "torch.nn.utils.rnn",
+    "torch.nn.functional", "torch.nn.modules", "torch.nn.utils.parametrizations",
+    "torch.nn.utils.parametrize", "torch.nn.utils.rnn", "torch.nn.utils.weight_norm",
     "transformers.activations", "transformers.cache_utils", "transformers.integrations",
     "transformers.loss", "transformers.masking_utils", "transformers.modeling_layers",
     "transformers.modeling_outputs", "transformers.modeling_rope_utils",
