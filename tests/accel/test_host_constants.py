@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.host_constants import HostConstants
 
 META = torch.device("meta")
@@ -121,3 +122,20 @@ def test_large_constants_are_copied_as_before(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(2):
             torch.ones(32).to(META)
     assert copies.count == 2
+
+
+def test_compiled_blocks_are_not_compiled_again_for_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    compiled, rows = CompiledBlocks("eager"), torch.ones(2, 3)
+    for block in model:
+        compiled.add(block)
+    expected = model(rows)
+    count = compiled.graphs
+    with HostConstants(META):
+        assert torch.equal(model(rows), expected)
+        with Copies() as copies:
+            for _ in range(2):
+                bucket(4).to(META)
+    assert copies.count == 1, "it goes on afterwards"
+    assert compiled.graphs == count > 0
+    assert compiled.recompilations == 0

@@ -438,7 +438,7 @@ class Updates:
             return None
         device = self._runtime.device
         compiles = parallelized.wants("compilation")
-        capture = CudaCapture(device, compiles=compiles)
+        capture = CudaCapture(device)
         placed = (
             synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
         )

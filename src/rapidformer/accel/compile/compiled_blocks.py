@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
 from rapidformer.accel.context.arguments import is_cache
+from rapidformer.accel.cuda_graph.host_constants import without_host_constants
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat import torch_compile
 from rapidformer.compat.peft import are_adapters_off
@@ -131,7 +132,8 @@ class CompiledBlocks:
     ) -> Any:
         """Run a compiled function, and count what torch compiles for it."""
         before, cached_before = torch_compile.count_graphs(), torch_compile.count_cached_graphs()
-        output = compiled.run(block, *args, **kwargs)
+        with without_host_constants():
+            output = compiled.run(block, *args, **kwargs)
         new = torch_compile.count_graphs() - before
         self.from_cache += torch_compile.count_cached_graphs() - cached_before
         self.graphs += new

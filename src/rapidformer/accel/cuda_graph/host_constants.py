@@ -7,8 +7,9 @@ with is not a constant: a tensor that the model keeps, numbers drawn, values of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ _MOST_BYTES = 2**26
 class HostConstants(TorchFunctionMode):
     """Inside, a constant of the host that goes to this device is one that is there already."""
 
+    current: ClassVar[HostConstants | None] = None
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
@@ -35,9 +38,15 @@ class HostConstants(TorchFunctionMode):
         self._copies: dict[Hashable, Tensor] = {}
         self._num_bytes = 0
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        HostConstants.current = self
+        return self
+
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._constants.clear()
+        HostConstants.current = None
 
     def __torch_function__(
         self,
@@ -110,6 +119,20 @@ class HostConstants(TorchFunctionMode):
         for result in results:
             if type(result) is Tensor and result.device.type == "cpu" and result.numel():
                 self._constants[_get_address(result)] = result
+
+
+@contextmanager
+def without_host_constants() -> Iterator[None]:
+    """Inside, compiled code can run: torch would compile it again for a mode that looks on."""
+    mode = HostConstants.current
+    if mode is None:
+        yield
+        return
+    TorchFunctionMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__enter__(mode)
 
 
 def _get_address(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -238,10 +238,9 @@ class CudaCapture:
     A pool ends with its last graph, and torch refuses to record into it again.
     """
 
-    def __init__(self, device: torch.device, *, compiles: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Code that was compiled outside would be compiled again inside.
-        self._constants = nullcontext() if compiles else HostConstants(device)
+        self._constants = HostConstants(device)
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
