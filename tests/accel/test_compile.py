@@ -25,6 +25,7 @@ from rapidformer.accel.compile.compilation import (
     limit_size,
 )
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.precision.autocast import apply_mixed_precision
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.recompute.blocks import apply_recompute
@@ -447,3 +448,13 @@ def test_generated_code_computes_the_same() -> None:
     assert (compiled.graphs, compiled.recompilations) == (1, 0)
     changes = list_changes(before, look() | look_at_torch())
     assert not [change for change in changes if not change.startswith(tuple(COMPILED))]
+
+
+def test_a_recording_without_copies_of_weights_compiles_nothing_again() -> None:
+    block, compiled = nn.Linear(3, 3), CompiledBlocks("eager")
+    compiled.add(block)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, count = block(torch.ones(2, 3)), compiled.graphs
+        with without_cast_cache():
+            assert torch.equal(block(torch.ones(2, 3)), expected)
+    assert compiled.graphs == count > 0

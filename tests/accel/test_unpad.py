@@ -35,7 +35,7 @@ from rapidformer.accel.unpad.batches import (
 from rapidformer.accel.unpad.sides import read_filled_sides
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
-from rapidformer.models.plan import find_plan
+from rapidformer.models.plan import LAYER_DROPS, find_plan
 from rapidformer.overlay import get_fact, put_fact
 
 SMALL: dict[str, Any] = {
@@ -194,6 +194,33 @@ def test_encoder_decoder_models(kind: str, is_recomputed: bool) -> None:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["opt", "m2m_100"])
+def test_blocks_that_are_skipped_by_chance(kind: str) -> None:
+    """LayerDrop: any block may be the first or the last one of a pass."""
+    is_pair = kind == "m2m_100"
+    make = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
+    drops = dict.fromkeys(LAYER_DROPS, 0.5)
+    dropouts = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    model = build(make, kind, **(PAIR if is_pair else {}), **drops, **dropouts).train()
+    batch = make_pair() if is_pair else make_batch(model)
+
+    def run_some() -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(1)  # which blocks are skipped
+        return [run(model, batch) for _ in range(6)]
+
+    expected = run_some()
+    assert apply_unpadding(model, find_plan(model)) is None
+    shapes: list[Any] = []
+    for block in find_plan(model).get_blocks(model):
+        block.register_forward_hook(Note(shapes))
+    for mine, theirs in zip(run_some(), expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert {*shapes} == {(1, 21), (1, 24)} if is_pair else {(1, 21)}
+    assert len(shapes) < 6 * len(find_plan(model).blocks)
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -75,6 +75,13 @@ class ModelPlan:
 LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 """What transformers calls the chance of skipping a block in training."""
 
+
+def skips_blocks(model: nn.Module) -> bool:
+    """Whether a model skips some of its blocks in training, by chance (LayerDrop)."""
+    config = getattr(model, "config", None)
+    return any(getattr(config, name, 0) for name in LAYER_DROPS)
+
+
 GivenPlan = ModelPlan | Mapping[str, Any]
 _KEYS = (
     "blocks", "tensor", "divided", "has_split_sequences", "has_split_losses", "before", "after",

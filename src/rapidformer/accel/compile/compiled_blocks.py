@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import choose_for_all_sizes, use_kernels
 from rapidformer.accel.context.arguments import is_cache
+from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.host_constants import without_host_constants
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat import torch_compile
@@ -132,7 +133,8 @@ class CompiledBlocks:
     ) -> Any:
         """Run a compiled function, and count what torch compiles for it."""
         before, cached_before = torch_compile.count_graphs(), torch_compile.count_cached_graphs()
-        with without_host_constants():
+        # It makes its own copies of weights, and would be compiled again where they are not kept.
+        with without_host_constants(), without_cast_cache():
             output = compiled.run(block, *args, **kwargs)
         new = torch_compile.count_graphs() - before
         self.from_cache += torch_compile.count_cached_graphs() - cached_before

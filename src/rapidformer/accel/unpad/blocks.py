@@ -27,7 +27,7 @@ from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.transformers_models import is_own_model
-from rapidformer.models.plan import ModelPlan, find_owner, runs_in_library_code
+from rapidformer.models.plan import ModelPlan, find_owner, runs_in_library_code, skips_blocks
 from rapidformer.overlay import drop_fact, extend, get_fact, get_own_class, put_fact, remove
 
 _PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
@@ -78,7 +78,8 @@ def extend_blocks(
     extended = []
     has_own_code = not is_own_model(get_own_class(model))
     for stack in stacks:
-        is_own = runs_in_library_code(model, stack[0])
+        # If blocks are skipped, any may be the first or the last.
+        is_own = runs_in_library_code(model, stack[0]) and not skips_blocks(model)
         is_watched = is_own and has_own_code
         if is_watched:
             owner = find_owner(model, stack[0])

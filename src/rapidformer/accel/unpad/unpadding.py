@@ -43,7 +43,7 @@ from rapidformer.dist.collectives import max_over_all
 from rapidformer.errors import ConfigurationError
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.own_loss import shifts_labels
-from rapidformer.models.plan import LAYER_DROPS, ModelPlan, runs_in_library_code
+from rapidformer.models.plan import ModelPlan, runs_in_library_code
 from rapidformer.models.watched import Watching, find_requested, list_inner_modules
 from rapidformer.overlay import extend, get_fact, get_own_class, list_layers, put_fact, remove
 
@@ -371,8 +371,6 @@ def find_problem(model: Any, plan: ModelPlan) -> str | None:
     if is_encoder_decoder(model) and model.get_output_embeddings() is None:
         # Its decoder reads the input again, and its labels say nothing about padding.
         return f"{type(model).__name__} is an encoder-decoder whose labels are not text"
-    if any(getattr(config, name, 0) for name in LAYER_DROPS):
-        return "layerdrop skips blocks"
     asked = find_requested(model, {})
     return asked and f"its configuration sets {asked}, whose result includes padding"
 
