@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints
+from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints, name_checkpoint
 from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.index import Index
 from rapidformer.checkpoint.model_files import (
@@ -97,7 +97,7 @@ class Save:
 
     @property
     def target(self) -> Path:
-        return self.folder / f"iter_{self.step:07d}"
+        return self.folder / name_checkpoint(self.step)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and publish the checkpoint; every rank must call this, and all fail if one does."""

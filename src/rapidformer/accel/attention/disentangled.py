@@ -23,7 +23,7 @@ from torch.nn import functional
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.unpad.kernels import make_current_mask
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import gather, scatter
+from rapidformer.accel.unpad.places import gather, scatter
 from rapidformer.compat.transformers_models import (
     find_unknown_attention,
     find_unknown_disentangled,
