@@ -22,8 +22,7 @@ from torch.futures import Future
 
 from rapidformer.checkpoint.finding import RUN, blaming, read_run
 from rapidformer.checkpoint.index import INDEX, Index, check_index, is_model_file, read_index
-from rapidformer.checkpoint.pieces import split_strided
-from rapidformer.checkpoint.torch_index import to_metadata
+from rapidformer.checkpoint.pieces import split_strided, to_metadata
 from rapidformer.compat.torch_distributed import open_part
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, what it learnt from, and what is known about it."""
+"""What an export says of itself: what it is, what it learnt from, and what is known about it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import math
 import re
 import shlex
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.exporting.report import Report
+from rapidformer.checkpoint.exporting.proof import Changes, Proof
+from rapidformer.checkpoint.exporting.serving import Serving
 from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.checkpoint.finding import (
     ARGUMENTS_FILE,
@@ -197,3 +199,20 @@ def _find_license(start: str | None) -> str | None:
         found = ModelCard.load(path, ignore_metadata_errors=True).data.get("license")
         return str(found) if found else None
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was exported, and what is proven about it."""
+
+    source: str
+    folder: str
+    format: str
+    dtype: str
+    is_merged: bool
+    changes: Changes | None
+    """None if the starting model is unknown."""
+    proof: Proof | None
+    """None if it was not wanted."""
+    serving: Serving | None
+    """What vLLM and ``transformers serve`` find in it; None if it is not for them."""
