@@ -22,7 +22,6 @@ from rapidformer.tasks.chat.columns import (
     RESPONSE,
     SYSTEM,
     ChatColumns,
-    as_optional,
     find_chat_columns,
 )
 from rapidformer.tasks.evaluation.generating import (
@@ -32,7 +31,7 @@ from rapidformer.tasks.evaluation.generating import (
     divide_length,
     generate_records,
 )
-from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
 from rapidformer.tasks.rows.rows import (
     as_rows,
     drop_columns,

@@ -106,9 +106,9 @@ class StreamRows:
         ]
         return stream
 
-    def map(self, function: Callable[[Any], Any]) -> StreamRows:
-        """The stream with a function of each row, called by the process that uses the row."""
-        return self.then(lambda rows, _: [function(row) for row in rows], expands=False)
+    def map(self, function: Callable[[Any, RowNumber], Any]) -> StreamRows:
+        """The stream with a function of each row and its number."""
+        return self.then(lambda *rows: list(map(function, *rows)), expands=False)
 
     @cached_property
     def head(self) -> list[Any]:

@@ -147,6 +147,19 @@ def is_empty(message: Message) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
 
 
+def find_last_answer(messages: Sequence[Message]) -> int:
+    """Where the turns end that decide a loss: after the last answer; 0 without one."""
+    places = enumerate(messages, start=1)
+    return max((n for n, m in places if m["role"] == "assistant" and not is_empty(m)), default=0)
+
+
+def split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """The turns up to the requested answer, and that answer if the row has it."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None
+
+
 def _read_message(item: Any, read_content: Callable[[Any], str]) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(f"has a {type(item).__name__} instead of a message (role, content)")

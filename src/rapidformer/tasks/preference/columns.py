@@ -22,9 +22,8 @@ from rapidformer.tasks.chat.columns import (
     RESPONSE,
     SYSTEM,
     TOOLS,
-    as_optional,
 )
-from rapidformer.tasks.rows.columns import ColumnRole, describe_missing, find_column
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional, describe_missing, find_column
 from rapidformer.tasks.rows.rows import get_column_names
 
 CHOSEN = ColumnRole(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rapidformer.data.folders import get_split_name
 from rapidformer.errors import DataError, list_first
@@ -25,6 +25,11 @@ class ColumnRole:
     @property
     def flag(self) -> str:
         return "--" + self.setting.replace("_", "-")
+
+
+def as_optional(role: ColumnRole) -> ColumnRole:
+    """The same role, made optional."""
+    return replace(role, required=False)
 
 
 def find_column(

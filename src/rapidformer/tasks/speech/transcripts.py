@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.speech_sections import SpeechArguments
+from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.hub import has_tokenizer
 from rapidformer.log import get_logger, warn
