@@ -36,7 +36,7 @@ class _Questions:
             try:
                 return check(answer)
             except ValueError as reason:
-                raise ConfigurationError(f"--{name.replace('_', '-')}: {reason}") from None
+                raise ConfigurationError(f"{to_flag(name)}: {reason}") from None
         while self.is_asking:
             sys.stdout.write(f"{question} [{default}]: ")
             sys.stdout.flush()

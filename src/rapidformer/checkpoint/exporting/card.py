@@ -22,6 +22,7 @@ from rapidformer.checkpoint.finding import (
 )
 from rapidformer.checkpoint.inventory import read_metrics
 from rapidformer.checkpoint.publish import read_json
+from rapidformer.config.schema import to_flag
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import is_hub_name
 from rapidformer.log import get_logger
@@ -138,7 +139,7 @@ def _read_settings(run: Path | None) -> tuple[dict[str, Any], str | None]:
     for name, origin in lines:
         if name in ("save", "config") or origin.startswith(("default", "derived")):
             continue
-        flag, value = f"--{name.replace('_', '-')}", settings.get(name)
+        flag, value = to_flag(name), settings.get(name)
         if isinstance(value, bool):
             words += [flag if value else f"{flag}=false"]
         else:

@@ -26,6 +26,8 @@ from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerE
 from rapidformer.hub import has_tokenizer, quiet_transformers
 from rapidformer.log import get_logger
 
+REPORT = "export.json"
+"""Lists what an export wrote: only such a folder is ever replaced."""
 _INDEX = "model.safetensors.index.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}
 _GENERATION = "generation_config.json"
@@ -33,7 +35,7 @@ _GENERATION = "generation_config.json"
 _FOLDERS = ("additional_chat_templates", "1_Pooling", "2_Normalize")
 # Written by the export itself, or about another folder.
 _OTHERS = {"config.json", "adapter_config.json", _INDEX, ORIGIN}
-_OTHERS |= {"pytorch_model.bin.index.json", "export.json", "trainer_state.json"}
+_OTHERS |= {"pytorch_model.bin.index.json", REPORT, "trainer_state.json"}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,10 +105,6 @@ def _save_processor(base: str, target: Path) -> None:
             continue
         processor.save_pretrained(target)
         return
-
-
-REPORT = "export.json"
-"""Lists what an export wrote: only such a folder is ever replaced."""
 
 
 def refuse_foreign(target: Path) -> None:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from rapidformer.config.schema import to_flag
 from rapidformer.data.folders import get_split_name
 from rapidformer.errors import DataError, list_first
 from rapidformer.nearest import find_nearest
@@ -24,7 +25,7 @@ class ColumnRole:
 
     @property
     def flag(self) -> str:
-        return "--" + self.setting.replace("_", "-")
+        return to_flag(self.setting)
 
 
 def as_optional(role: ColumnRole) -> ColumnRole:
