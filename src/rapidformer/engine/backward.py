@@ -29,12 +29,7 @@ from rapidformer.engine.in_batch import warn_if_rows_are_compared, warn_of_other
 from rapidformer.engine.weights import LossWeights
 from rapidformer.errors import ModelError, RapidformerError
 from rapidformer.log import warn_once
-from rapidformer.optim.gradients import (
-    HeldGradients,
-    add_gradients,
-    scale_loss,
-    take_gradients,
-)
+from rapidformer.optim.gradients import HeldGradients, add_gradients, scale_loss, take_gradients
 from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import MeasureNorm, UpdateClock
@@ -126,12 +121,7 @@ class BackwardPasses:
 
     @contextmanager
     def joining(
-        self,
-        result: MicroBatchResult,
-        micro_batch: MicroBatch | None,
-        unit: float,
-        *,
-        counts: bool,
+        self, result: MicroBatchResult, micro_batch: MicroBatch | None, unit: float, *, counts: bool
     ) -> Iterator[list[nn.Parameter]]:
         """A backward pass that several engines share; yields what it will have reached of this one.
 

@@ -114,9 +114,7 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 
 
-def sum_all_squares(
-    gradients: Sequence[torch.Tensor],
-) -> dict[DeviceMesh | None, torch.Tensor]:
+def sum_all_squares(gradients: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, torch.Tensor]:
     """This rank's part of the sum of squares, by the mesh that gradients are split on."""
     plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     sums: dict[DeviceMesh | None, torch.Tensor] = {None: _square_norm(plain)} if plain else {}

@@ -21,12 +21,7 @@ from torch.nn import functional
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
-from rapidformer.accel.fused_loss.chunked import (
-    Losses,
-    Recipe,
-    compute_losses,
-    get_compute_type,
-)
+from rapidformer.accel.fused_loss.chunked import Losses, Recipe, compute_losses, get_compute_type
 from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer

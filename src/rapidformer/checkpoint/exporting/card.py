@@ -14,12 +14,7 @@ from typing import Any
 from rapidformer.checkpoint.exporting.proof import Changes, Proof
 from rapidformer.checkpoint.exporting.serving import Serving
 from rapidformer.checkpoint.exporting.source import Source
-from rapidformer.checkpoint.finding import (
-    ARGUMENTS_FILE,
-    METRICS_FILE,
-    RUN_FILE,
-    read_arguments,
-)
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE, RUN_FILE, read_arguments
 from rapidformer.checkpoint.inventory import read_metrics
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.config.schema import to_flag

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
-from rapidformer.tasks.chat.features import (
-    NO_ANSWER,
-    ChatEncoder,
-    drop_left_out,
-    report_trained,
-)
+from rapidformer.tasks.chat.features import NO_ANSWER, ChatEncoder, drop_left_out, report_trained
 from rapidformer.tasks.chat.turns import BadRowError, name_rows
 from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
 from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
-from rapidformer.tasks.chat.columns import (
-    RESPONSE,
-    ChatColumns,
-    find_chat_columns,
-)
+from rapidformer.tasks.chat.columns import RESPONSE, ChatColumns, find_chat_columns
 from rapidformer.tasks.preference.columns import (
     MARGIN,
     PAIR_ROLES,

@@ -40,11 +40,7 @@ from rapidformer.tasks.speech.rows import (
     measure_rows,
     stream_rows,
 )
-from rapidformer.tasks.speech.transcripts import (
-    Transcripts,
-    get_speech_task,
-    load_transcripts,
-)
+from rapidformer.tasks.speech.transcripts import Transcripts, get_speech_task, load_transcripts
 
 if TYPE_CHECKING:
     from torch import nn
