@@ -77,7 +77,7 @@ def _encode(
     """Rows of pixel values, computed on request."""
     kept = without_decoding(rows, "Image", column)
     images = _ImageRows(kept, column, processor, split, space or None)
-    return rows.map(images.encode) if is_row_stream(rows) else images
+    return rows.map_numbered(images.encode) if is_row_stream(rows) else images
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,8 +106,12 @@ class StreamRows:
         ]
         return stream
 
-    def map(self, function: Callable[[Any, RowNumber], Any]) -> StreamRows:
-        """The stream with a function of each row and its number."""
+    def map(self, function: Callable[[Any], Any]) -> StreamRows:
+        """The stream with a function of each row, called by the process that uses the row."""
+        return self.map_numbered(lambda row, _: function(row))
+
+    def map_numbered(self, function: Callable[[Any, RowNumber], Any]) -> StreamRows:
+        """The same with a function of each row and its number in its shard, from 0."""
         return self.then(lambda *rows: list(map(function, *rows)), expands=False)
 
     @cached_property

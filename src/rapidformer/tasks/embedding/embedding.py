@@ -103,7 +103,7 @@ class Embedding(PairTask):
         collate = build_collator(features, parts)
         train: Any = features.get("train")
         if is_row_stream(train):
-            features["train"] = train.map(lambda item, _: collate.check(item))
+            features["train"] = train.map(collate.check)
         prepared = parts.prepare(features, extras, collate=collate)
         return _add_recipe(prepared, parts, recipe, loss)
 

@@ -42,7 +42,7 @@ class ImageTextStream:
         return any(feature["conversation"].images for feature in head)
 
     def open(self) -> Any:
-        return self._measured.map(self._open)
+        return self._measured.map_numbered(self._open)
 
     def _measure(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
         """Read all of the rows but the pixels of their images."""

@@ -279,7 +279,7 @@ def stream_rows(
         silence = parts.extract(np.zeros(rate, dtype=np.float32), has_mask=has_mask)
         return LeftOut({**silence, "labels": labels}, reason)
 
-    return stream.map(read)
+    return stream.map_numbered(read)
 
 
 @dataclass(frozen=True)
