@@ -72,8 +72,7 @@ def load_checkpoint(
             _restore_schedule(state, run["scheduler"])
         if with_random_states:
             _load_random_states(folder, run, state)
-    extra: dict[str, Any] = run["extra"] if with_position else {}
-    return extra
+    return run["extra"] if with_position else {}
 
 
 def check_checkpoint(folder: Path) -> None:

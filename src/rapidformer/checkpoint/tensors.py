@@ -73,8 +73,7 @@ def check_counter(folder: Path) -> None:
 
 def _read_ties(folder: Path) -> dict[str, str]:
     """The ties of a checkpoint; older ones have none, and store such weights under each name."""
-    ties: dict[str, str] = read_run(folder).get("tied", {})
-    return ties
+    return read_run(folder).get("tied", {})
 
 
 def _read_checked_index(folder: Path) -> Index:

@@ -46,8 +46,7 @@ def get_logits(
     options = {"use_cache": False} if takes_use_cache(model) else {}
     with reading_labelled(model, inputs, labels, is_shifted=is_shifted), deferring(model):
         outputs = model(**{**options, **inputs})
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
-    return logits
+    return outputs if isinstance(outputs, Tensor) else outputs["logits"]
 
 
 def get_token_logprobs(

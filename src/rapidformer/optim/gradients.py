@@ -156,8 +156,7 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
     """A large matrix on a CPU as the norms of its rows: fp32 squares of millions add up badly."""
     if tensor.device.type != "cpu" or tensor.dim() < 2 or tensor.numel() < 2**16:
         return tensor
-    rows: torch.Tensor = torch.linalg.vector_norm(tensor, dim=-1)
-    return rows
+    return torch.linalg.vector_norm(tensor, dim=-1)
 
 
 def clip_norm(

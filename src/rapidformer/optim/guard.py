@@ -192,8 +192,7 @@ class _Reading:
     def read(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[float] = self._values.tolist()
-        return numbers
+        return self._values.tolist()
 
 
 def describe_bad_batch(reason: str, step: int, samples: Sequence[int]) -> str:

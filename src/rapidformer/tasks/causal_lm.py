@@ -137,14 +137,12 @@ class CausalLM(LanguageModel):
             apply_packed_attention(model, prepared.extras["packed_length"])
         if prepared.extras.get("stop_id") is not None:
             add_stop(model, prepared.extras["stop_id"], prepared.processor)
-        built: nn.Module = model
-        return built
+        return model
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         from rapidformer.tasks.text.packed_attention import get_inputs
 
-        loss: torch.Tensor = model(**get_inputs(model, batch)).loss
-        return loss
+        return model(**get_inputs(model, batch)).loss
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import shift_labels
@@ -267,8 +265,7 @@ class LabelCollator:
     def __call__(self, rows: list[Any]) -> Batch:
         labelled = ["labels" in row for row in rows]
         if all(labelled):
-            batch: Batch = self.pad(rows)
-            return batch
+            return self.pad(rows)
         if any(labelled):  # conversations and plain text, of a mixture
             return self([{"labels": row["input_ids"], **row} for row in rows])
         batch = self.pad(rows)

@@ -154,8 +154,7 @@ def _build_head(
                 head = Head(self, call, lend, hidden)
                 width = self.out_features if words is None else words.length
                 return defer(head, hidden, width, dtype)
-            result: Tensor = cls.forward(self, hidden)
-            return result
+            return cls.forward(self, hidden)
         weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
         assert weight is not None
         if words is not None:

@@ -64,8 +64,7 @@ def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
 
 def get_fixed_rows(mask: Any) -> FixedRows | None:
     """What was attached to a mask."""
-    fixed: FixedRows | None = getattr(mask, _FIXED, None)
-    return fixed
+    return getattr(mask, _FIXED, None)
 
 
 def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:

@@ -361,7 +361,7 @@ def _build(
     built._writes, built._copies = 0, [] if value is None else [note_version(value)]
     for call in calls:
         call.tensors.append(weakref.ref(built))
-    return built  # type: ignore[no-any-return]
+    return built
 
 
 def _has_nan(tensor: Tensor) -> bool:

@@ -14,14 +14,12 @@ def gather(padded: Tensor, places: Tensor) -> Tensor:
     The leading 1 matters. Without it, the first block's input would be a view and the next block's
     would not, and dynamo would compile the two separately.
     """
-    packed: Tensor = _Gather.apply(padded, places)
-    return packed
+    return _Gather.apply(padded, places)
 
 
 def scatter(packed: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Tensor:
     """The reverse of ``gather``: ``size`` rows, with ``fill`` at all other places."""
-    padded: Tensor = _Scatter.apply(packed, places, size, fill)
-    return padded
+    return _Scatter.apply(packed, places, size, fill)
 
 
 def send(tensor: Tensor, device: torch.device | None) -> Tensor:

@@ -97,7 +97,7 @@ def build_recipes(source: Source, config: Any, *, merges: bool) -> Recipes:
         check_mergeable(find_adapter(model))
         plain: Any = merge(model)
         plain.tie_weights()
-        return plain  # type: ignore[no-any-return]
+        return plain
 
     return _record(build)
 
@@ -191,8 +191,7 @@ def _read_adapter(source: Source) -> dict[str, Tensor] | None:
         return None
     from peft import load_peft_weights
 
-    weights: dict[str, Tensor] = load_peft_weights(str(source.adapter), device="cpu")
-    return weights
+    return load_peft_weights(str(source.adapter), device="cpu")
 
 
 def _fill(model: Any, source: Source, recording: Recording | None) -> None:

@@ -320,5 +320,4 @@ def mark_tokens(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
     # A token can only overlap the first span that ends after the token's start.
     near = np.searchsorted(borders[:, 1], starts, side="right")
     # A token may cover no characters; treat it as if it covered one.
-    marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
-    return marks
+    return (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()

@@ -113,8 +113,7 @@ class Preference(CausalLM):
             }  # fmt: skip
             rows = to_rows({name: values.tolist() for name, values in columns.items()})
             return [{**row, "loss": 0.0, "count": 1} for row in rows]
-        records: list[Record] = objective.score(model, batch, context).to_records()
-        return records
+        return objective.score(model, batch, context).to_records()
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         from rapidformer.tasks.preference.metrics import AnswerTally, PairTally

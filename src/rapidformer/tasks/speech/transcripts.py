@@ -265,5 +265,4 @@ def get_speech_task(args: SpeechArguments, generation: Any | None) -> str:
 def _load_normalizer() -> Callable[[str], str]:
     from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
-    normalize: Callable[[str], str] = BasicTextNormalizer()
-    return normalize
+    return BasicTextNormalizer()
