@@ -54,13 +54,12 @@ from rapidformer.checkpoint.state import (
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_on_first
 from rapidformer.dist.whole import get_shard
-from rapidformer.errors import CheckpointError, TrainingError, WriteError
+from rapidformer.errors import CheckpointError, TrainingError, WriteError, list_some
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import name_config, to_absolute
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import DESCRIPTION
 from rapidformer.models.plan import find_tied
-from rapidformer.models.weight_names import list_some
 
 _STATE = "state"
 _Written = tuple[Index, dict[str, Digest]]

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_some
 from rapidformer.tasks.base import check_row_texts
 from rapidformer.tasks.chat.columns import ChatColumns
 
@@ -110,9 +110,7 @@ def name_rows(numbers: Sequence[int]) -> str:
     numbers = list(dict.fromkeys(numbers))
     if len(numbers) == 1:
         return f"row {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:_SHOWN_ROWS]))
-    more = f" and {len(numbers) - _SHOWN_ROWS} more" if len(numbers) > _SHOWN_ROWS else ""
-    return f"rows {shown}{more}"
+    return f"rows {list_some(list(map(str, numbers)), _SHOWN_ROWS)}"
 
 
 def read_messages(value: Any, read_content: Callable[[Any], str] | None = None) -> list[Message]:
