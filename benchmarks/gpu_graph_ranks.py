@@ -23,6 +23,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.sharding import zero
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.dist.topology import Topology, build_lone_mesh
+from rapidformer.engine.replay import build_graphs
 from rapidformer.training.callbacks import Callback
 
 WARM_UP = 60
@@ -101,8 +102,9 @@ class Bench(Finetuner):
         group: Any = Group(mesh=mesh)
         updates._runtime.__dict__["topology"] = group
         updates.weights.topology = updates.clock._topology = group
-        updates.graphs = updates._build_graphs(
-            parallelized, self.engine.model.parameters, self.engine.model.work
+        run = self.engine.model
+        updates.graphs = build_graphs(
+            parallelized, run.parameters, updates.weights, updates._runtime, run.work
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -76,6 +76,11 @@ def raise_problems(problems: list[str]) -> None:
 def count(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 2 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def list_first(names: Iterable[object], most: int = 10) -> str:

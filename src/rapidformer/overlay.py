@@ -162,8 +162,7 @@ def find_fact(target: Any, kind: type[T]) -> T | None:
 
 def get_fact(target: Any, kind: type[T]) -> T:
     """The object's fact of this type, which was put there."""
-    fact: T = target.__dict__[FACTS][kind]
-    return fact
+    return target.__dict__[FACTS][kind]
 
 
 def drop_fact(target: Any, kind: type) -> None:

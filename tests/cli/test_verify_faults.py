@@ -19,7 +19,7 @@ from torch import nn
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel import dropout_seeds
-from rapidformer.engine.backward import LossWeights
+from rapidformer.engine.weights import LossWeights
 from rapidformer.optim import optimizers
 from rapidformer.optim.update import UpdateClock
 

@@ -16,7 +16,6 @@ from rapidformer.config import (
     objective_sections,
     parse_arguments,
     sections,
-    speech_sections,
     task_sections,
 )
 from rapidformer.config.validate import find_problems
@@ -378,7 +377,7 @@ def test_extra_flags_do_not_leak_into_the_next_parse() -> None:
 
 
 def test_settings_are_of_every_section() -> None:
-    modules = (sections, task_sections, objective_sections, speech_sections)
+    modules = (sections, task_sections, objective_sections)
     members = [member for module in modules for member in vars(module).values()]
     classes = {member for member in members if dataclasses.is_dataclass(member)}
     assert set(Settings.__bases__) == classes

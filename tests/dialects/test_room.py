@@ -39,7 +39,7 @@ ALLOWED = {
     "cli/run_model.py": "the same file format",
     "training/summary.py": "names the program that needs an adapter merged",
     "tasks/preference/": "metrics and their names are those that reports of preferences have",
-    "tasks/grpo/advantages.py": "the same",
+    "tasks/grpo/rollouts.py": "the same",
     "config/task_names.py": "what users call a task",
     "benchmarking/benched_run.py": "times transformers' own Trainer, to compare with",
     "cli/bench.py": "says what it compares with",

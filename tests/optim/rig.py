@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rapidformer.config.sections import OptimizerArguments
+from rapidformer.config import Settings
 from rapidformer.dist.topology import Topology
 from rapidformer.optim.guard import LossScaler
 from rapidformer.optim.takeover import take_over_optimizer, take_over_scheduler
 from rapidformer.optim.update import UpdateClock
 
 
-def describe_optimizer(kind: str, lr: float) -> OptimizerArguments:
+def describe_optimizer(kind: str, lr: float) -> Settings:
     """``bf16`` and ``int8`` are Adam with its moments in that precision."""
     if kind in ("bf16", "int8"):
-        return OptimizerArguments(lr=lr, optimizer_state_dtype=kind)
-    return OptimizerArguments(optimizer=kind, lr=lr)
+        return Settings(lr=lr, optimizer_state_dtype=kind)
+    return Settings(optimizer=kind, lr=lr)
 
 
 class Rig:

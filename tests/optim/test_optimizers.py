@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from transformers import BertConfig, BertForSequenceClassification
 
-from rapidformer.config.sections import OptimizerArguments
+from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError
 from rapidformer.optim.bf16_adamw import Bf16AdamW
 from rapidformer.optim.optimizers import CombinedOptimizer, build_optimizer, group_parameters
@@ -123,15 +123,11 @@ def test_tied_weights_are_held_once() -> None:
 
 
 def test_settings_arrive() -> None:
-    settings = OptimizerArguments(
-        lr=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4, weight_decay=0.2
-    )
+    settings = Settings(lr=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-4, weight_decay=0.2)
     group = build_optimizer(nn.Linear(2, 2), settings).param_groups[0]
     assert group["betas"] == (0.8, 0.95)
     assert (group["lr"], group["eps"], group["weight_decay"]) == (0.5, 1e-4, 0.2)
-    sgd = build_optimizer(
-        nn.Linear(2, 2), OptimizerArguments(optimizer="sgd", lr=1, sgd_momentum=0.3)
-    )
+    sgd = build_optimizer(nn.Linear(2, 2), Settings(optimizer="sgd", lr=1, sgd_momentum=0.3))
     assert sgd.param_groups[0]["momentum"] == 0.3
 
 
@@ -139,7 +135,7 @@ def test_weight_decay_is_decoupled() -> None:
     """Without a gradient signal, AdamW shrinks weights by lr x decay and leaves biases alone."""
     model = nn.Linear(2, 2)
     before = copy.deepcopy(model.state_dict())
-    optimizer = build_optimizer(model, OptimizerArguments(lr=0.1, weight_decay=0.5))
+    optimizer = build_optimizer(model, Settings(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -149,7 +145,7 @@ def test_weight_decay_is_decoupled() -> None:
 
 def test_missing_learning_rate_is_said() -> None:
     with pytest.raises(ConfigurationError, match="--lr is missing"):
-        build_optimizer(nn.Linear(2, 2), OptimizerArguments())
+        build_optimizer(nn.Linear(2, 2), Settings())
 
 
 # ---- Muon with AdamW ---------------------------------------------------------------------------
@@ -205,4 +201,4 @@ def test_parts_share_rate_and_state_also_after_loading() -> None:
 
 def test_muon_needs_matrices() -> None:
     with pytest.raises(ConfigurationError, match="no weight matrices in its blocks; use adam"):
-        build_optimizer(nn.LayerNorm(4), OptimizerArguments(optimizer="muon", lr=1))
+        build_optimizer(nn.LayerNorm(4), Settings(optimizer="muon", lr=1))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.grpo.advantages import Scored, compute_advantages, summarize
 from rapidformer.tasks.grpo.objective import GrpoLoss
 from rapidformer.tasks.grpo.rewards import Answer, RewardFunction, load_reward_functions, score
+from rapidformer.tasks.grpo.rollouts import Scored, compute_advantages, summarize
 from tests.tasks.conftest import make_args
 
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo")

@@ -18,8 +18,7 @@ from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.image_text.conversations import MARK, read_conversation
-from rapidformer.tasks.image_text.encoding import AnswerCollator, ImageEncoder
-from rapidformer.tasks.image_text.template import ImageTemplate
+from rapidformer.tasks.image_text.encoding import AnswerCollator, ImageEncoder, ImageTemplate
 from rapidformer.tasks.registry import get_task
 from tests.tasks.image_text_rig import (
     FAMILIES,

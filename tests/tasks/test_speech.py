@@ -16,7 +16,7 @@ import transformers
 from rapidformer.checkpoint.exporting import plain_process, proof
 from rapidformer.checkpoint.exporting.export import export
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.metrics.transcripts import count_edits
+from rapidformer.tasks.metrics.generation import count_edits
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.speech.audio import open_clip
 from rapidformer.tasks.speech.spec_augment import SEEDS

@@ -97,8 +97,7 @@ class Lane:
             for copy in copies:
                 assert copy.returned is not None
                 copy.returned.copy_(copy.host, non_blocking=True)
-        event: torch.cuda.Event = self.stream.record_event()
-        return event
+        return self.stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Make the computing stream wait; the host continues."""

@@ -84,9 +84,7 @@ class Assembly:
     def situation(self) -> Situation:
         """What a row asks beside the settings."""
         return Situation(
-            device=self.device.type,
-            precision=self.precision.name,
-            is_training=self.is_training,
+            device=self.device.type, precision=self.precision.name, is_training=self.is_training
         )
 
     @property

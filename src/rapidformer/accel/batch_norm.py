@@ -61,7 +61,7 @@ class _JoinedStatistics:
 
     def forward(self: Any, rows: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
-            return super().forward(rows)  # type: ignore[misc, no-any-return]
+            return super().forward(rows)  # type: ignore[misc]
         values = rows.float()
         dims = [0, *range(2, rows.dim())]
         shape = [1, -1] + [1] * (rows.dim() - 2)
@@ -80,8 +80,7 @@ class _JoinedStatistics:
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        result: Tensor = normal.to(rows.dtype)
-        return result
+        return normal.to(rows.dtype)
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, whose gradient is summed too."""

@@ -267,5 +267,4 @@ def count_users(flags: torch.Tensor, used: Sequence[bool]) -> list[float]:
     has one on this rank.
     """
     # Only a rank without a gradient must ask (and wait) whether another rank had one.
-    counts: list[float] = [1.0] * len(used) if all(used) else flags.tolist()
-    return counts
+    return [1.0] * len(used) if all(used) else flags.tolist()

@@ -147,8 +147,7 @@ def multiply(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         rows = rows.to(weights.dtype)
     if rows.dtype == torch.bfloat16:
         return functional.grouped_mm(rows, weights, offs=ends)
-    product: Tensor = _multiply(rows, weights, ends)
-    return product
+    return _multiply(rows, weights, ends)
 
 
 @torch.library.custom_op("rapidformer::grouped_product", mutates_args=())

@@ -32,7 +32,6 @@ def _build_attention(cls: Any) -> dict[str, Any]:
         if self.multi_query:
             heads = fused.view(rows, tokens, self.num_heads + 2, self.head_dim)
             return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
-        usual: tuple[Tensor, ...] = getattr(cls, SPLIT_HEADS)(self, fused)
-        return usual
+        return getattr(cls, SPLIT_HEADS)(self, fused)
 
     return {SPLIT_HEADS: split}

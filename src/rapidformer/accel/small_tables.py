@@ -44,10 +44,8 @@ def extend_table(table: nn.Module) -> None:
 def _build_table(cls: Any) -> dict[str, Any]:
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         if self.padding_idx is not None or self.scale_grad_by_freq:
-            plain: Tensor = cls.forward(self, ids)
-            return plain
-        values: Tensor = _Lookup.apply(ids, self.weight)
-        return values
+            return cls.forward(self, ids)
+        return _Lookup.apply(ids, self.weight)
 
     return {"forward": forward}
 

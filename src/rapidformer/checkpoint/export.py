@@ -20,13 +20,12 @@ from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_each, join_whole
-from rapidformer.errors import ModelError
+from rapidformer.errors import ModelError, list_some
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import save_adapter
 from rapidformer.models.adapters import Adapter
 from rapidformer.models.merging import build_merged
 from rapidformer.models.plan import find_plan, find_tied
-from rapidformer.models.weight_names import list_some
 
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "adapter_*",

@@ -52,6 +52,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
 
 
+def name_checkpoint(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
 def get_step(checkpoint: Path) -> int:
     """The step that a checkpoint's name says."""
     return int(checkpoint.name[5:])
@@ -65,7 +69,7 @@ def find_checkpoint(source: Path) -> Path | None:
     if tracker.is_file():
         # Another trainer may have written `release` there, and a crash anything.
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        named = source / f"iter_{int(text) if _is_number(text) else 0:07d}"
+        named = source / name_checkpoint(int(text) if _is_number(text) else 0)
         if named.is_dir():
             return named
     return next(reversed(find_checkpoints(source)), None)

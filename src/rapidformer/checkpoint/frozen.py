@@ -20,8 +20,7 @@ from rapidformer.checkpoint.state import TrainingState
 from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import get_shard
-from rapidformer.errors import CheckpointError
-from rapidformer.models.weight_names import list_some
+from rapidformer.errors import CheckpointError, list_some
 
 Checksums = dict[str, list[Any]]
 """Name -> data type and sum."""

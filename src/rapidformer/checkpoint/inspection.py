@@ -14,11 +14,7 @@ from torch import Tensor
 from rapidformer.checkpoint.finding import RUN, STATE_INDEX, read_run
 from rapidformer.checkpoint.index import Index, find_index_problems, read_index
 from rapidformer.checkpoint.publish import MANIFEST, find_damage, read_json, read_manifest
-from rapidformer.checkpoint.tensors import (
-    StoredTensors,
-    check_counter,
-    read_saved_shapes,
-)
+from rapidformer.checkpoint.tensors import StoredTensors, check_counter, read_saved_shapes
 from rapidformer.errors import CheckpointError
 from rapidformer.strict_json import parse_json
 

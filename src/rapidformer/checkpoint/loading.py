@@ -30,11 +30,7 @@ from rapidformer.checkpoint.state import (
     get_rank,
     set_random_states,
 )
-from rapidformer.checkpoint.tensors import (
-    check_counter,
-    load_named,
-    read_saved_shapes,
-)
+from rapidformer.checkpoint.tensors import check_counter, load_named, read_saved_shapes
 from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
 from rapidformer.dist.collectives import broadcast_object, gather_from_stages
 from rapidformer.dist.topology import Topology
@@ -76,8 +72,7 @@ def load_checkpoint(
             _restore_schedule(state, run["scheduler"])
         if with_random_states:
             _load_random_states(folder, run, state)
-    extra: dict[str, Any] = run["extra"] if with_position else {}
-    return extra
+    return run["extra"] if with_position else {}
 
 
 def check_checkpoint(folder: Path) -> None:

@@ -1,7 +1,11 @@
-"""What each rank writes of the tensors, as ``torch.distributed.checkpoint`` plans it."""
+"""What each rank writes of the tensors, as ``torch.distributed.checkpoint`` plans it.
+
+Also an index for torch's own tools, ``state/.metadata``, which is never read here.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, is_model_file, write_index
 from rapidformer.checkpoint.publish import Digest, HashedFile
-from rapidformer.checkpoint.torch_index import write_torch_index
-from rapidformer.compat.torch_distributed import find_offset
+from rapidformer.compat.torch_distributed import build_place, find_offset
 from rapidformer.compat.torch_tensors import build_shell
 from rapidformer.dist.collectives import gather_on_first, scatter_from_first
 from rapidformer.dist.whole import find_strided_axis
@@ -155,3 +158,33 @@ class _PiecewiseTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self._pieces[index.offset]
+
+
+def to_metadata(index: Index) -> metadata.Metadata:
+    """The index as torch's checkpoints know it."""
+    return metadata.Metadata(
+        state_dict_metadata={
+            name: metadata.TensorStorageMetadata(
+                properties=metadata.TensorProperties(dtype=entry.dtype),
+                size=torch.Size(entry.shape),
+                chunks=[
+                    metadata.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+                    for part in entry.parts
+                ],
+            )
+            for name, entry in index.items()
+        },
+        storage_data={
+            metadata.MetadataIndex(name, torch.Size(part.offsets)): build_place(
+                part.file, part.start, part.length
+            )
+            for name, entry in index.items()
+            for part in entry.parts
+        },
+        planner_data={name: (name,) for name in index},
+    )
+
+
+def write_torch_index(index: Index, folder: Path) -> None:
+    """Write the index for torch's own tools."""
+    (folder / ".metadata").write_bytes(pickle.dumps(to_metadata(index), protocol=4))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints
+from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints, name_checkpoint
 from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.index import Index
 from rapidformer.checkpoint.model_files import (
@@ -54,13 +54,12 @@ from rapidformer.checkpoint.state import (
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
 from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_on_first
 from rapidformer.dist.whole import get_shard
-from rapidformer.errors import CheckpointError, TrainingError, WriteError
+from rapidformer.errors import CheckpointError, TrainingError, WriteError, list_some
 from rapidformer.hub import quiet_transformers
 from rapidformer.models.adapter_folder import name_config, to_absolute
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import DESCRIPTION
 from rapidformer.models.plan import find_tied
-from rapidformer.models.weight_names import list_some
 
 _STATE = "state"
 _Written = tuple[Index, dict[str, Digest]]
@@ -97,7 +96,7 @@ class Save:
 
     @property
     def target(self) -> Path:
-        return self.folder / f"iter_{self.step:07d}"
+        return self.folder / name_checkpoint(self.step)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write and publish the checkpoint; every rank must call this, and all fail if one does."""

@@ -22,8 +22,7 @@ from torch.futures import Future
 
 from rapidformer.checkpoint.finding import RUN, blaming, read_run
 from rapidformer.checkpoint.index import INDEX, Index, check_index, is_model_file, read_index
-from rapidformer.checkpoint.pieces import split_strided
-from rapidformer.checkpoint.torch_index import to_metadata
+from rapidformer.checkpoint.pieces import split_strided, to_metadata
 from rapidformer.compat.torch_distributed import open_part
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
@@ -74,8 +73,7 @@ def check_counter(folder: Path) -> None:
 
 def _read_ties(folder: Path) -> dict[str, str]:
     """The ties of a checkpoint; older ones have none, and store such weights under each name."""
-    ties: dict[str, str] = read_run(folder).get("tied", {})
-    return ties
+    return read_run(folder).get("tied", {})
 
 
 def _read_checked_index(folder: Path) -> Index:

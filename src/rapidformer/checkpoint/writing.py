@@ -59,7 +59,7 @@ def run_on_first(action: Callable[[], T], folder: Path) -> T:
     result, problem = broadcast_object(outcome)
     if problem is not None:
         raise problem
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def warn_if_full(folder: Path, needed: int) -> None:

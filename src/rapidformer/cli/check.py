@@ -12,9 +12,8 @@ from rapidformer.checkpoint.inventory import is_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
 from rapidformer.cli.own_flags import CommandParser
 from rapidformer.cli.runs import format_size
-from rapidformer.errors import CheckpointError
+from rapidformer.errors import CheckpointError, list_some
 from rapidformer.hub import suggest_path
-from rapidformer.models.weight_names import list_some
 
 _MODELS = ("best", "last")
 _WEIGHTS = "*.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 from rapidformer.cli.own_flags import CommandParser, with_dashes
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
-from rapidformer.dialects.accelerate.questions import START, ask_as_accelerate, check, check_number
+from rapidformer.dialects.accelerate.file import START, ask_as_accelerate, check, check_number
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import count_gpus
 
@@ -36,7 +36,7 @@ class _Questions:
             try:
                 return check(answer)
             except ValueError as reason:
-                raise ConfigurationError(f"--{name.replace('_', '-')}: {reason}") from None
+                raise ConfigurationError(f"{to_flag(name)}: {reason}") from None
         while self.is_asking:
             sys.stdout.write(f"{question} [{default}]: ")
             sys.stdout.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rapidformer.config import Settings, get_settings, parse_arguments
 from rapidformer.config.parse import FLAGS_VARIABLE
+from rapidformer.config.schema import to_flag
 from rapidformer.config.validate import find_problems
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import get_foreign_flags
@@ -81,7 +82,7 @@ def _spell_flags(other: str) -> dict[str, str]:
     settings = {name for name, one in get_settings().items() if one.section == "Launch"} | {other}
     spelt = {name: name for name in settings}
     spelt |= {alias: name for alias, name in aliases.items() if name in settings}
-    return {"--" + spelling.replace("_", "-"): name for spelling, name in spelt.items()}
+    return {to_flag(spelling): name for spelling, name in spelt.items()}
 
 
 def _find_launch_flags(rest: list[str]) -> list[str]:

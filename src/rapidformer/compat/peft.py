@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 PRIVATE_NAMES = {
-    "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters",
+    "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters"
 }
 _IS_OFF = "_disable_adapters"
 _ARE_OFF: ContextVar[bool] = ContextVar("adapters are off", default=False)

@@ -71,8 +71,7 @@ def attend(
 ) -> Tensor:
     """Attention without a mask, as a GPU's kernel computes it; works without values."""
     kernel = _aten._scaled_dot_product_flash_attention
-    attended: Tensor = kernel(query, key, value, dropout, is_causal, **scale)[0]
-    return attended
+    return kernel(query, key, value, dropout, is_causal, **scale)[0]
 
 
 def attend_with_bias(
@@ -86,8 +85,7 @@ def attend_with_bias(
 ) -> Tensor:
     """The same with a bias, or in fp32."""
     kernel = _aten._scaled_dot_product_efficient_attention
-    attended: Tensor = kernel(query, key, value, bias, True, dropout, is_causal, **scale)[0]
-    return attended
+    return kernel(query, key, value, bias, True, dropout, is_causal, **scale)[0]
 
 
 def get_packet(operator: Any) -> Any:
@@ -109,8 +107,7 @@ def is_mutable(operator: Any) -> bool:
 
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensors bypass ``__torch_function__``."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
+    return torch._C.DisableTorchFunction()
 
 
 def is_in_backward() -> bool:
@@ -192,11 +189,10 @@ def attend_with_flash(
     """
     before, after = window
     # Not "causal", which is a constant of a compiled graph: the kernel reads it off the window.
-    output: Tensor = torch.ops.aten._flash_attention_forward(
+    return torch.ops.aten._flash_attention_forward(
         query, key, value, *ends, *longest, dropout, False, False,
         scale=scale, window_size_left=before, window_size_right=after,
     )[0]  # fmt: skip
-    return output
 
 
 def multiply_scaled(

@@ -167,10 +167,7 @@ def has_gradient_hooks(
     return any(
         not but(hook)
         for tensor in tensors
-        for table in (
-            tensor._backward_hooks,
-            getattr(tensor, "_post_accumulate_grad_hooks", None),
-        )
+        for table in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
         for hook in (table or {}).values()
     )
 

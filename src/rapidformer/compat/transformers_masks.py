@@ -184,8 +184,7 @@ def _ignore(is_here: IsHere, is_full: Ask, original: Any) -> Any:
         is_square = given.get("q_length", length) == length
         answer = _ask(is_full, given["padding_mask"]) if is_here() and is_square else None
         if answer is None:
-            ignored: bool = original(*args, **kwargs)
-            return ignored
+            return original(*args, **kwargs)
         return answer and (window is None or length < window)
 
     return ignore
@@ -196,8 +195,7 @@ def _find_packed(is_here: IsHere, is_packed: Ask, original: Any) -> Any:
     def find(position_ids: Tensor) -> Tensor | None:
         answer = is_packed(position_ids) if is_here() else None
         if answer is None:
-            indices: Tensor | None = original(position_ids)
-            return indices
+            return original(position_ids)
         if not answer:
             return None
         starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
@@ -212,8 +210,7 @@ def _fill_eager(is_here: IsHere, build_bools: Any, original: Any) -> Any:
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Tensor | None:
         if args or not is_here():  # by position, sdpa's parameters are others
-            mask: Tensor | None = original(*args, **kwargs)
-            return mask
+            return original(*args, **kwargs)
         dtype = kwargs.pop("dtype", torch.float32)
         is_seen = build_bools(**{**kwargs, "allow_is_causal_skip": False})
         if is_seen is None:

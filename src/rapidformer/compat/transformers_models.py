@@ -123,8 +123,7 @@ def get_attention_table() -> dict[str, Any]:
     """transformers' attention functions by name, which all models share."""
     from transformers import AttentionInterface
 
-    table: dict[str, Any] = AttentionInterface._global_mapping
-    return table
+    return AttentionInterface._global_mapping
 
 
 def find_unknown_attention() -> str | None:
@@ -147,16 +146,14 @@ def get_mask_table() -> dict[str, Any]:
     """The functions that make their masks."""
     from transformers import AttentionMaskInterface
 
-    table: dict[str, Any] = AttentionMaskInterface._global_mapping
-    return table
+    return AttentionMaskInterface._global_mapping
 
 
 def get_expert_table() -> dict[str, Any]:
     """transformers' ways to compute experts, by name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    table: dict[str, Any] = ALL_EXPERTS_FUNCTIONS._global_mapping
-    return table
+    return ALL_EXPERTS_FUNCTIONS._global_mapping
 
 
 def get_experts(config: Any) -> str | None:

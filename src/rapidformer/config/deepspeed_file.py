@@ -126,8 +126,7 @@ def build_deepspeed_config(args: Settings, mixed_precision: str | None) -> Secti
     content.pop("train_batch_size", None)
     content.setdefault("steps_per_print", 2**31)
     content.pop("tensor_parallel", None)  # our own splits the layers
-    filled: Section = _without_autos(content)
-    return filled
+    return _without_autos(content)
 
 
 def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Section] | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rapidformer.config import reading
-from rapidformer.config.schema import Setting, get_settings
+from rapidformer.config.schema import Setting, get_settings, to_flag
 from rapidformer.config.settings import Settings
 from rapidformer.config.task_names import read_task
 from rapidformer.context import get_settings_of, is_started
@@ -59,12 +59,12 @@ def build_parser(
     spellings: dict[str, list[str]] = {}
     foreign = get_foreign_flags()
     for alias, name in foreign.aliases.items():
-        spellings.setdefault(name, []).append("--" + alias.replace("_", "-"))
+        spellings.setdefault(name, []).append(to_flag(alias))
     for setting in get_settings().values():
         _add_setting(parser, setting, spellings.get(setting.name, []))
     for name, row in foreign.names.items():
         if row.outcome in ("ignored", "honoured"):
-            flag = "--" + name.replace("_", "-")
+            flag = to_flag(name)
             parser.add_argument(flag, nargs="?", dest=name, default=argparse.SUPPRESS)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from rapidformer.config.schema import get_settings
+from rapidformer.config.schema import get_settings, to_flag
 from rapidformer.config.settings import Settings
 
 Kind = Literal["asked", "automatic", "always"]
@@ -372,11 +372,6 @@ class Switch:
 def end_sentence(text: str) -> str:
     """With a full stop, unless the last sentence is in brackets and has its own."""
     return text if text.endswith(")") else f"{text}."
-
-
-def to_flag(name: str) -> str:
-    """A setting's name as a command-line flag."""
-    return "--" + name.replace("_", "-")
 
 
 def register(*rows: Switch) -> tuple[Switch, ...]:

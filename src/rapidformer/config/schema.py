@@ -34,6 +34,11 @@ _PER_LAUNCH = frozenset({
 })  # fmt: skip
 
 
+def to_flag(name: str) -> str:
+    """A setting's name as a command-line flag."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting that a user can give."""
@@ -53,7 +58,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return to_flag(self.name)
 
     @property
     def is_switch(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rapidformer.config import objective_sections, sections, speech_sections, task_sections
+from rapidformer.config import objective_sections, sections, task_sections
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import find_nearest
 
@@ -17,7 +17,7 @@ class Settings(
     task_sections.RunArguments, task_sections.ModelArguments, task_sections.DataArguments,
     objective_sections.PreferenceArguments, objective_sections.GrpoArguments,
     objective_sections.ReferenceArguments, objective_sections.DistillationArguments,
-    objective_sections.EmbeddingArguments, speech_sections.SpeechArguments,
+    objective_sections.EmbeddingArguments, objective_sections.SpeechArguments,
     task_sections.GenerationArguments,
     sections.TrainingLengthArguments, sections.OptimizerArguments, sections.AdapterArguments,
     sections.AccelerationArguments, sections.ParallelArguments, sections.CheckpointArguments,

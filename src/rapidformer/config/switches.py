@@ -7,10 +7,11 @@ module in ``accel/`` and a parity test. A setting without a row fails a test.
 
 from __future__ import annotations
 
-from rapidformer.config.row import Implication, Rule, Situation, Switch, get_switch, to_flag
+from rapidformer.config.row import Implication, Rule, Situation, Switch, get_switch
 from rapidformer.config.rows.final import FINAL
 from rapidformer.config.rows.placed import PLACED
 from rapidformer.config.rows.whole import WHOLE
+from rapidformer.config.schema import to_flag
 
 __all__ = ["SWITCHES", "Implication", "Rule", "Situation", "Switch", "get_switch", "to_flag"]
 

@@ -15,8 +15,7 @@ _TokenizerType = Literal[
 
 def read_by(*tasks: str, default: _T) -> _T:
     """The default of a setting that only these tasks read; its help text begins with them."""
-    value: _T = field(default=default, metadata={"tasks": tasks})
-    return value
+    return field(default=default, metadata={"tasks": tasks})
 
 
 _CHATS = ("causal_lm", "preference", "reward", "grpo", "image_text")

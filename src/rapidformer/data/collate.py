@@ -103,10 +103,7 @@ class PadCollator:
     def _find_taken(self, lengths: np.ndarray, width: int) -> np.ndarray:
         """Where rows of these lengths are, in a batch of this width."""
         positions, counts = np.arange(width), lengths[:, None]
-        taken: np.ndarray = (
-            positions < counts if self.side == "right" else positions >= width - counts
-        )
-        return taken
+        return positions < counts if self.side == "right" else positions >= width - counts
 
     def _add_attention_mask(self, batch: dict[str, torch.Tensor], rows: list[Any]) -> None:
         ids = batch["input_ids"]

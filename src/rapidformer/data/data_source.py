@@ -73,8 +73,7 @@ class Rows:
 
     def find_set(self, number: int) -> str:
         if (sets := getattr(self._dataset, "sets", None)) is not None:
-            name: str = sets.names[sets.find(number)]
-            return name
+            return sets.names[sets.find(number)]
         find: Callable[[int], str] | None = getattr(self._dataset, "find_set", None)
         return self.name if find is None else find(number)
 

@@ -294,5 +294,4 @@ def _decode_each(ids: Sequence[int], tokenizer: Any) -> Iterator[str]:
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -75,8 +75,7 @@ class GroupedOrder:
     def __call__(self) -> list[int]:
         from transformers.trainer_pt_utils import get_length_grouped_indices
 
-        order: list[int] = get_length_grouped_indices(self.lengths, self.batch_size)
-        return order
+        return get_length_grouped_indices(self.lengths, self.batch_size)
 
 
 def sort_in_groups(

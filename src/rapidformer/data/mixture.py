@@ -164,8 +164,7 @@ class Sets:
     def count_samples(self, numbers: Sequence[int]) -> list[int]:
         """How many of these rows are from each set."""
         sets = np.searchsorted(self._ends, np.asarray(numbers, dtype=np.int64), side="right")
-        counts: list[int] = np.bincount(sets, minlength=len(self.sizes)).tolist()
-        return counts
+        return np.bincount(sets, minlength=len(self.sizes)).tolist()
 
     def describe(self, counts: Sequence[int]) -> list[str]:
         """A line for each set: its share of so many samples, and its epochs in them."""

@@ -140,4 +140,4 @@ def scatter_from_first(values: list[T] | None) -> T:
         return values[0]
     box: list[Any] = [None]
     dist.scatter_object_list(box, values, src=0)
-    return box[0]  # type: ignore[no-any-return]
+    return box[0]

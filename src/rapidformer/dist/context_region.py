@@ -63,7 +63,7 @@ class ContextRegion:
 
     def grow(self, part: Tensor) -> Tensor:
         """Unchanged, before code that computes one loss jointly from slices of the tokens."""
-        return _Scale.apply(part, 1.0, float(self.size))  # type: ignore[no-any-return]
+        return _Scale.apply(part, 1.0, float(self.size))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over the ranks of what each computed from its own tokens."""
@@ -75,11 +75,11 @@ class ContextRegion:
 
     def split_heads(self, heads: Tensor) -> Tensor:
         """[batch, heads, own tokens, size] -> [batch, own heads, tokens, size]"""
-        return _SplitHeads.apply(heads, self.length, self)  # type: ignore[no-any-return]
+        return _SplitHeads.apply(heads, self.length, self)
 
     def join_heads(self, attended: Tensor) -> Tensor:
         """[batch, own heads, tokens, size] -> [batch, heads, own tokens, size]"""
-        return _JoinHeads.apply(attended, self)  # type: ignore[no-any-return]
+        return _JoinHeads.apply(attended, self)
 
 
 class _Scale(torch.autograd.Function):

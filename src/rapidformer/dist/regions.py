@@ -42,37 +42,37 @@ def get_slice_bounds(length: int, group: Group) -> tuple[int, int]:
 
 def copy_in(tensor: Tensor, group: Group) -> Tensor:
     """Identity; in the backward pass, gradients are summed over the ranks."""
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return]
+    return _CopyIn.apply(tensor, group)
 
 
 def sum_out(tensor: Tensor, group: Group) -> Tensor:
     """The sum over the ranks."""
-    return _SumOut.apply(tensor, group)  # type: ignore[no-any-return]
+    return _SumOut.apply(tensor, group)
 
 
 def gather_out(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     """All slices joined along a dimension that is ``length`` long."""
-    return _Gather.apply(tensor, dim, length, group, False)  # type: ignore[no-any-return]
+    return _Gather.apply(tensor, dim, length, group, False)
 
 
 def slice_in(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of what all of them hold."""
-    return _Slice.apply(tensor, dim, group, False)  # type: ignore[no-any-return]
+    return _Slice.apply(tensor, dim, group, False)
 
 
 def gather_in(tensor: Tensor, dim: int, length: int, group: Group) -> Tensor:
     """All slices joined, as input of a product of which each rank computes its part."""
-    return _Gather.apply(tensor, dim, length, group, True)  # type: ignore[no-any-return]
+    return _Gather.apply(tensor, dim, length, group, True)
 
 
 def scatter_out(tensor: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's slice of the sum over the ranks."""
-    return _Slice.apply(tensor, dim, group, True)  # type: ignore[no-any-return]
+    return _Slice.apply(tensor, dim, group, True)
 
 
 def get_local(tensor: DTensor) -> Tensor:
     """This rank's slice; unlike ``to_local`` in torch 2.11, its gradient can be differentiated."""
-    return _Local.apply(tensor)  # type: ignore[no-any-return]
+    return _Local.apply(tensor)
 
 
 class _CopyIn(torch.autograd.Function):
@@ -146,7 +146,7 @@ def sum_over(tensor: Tensor, group: Group) -> Tensor:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    return operations.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return operations.wait_tensor(tensor)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:

@@ -47,7 +47,7 @@ def compute_split_losses(logits: Tensor, labels: Tensor, ignore_index: int = _IG
     words = VocabularySlice(logits.device_mesh.get_group(), logits.shape[-1])
     rows = logits.to_local().float().flatten(0, -2)
     losses = _SplitCrossEntropy.apply(rows, labels.flatten(), ignore_index, words)
-    return losses.view_as(labels)  # type: ignore[no-any-return]
+    return losses.view_as(labels)
 
 
 class Scored(NamedTuple):

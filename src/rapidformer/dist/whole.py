@@ -108,7 +108,7 @@ def _join(tensor: DTensor, gradient: list[Any] | None = None) -> torch.Tensor:
         split = split.to(mesh.device_type)
     axis = find_strided_axis(split)
     if axis is None:
-        return split.full_tensor(grad_placements=gradient)  # type: ignore[no-any-return]
+        return split.full_tensor(grad_placements=gradient)
     dim, parts = split.placements[axis].dim, split.placements[axis].split_factor
     placements: list[Any] = [
         Shard(p.dim + (p.dim > dim)) if isinstance(p, Shard) else p for p in split.placements

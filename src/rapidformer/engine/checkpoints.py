@@ -16,6 +16,7 @@ from rapidformer.checkpoint.finding import (
     claim_folder,
     drop_abandoned,
     find_checkpoints,
+    name_checkpoint,
     set_checkpoints_aside,
 )
 from rapidformer.checkpoint.loading import load_checkpoint, move_schedule
@@ -127,7 +128,7 @@ class Checkpoints:
                 if wait:
                     raise
                 self._report_failed_save(self._clock.updates, error)
-        return target / f"iter_{self._clock.updates:07d}"
+        return target / name_checkpoint(self._clock.updates)
 
     @property
     def is_saving(self) -> bool:

@@ -237,11 +237,11 @@ class RapidformerEngine:
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
         """Decide yourself whether the ``backward`` inside ends an update."""
-        return self.updates.accumulate(is_last)
+        return self.updates.clock.accumulate(is_last)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate: the ``backward`` inside does not end an update."""
-        return self.updates.accumulate(is_last=False)
+        return self.updates.clock.accumulate(is_last=False)
 
     def gather(self, tensor: torch.Tensor, pad_value: float | None = None) -> torch.Tensor:
         """Every process's rows, each example once: fillers of the last batch are left out."""

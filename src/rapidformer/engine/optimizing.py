@@ -100,16 +100,16 @@ def prepare_scheduler(
 ) -> LRScheduler:
     """The schedule; creating one patches ``optimizer.step``, so it comes before the take-over."""
     if wanted.lr_scheduler is not None:
-        return wanted.lr_scheduler  # type: ignore[no-any-return]
+        return wanted.lr_scheduler
     function = wanted.lr_scheduler_fn
     if function is not None:
         if isinstance(function, functools.partial):
             function = fill_training_steps(function, wanted.train_iters)
-        return function(optimizer)  # type: ignore[no-any-return]
+        return function(optimizer)
     deepspeed, length = parallelized.deepspeed, wanted.train_iters
     of_file: Any = deepspeed and deepspeed.build_scheduler(optimizer, length)
     if of_file is not None:
-        return of_file  # type: ignore[no-any-return]
+        return of_file
     count_samples = wanted.count_samples
     return build_scheduler(optimizer, args, train_iters=length, count_samples=count_samples)
 

@@ -58,8 +58,7 @@ class Reference:
                 state.enter_context(_swapped(self.start, parallelized))
             if pipeline is None:
                 return question(model)
-            answer: T = pipeline.relay(lambda: question(model))
-            return answer
+            return pipeline.relay(lambda: question(model))
 
 
 @contextmanager

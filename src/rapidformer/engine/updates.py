@@ -1,4 +1,4 @@
-"""Updates of a run: the loss contract, backward passes, the step, and what replays them as a graph.
+"""Updates of a run: the loss contract, backward passes and the step; ``replay.py`` has graphs.
 
 ``backward`` decides *when* an update happens, by counting micro-batches. ``optimizer.step()``,
 ``lr_scheduler.step()`` and ``zero_grad()`` do nothing while gradients are being accumulated, so the
@@ -9,32 +9,26 @@ learning rates. ``run_update`` counts nothing: an update carries its micro-batch
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
-from rapidformer.accel.cuda_graph.permission import MayCapture
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
-from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
-from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import count_steps
 from rapidformer.accel.unpad.on_demand import settle
-from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.config import Settings
 from rapidformer.data.update import MicroBatchResult, Update, UpdatePreparation, move_micro_batch
 from rapidformer.dist.heartbeat import beat
-from rapidformer.engine.backward import BackwardPasses, LossWeights, StartedMicroBatch, join
+from rapidformer.engine.backward import BackwardPasses, StartedMicroBatch, join
 from rapidformer.engine.current_batch import CurrentBatch
 from rapidformer.engine.optimizing import (
     Wanted,
@@ -44,24 +38,20 @@ from rapidformer.engine.optimizing import (
     prepare_scheduler,
     report_skipped,
     take_over,
-    uses_plain_gradients,
 )
+from rapidformer.engine.replay import Replay, build_graphs
 from rapidformer.engine.runtime import Runtime
-from rapidformer.errors import RapidformerError, is_out_of_gpu_memory
+from rapidformer.engine.weights import LossWeights
+from rapidformer.errors import RapidformerError
 from rapidformer.log import get_logger
 from rapidformer.models.work import ModelWork
-from rapidformer.optim.gradients import scale_loss, take_gradients
+from rapidformer.optim.gradients import scale_loss
 from rapidformer.optim.guard import RecentValues
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.optim.observer import get_observer
 from rapidformer.optim.update import UpdateClock
-from rapidformer.overlay import find_fact
 
 Forward = Callable[[Any], Any]
-_MOST_COPIED = 2**31
-"""In bytes of gradients: above, launching the kernels of an update costs little beside them."""
-_MOST_REFUSED = 3
-"""How often an update may turn out not to be recordable before none is tried any more."""
 
 
 class Updates:
@@ -88,9 +78,8 @@ class Updates:
         """Whether the settings do not describe them."""
         self._runtime, self._current = runtime, current
         self._passes: BackwardPasses | None = None
-        self._graphed_update: GraphedUpdate | None = None
+        self._replay: Replay | None = None
         self._compiles_update = False
-        self._refused_in_graph = 0
 
     def start(
         self,
@@ -124,9 +113,11 @@ class Updates:
             clock.on_bad_update = functools.partial(
                 report_skipped, clock, list_samples, runtime.is_main
             )
-        self.graphs = self._build_graphs(parallelized, parameters, work)
+        self.graphs = build_graphs(parallelized, parameters, self.weights, runtime, work)
+        update = None
         if isinstance(optimizer, MultiTensorAdamW):
-            self._graphed_update = GraphedUpdate(optimizer, self.clip_grad, runtime.device)
+            update = GraphedUpdate(optimizer, self.clip_grad, runtime.device)
+        self._replay = Replay(self._passes, update, runtime.device)
 
     @property
     def clip_grad(self) -> float:
@@ -211,15 +202,6 @@ class Updates:
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
 
-    @contextmanager
-    def accumulate(self, is_last: bool = False) -> Iterator[None]:
-        """Decide yourself whether the ``backward`` inside ends an update."""
-        before, self.clock.forced = self.clock.forced, is_last
-        try:
-            yield
-        finally:
-            self.clock.forced = before
-
     def get_learning_rate(self) -> float:
         """The learning rate of the next update."""
         if self.optimizer is None:
@@ -251,16 +233,19 @@ class Updates:
             self.optimizer.start_trials()
         if isinstance(forward, UpdatePreparation):
             update = forward.prepare(update, self._runtime.topology, self._runtime.device)
-        pipeline = passes.parallelized.pipeline
+        pipeline, graphs, replay = passes.parallelized.pipeline, self.graphs, self._replay
+        assert replay is not None
+        results = None
         with self._releasing_weights():
             if pipeline is not None:
                 results = self._run_pipelined(passes, pipeline, forward, update)
-            elif (graphed := self._run_graphed(passes, forward, update, steps_at_once)) is not None:
-                results = graphed
-            else:
+            elif graphs is not None:
+                results = replay.run(graphs, forward, update, steps_at_once=steps_at_once)
+            if results is None:
                 results = self._run_in_turn(passes, forward, update, after_micro_batch)
                 after_micro_batch = None  # it has been called
-                self._finish_in_graph(passes, self._find_graphed_update(steps_at_once))
+                if graphs is not None:
+                    replay.finish(graphs, steps_at_once=steps_at_once)
         if after_micro_batch is not None:
             for _ in range(len(update) - 1):
                 after_micro_batch()
@@ -291,7 +276,7 @@ class Updates:
             if micro_batch.is_on_host:
                 micro_batch = move_micro_batch(micro_batch, self._runtime.device)
             beat("forward", self.clock.updates + 1)
-            with self.accumulate(is_last=is_last):
+            with self.clock.accumulate(is_last=is_last):
                 started = passes.started = StartedMicroBatch(micro_batch)
                 try:
                     with nullcontext() if in_pieces is None else in_pieces.passing():
@@ -310,95 +295,6 @@ class Updates:
             if after_micro_batch is not None and not is_last:
                 after_micro_batch()
         return results
-
-    def _run_graphed(
-        self, passes: BackwardPasses, forward: Forward, update: Update, steps_at_once: bool
-    ) -> list[MicroBatchResult] | None:
-        """Replay the passes; None if they must run one by one."""
-        if self.graphs is None:
-            return None
-        beat("forward", self.clock.updates + 1)
-        graphed_update = self._find_graphed_update(steps_at_once)
-        is_padding_left = getattr(forward, "reads_no_padding", False)
-        with reading_no_padding() if is_padding_left else nullcontext():
-            outcome = self.graphs.run(
-                functools.partial(self.weights.run_forward, forward),
-                update,
-                getattr(forward, "steps", (forward,)),
-                graphed_update,
-            )
-        if outcome is None:
-            return None
-        get_observer().see_phase("forward")
-        for micro_batch, result in zip(update, outcome.results, strict=True):
-            with self.accumulate(is_last=micro_batch is update[-1]):
-                _, fraction = passes.count(result, micro_batch)
-            self.clock.add_loss(result.loss, fraction)
-        get_observer().see_phase("backward")
-        beat("update")
-        # In the order of passes that run one by one: other ranks may do so in this update.
-        sums = self.graphs.sum_gradients(outcome)
-        if sums is not None:
-            self._finish_sums(passes, sums, graphed_update)
-            return outcome.results
-        self.clock.sum_weights(self._runtime.device)
-        assert outcome.norm is not None
-        if outcome.gradients is not None:
-            _assign(passes.parameters, outcome.gradients)
-        self.clock.take_finished(
-            passes.parameters,
-            outcome.norm,
-            is_applied=outcome.gradients is None,
-            may_change=not steps_at_once,
-        )
-        passes.notice_unfrozen()
-        return outcome.results
-
-    def _find_graphed_update(self, steps_at_once: bool) -> GraphedUpdate | None:
-        """What updates weights inside a graph; None if something looks at the gradients before."""
-        is_plain = steps_at_once and uses_plain_gradients(self.clock, self.optimizer, self.scaler)
-        return self._graphed_update if is_plain else None
-
-    def _finish_sums(
-        self, passes: BackwardPasses, sums: list[Tensor | None], graphed: GraphedUpdate | None
-    ) -> None:
-        """Make a mean of sums over ranks, and update the weights if that may be in a graph."""
-        assert self.graphs is not None
-        finishing = self.graphs.finishing
-        if graphed is None or not finishing.prepare(sums, graphed):
-            _assign(finishing.parameters, sums)
-            passes.finish()
-            return
-        norm = finishing.run(self.clock.sum_weights(self._runtime.device))
-        self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
-        passes.notice_unfrozen()
-
-    def _finish_in_graph(self, passes: BackwardPasses, graphed: GraphedUpdate | None) -> None:
-        """Update the weights with finished gradients, after passes inside the user's own code."""
-        graphs = self.graphs
-        may_try = self._refused_in_graph < _MOST_REFUSED and self.clock.is_unused
-        if graphs is None or graphed is None or not may_try:
-            return
-        pieces, finishing = graphs.in_pieces, graphs.finishing
-        if pieces is None or pieces.problem is not None:
-            return
-        gradients = take_gradients(passes.parameters)
-        size = sum(gradient.nbytes for gradient in gradients if gradient is not None)
-        try:
-            is_ready = size <= _MOST_COPIED
-            is_ready = is_ready and finishing.prepare(finishing.place(gradients), graphed)
-        except RuntimeError as error:
-            if not is_out_of_gpu_memory(error):
-                raise
-            finishing.forget()
-            self._refused_in_graph, is_ready = _MOST_REFUSED, False
-        if not is_ready:
-            self._refused_in_graph += 1
-            _assign(passes.parameters, gradients)
-            return
-        norm = finishing.run(1.0)
-        pieces.end()  # graphs share their memory
-        self.clock.take_finished(passes.parameters, norm, is_applied=True, may_change=False)
 
     def _run_pipelined(
         self, passes: BackwardPasses, pipeline: Pipeline, forward: Forward, update: Update
@@ -429,45 +325,10 @@ class Updates:
         passes.finish(pipeline.measure_norm)
         return results
 
-    def _build_graphs(
-        self, parallelized: Parallelized, parameters: Sequence[nn.Parameter], work: ModelWork | None
-    ) -> GraphedPasses | None:
-        model, synchronizer = parallelized.model, parallelized.synchronizer
-        allowed = find_fact(model, MayCapture)
-        if allowed is None:
-            return None
-        device = self._runtime.device
-        compiles = parallelized.wants("compilation")
-        capture = CudaCapture(device)
-        placed = (
-            synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
-        )
-        graphs = GraphedPasses(
-            model, placed.parameters if placed else parameters, device, capture,
-            self.weights.count_labels,
-            is_asked=allowed.is_asked, is_16_bit=self._runtime.precision.dtype is not None,
-            compiles=compiles, work=work, topology=self._runtime.topology,
-            exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
-            blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
-        )  # fmt: skip
-        row = parallelized.applied.get_row("CUDA graph")
-        row.find_obstacle = functools.partial(_find_graph_problem, weakref.ref(graphs))
-        return graphs
-
     def close(self) -> None:
         """Let go of model, optimizer and graphs."""
         if self.graphs is not None:
             self.graphs.close()
-        self.graphs = self._graphed_update = self._passes = None
+        self.graphs = self._replay = self._passes = None
         self.optimizer = self.lr_scheduler = None
         self.clock.guard = self.clock.keeper = self.clock.on_bad_update = None
-
-
-def _find_graph_problem(reference: weakref.ref[GraphedPasses]) -> str | None:
-    graphs = reference()
-    return None if graphs is None else graphs.obstacle
-
-
-def _assign(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient

@@ -175,8 +175,8 @@ def get_inner(model: Any) -> nn.Module:
         for cls in type(model).__mro__
     )
     if not is_wrapped or model.active_peft_config.is_prompt_learning:
-        return model  # type: ignore[no-any-return]
-    return model.get_base_model()  # type: ignore[no-any-return]
+        return model
+    return model.get_base_model()
 
 
 def find_adapter(model: Any) -> Adapter | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.compat.transformers_processors import load_auto_processor
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments, ModelArguments
-from rapidformer.errors import ConfigurationError, MissingPackageError, ModelError
+from rapidformer.errors import ConfigurationError, MissingPackageError, ModelError, list_some
 from rapidformer.host_memory import measure_free_memory
 from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger, warn, warn_once
@@ -41,7 +41,7 @@ from rapidformer.models.location import (
 )
 from rapidformer.models.quantizing import get_quantization, prepare_quantized
 from rapidformer.models.towers import WHOLE, choose_auto_class, freeze_towers
-from rapidformer.models.weight_names import check_names, find_trunk, list_some
+from rapidformer.models.weight_names import check_names, find_trunk
 
 if TYPE_CHECKING:
     from torch import nn

@@ -40,8 +40,7 @@ def prepare_quantized(model: nn.Module, args: AdapterArguments) -> nn.Module:
     from peft import prepare_model_for_kbit_training
 
     # Recompute is a switch of ours, not of the model.
-    prepared: nn.Module = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return prepared
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def forget_quantization(config: Any, base: str, *, merges: bool = True) -> None:

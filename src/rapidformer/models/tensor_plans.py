@@ -31,7 +31,7 @@ from rapidformer.compat.transformers_models import get_tensor_plan
 from rapidformer.errors import ConfigurationError, ModelError, RapidformerError
 from rapidformer.models.plan import ModelPlan, compile_pattern, expand_patterns
 
-_FLAG = "--tensor-model-parallel-size"
+FLAG = "--tensor-model-parallel-size"
 _STYLES = (
     "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
     "key_value", "fused_qkv", "fused_kv", "replicated_with_grad_allreduce", "mla_kv_a_proj",
@@ -166,7 +166,7 @@ def find_tensor_plan(model: nn.Module, plan: ModelPlan) -> TensorPlan:
     if unknown:
         shown = ", ".join(f"{style} ({name})" for style, name in unknown.items())
         raise ModelError(
-            f"{_FLAG}: the plan of {describe_model(model)} has styles that "
+            f"{FLAG}: the plan of {describe_model(model)} has styles that "
             f"cannot be split here: {shown}. Known are {', '.join(_STYLES)}. "
             "--zero-3-memory-optimization shards any model."
         )
@@ -187,7 +187,7 @@ def _find_family(model: nn.Module) -> _Family:
     family = _FAMILIES.get(_get_kind(model))
     if family is None:
         raise ModelError(
-            f"{_FLAG}: no plan says how {describe_model(model)} may be split. "
+            f"{FLAG}: no plan says how {describe_model(model)} may be split. "
             "Say it by engine.compose(model, plan={'blocks': 'name.of.list', 'tensor': "
             "{'layers.*.query': 'colwise', 'layers.*.output': 'rowwise', ...}}), or let a method "
             f"rapidformer_plan() of {type(model).__name__} return the same; or use "
@@ -204,7 +204,7 @@ def describe_other_splits(
         find_tensor_plan(model, plan)
     except RapidformerError:
         return always
-    return f"{_FLAG} or {always}"
+    return f"{FLAG} or {always}"
 
 
 def _get_kind(model: nn.Module) -> str:
@@ -222,7 +222,7 @@ def _read_hugging_face(model: Any) -> dict[str, str]:
     kind = _get_kind(model)
     if kind in _WRONG:
         raise ModelError(
-            f"{_FLAG}: transformers' plan of {describe_model(model)} does not "
+            f"{FLAG}: transformers' plan of {describe_model(model)} does not "
             f"hold: {_WRONG[kind]} --zero-3-memory-optimization splits any model over the "
             "processes."
         )
@@ -248,7 +248,7 @@ def _find_parameters(model: nn.Module, patterns: Mapping[str, str]) -> frozenset
         for style in (style for pattern, style in compiled if pattern.fullmatch(name)):
             if style != "colwise" or parameter.dim() != 1:
                 raise ModelError(
-                    f"{_FLAG}: the plan of {describe_model(model)} splits the "
+                    f"{FLAG}: the plan of {describe_model(model)} splits the "
                     f"parameter {name} of shape {list(parameter.shape)} as {style}: only those of "
                     "one dimension can be named themselves, as colwise. Name the layer instead."
                 )
@@ -286,7 +286,7 @@ def _find_base_prefix(model: Any) -> str:
 
 _INNER = ("base_layer", "original_module", "modules_to_save", "lora_A", "lora_B")
 # Styles that split a layer's inputs; all others split its outputs, or nothing.
-_BY_INPUTS = ("rowwise", "rowwise_split_input")
+BY_INPUTS = ("rowwise", "rowwise_split_input")
 # A strided slice of the first dimension would be sharded in the wrong order: B is small, so it
 # stays whole, and each rank reads its own rows.
 _STYLES_OF_B = {"fused_qkv": "whole_fused_qkv", "fused_kv": "whole_fused_kv"}
@@ -304,7 +304,7 @@ def find_unsplittable(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if has_adapter(module) and type(module).__name__ == "ParamWrapper":
             yield (
-                f"{_FLAG} cannot split the adapter of {name}, which changes a parameter instead of "
+                f"{FLAG} cannot split the adapter of {name}, which changes a parameter instead of "
                 "a layer (a router or experts): leave it out of --lora-target-modules or "
                 "target_parameters, or use --zero-3-memory-optimization instead."
             )
@@ -330,8 +330,8 @@ def _spread_style(name: str, module: Any, style: str) -> Iterator[tuple[str, str
     if style == "replicated_with_grad_allreduce":
         of_a = of_b = style
     else:
-        of_a = style if style in _BY_INPUTS else "whole"
-        of_b = "whole" if style in _BY_INPUTS else _STYLES_OF_B.get(style, style)
+        of_a = style if style in BY_INPUTS else "whole"
+        of_b = "whole" if style in BY_INPUTS else _STYLES_OF_B.get(style, style)
     for key in module.lora_A:
         yield f"{name}.lora_A.{key}", of_a
         yield f"{name}.lora_B.{key}", of_b
@@ -344,12 +344,12 @@ def _refuse_unknown(name: str, module: Any, style: str) -> None:
     if kind != "LORA" or variants:
         what = "DoRA" if "Dora" in str(variants) else kind
         raise ConfigurationError(
-            f"{_FLAG} cannot split the {what} adapter of {name}: use plain LoRA (--lora-rank "
+            f"{FLAG} cannot split the {what} adapter of {name}: use plain LoRA (--lora-rank "
             "without --use-dora), or --zero-3-memory-optimization instead."
         )
     padding = getattr(module.base_layer, "padding_idx", None)
     if style == "embedding_rowwise" and padding is not None:
         raise ConfigurationError(
-            f"{_FLAG} cannot split the adapter of the embedding {name}, which has a padding row: "
+            f"{FLAG} cannot split the adapter of the embedding {name}, which has a padding row: "
             "leave it out of --lora-target-modules, or use --zero-3-memory-optimization instead."
         )

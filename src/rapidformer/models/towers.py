@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.transformers_models import is_model
 from rapidformer.config.task_sections import ModelArguments
+from rapidformer.errors import list_some
 from rapidformer.log import get_logger
-from rapidformer.models.weight_names import list_some
 
 if TYPE_CHECKING:
     from torch import nn

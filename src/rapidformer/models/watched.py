@@ -13,12 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.compat.torch_modules import (
-    list_global_hook_tables,
-    list_hook_tables,
-    list_hooks,
-)
-from rapidformer.models.weight_names import list_some
+from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables, list_hooks
+from rapidformer.errors import list_some
 
 ASKS_FOR_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What a Hugging Face model collects from every block."""

@@ -41,7 +41,7 @@ class FileTensor:
 
     def __call__(self) -> Tensor:
         with _open(self.path) as file:
-            return file.get_tensor(self.key)  # type: ignore[no-any-return]
+            return file.get_tensor(self.key)
 
     def read(self, spans: Spans) -> Tensor:
         """The part of it given by the spans."""
@@ -56,7 +56,7 @@ class FileTensor:
 
 def _read_part(whole: Any, spans: Spans, chosen: list[tuple[int, int]]) -> Tensor:
     if len(chosen) == len(spans):
-        return whole[tuple(slice(start, end) for start, end in chosen)]  # type: ignore[no-any-return]
+        return whole[tuple(slice(start, end) for start, end in chosen)]
     parts = [_read_part(whole, spans, [*chosen, span]) for span in spans[len(chosen)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, len(chosen))
 

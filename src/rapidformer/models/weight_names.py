@@ -8,7 +8,7 @@ the model's names gives a random model. Here a new head is fine, a foreign model
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,6 @@ class NameDifferences:
             lines += [f"{title} ({count}): {', '.join(shown[:_SHOWN])}{rest}"] if shown else []
         lines += _suggest(self.missing, self.unexpected)
         return "".join(f"\n  {line}" for line in lines)
-
-
-def list_some(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
 
 
 def compare_names(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> NameDifferences:

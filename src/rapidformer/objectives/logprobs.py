@@ -19,8 +19,8 @@ from rapidformer.accel.cache import takes_use_cache
 from rapidformer.accel.fused_loss.chunked import Recipe
 from rapidformer.accel.fused_loss.followed import compute_logit_losses
 from rapidformer.accel.fused_loss.fused_loss import deferring
+from rapidformer.accel.unpad.places import send
 from rapidformer.accel.unpad.promises import reading_labelled
-from rapidformer.accel.unpad.rows import send
 from rapidformer.data.batch import IGNORED_LABEL, find_host_copy
 
 
@@ -46,8 +46,7 @@ def get_logits(
     options = {"use_cache": False} if takes_use_cache(model) else {}
     with reading_labelled(model, inputs, labels, is_shifted=is_shifted), deferring(model):
         outputs = model(**{**options, **inputs})
-    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
-    return logits
+    return outputs if isinstance(outputs, Tensor) else outputs["logits"]
 
 
 def get_token_logprobs(

@@ -114,9 +114,7 @@ def get_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return _add(sums).sqrt().float() if sums else torch.tensor(0.0)
 
 
-def sum_all_squares(
-    gradients: Sequence[torch.Tensor],
-) -> dict[DeviceMesh | None, torch.Tensor]:
+def sum_all_squares(gradients: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, torch.Tensor]:
     """This rank's part of the sum of squares, by the mesh that gradients are split on."""
     plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     sums: dict[DeviceMesh | None, torch.Tensor] = {None: _square_norm(plain)} if plain else {}
@@ -158,8 +156,7 @@ def _shorten(tensor: torch.Tensor) -> torch.Tensor:
     """A large matrix on a CPU as the norms of its rows: fp32 squares of millions add up badly."""
     if tensor.device.type != "cpu" or tensor.dim() < 2 or tensor.numel() < 2**16:
         return tensor
-    rows: torch.Tensor = torch.linalg.vector_norm(tensor, dim=-1)
-    return rows
+    return torch.linalg.vector_norm(tensor, dim=-1)
 
 
 def clip_norm(

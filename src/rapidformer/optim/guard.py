@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from rapidformer.compat.torch_optimizers import obeys_flags, step_unless
 from rapidformer.dist.collectives import broadcast_object, is_alone
 from rapidformer.dist.topology import Topology
-from rapidformer.errors import TrainingError
-from rapidformer.models.weight_names import list_some
+from rapidformer.errors import TrainingError, list_some
 
 WINDOW = 64
 """How many good updates the median is taken over."""
@@ -192,8 +191,7 @@ class _Reading:
     def read(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[float] = self._values.tolist()
-        return numbers
+        return self._values.tolist()
 
 
 def describe_bad_batch(reason: str, step: int, samples: Sequence[int]) -> str:

@@ -12,7 +12,6 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from rapidformer.compat.triton import has_triton
 from rapidformer.config import Settings
-from rapidformer.config.sections import OptimizerArguments
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.plan import find_plan
@@ -20,7 +19,7 @@ from rapidformer.optim.bf16_adamw import Bf16AdamW
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerArguments) -> Optimizer:
+def build_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     """The optimizer described by the flags, over the model's trainable parameters."""
     if settings.lr is None:
         raise ConfigurationError("--lr is missing: the optimizer needs a learning rate.")
@@ -57,11 +56,9 @@ def _can_fuse(groups: list[dict[str, Any]]) -> bool:
     return all(p.is_floating_point() for p in _list_parameters(groups))
 
 
-def _build_adamw(
-    groups: list[dict[str, Any]], settings: OptimizerArguments, lr: float
-) -> Optimizer:
+def _build_adamw(groups: list[dict[str, Any]], settings: Settings, lr: float) -> Optimizer:
     betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
-    is_on = not isinstance(settings, Settings) or get_switch("AdamW kernel").is_on(settings)
+    is_on = get_switch("AdamW kernel").is_on(settings)
     if settings.optimizer_state_dtype == "bf16":
         rounding = Bf16AdamW(groups, lr=lr, betas=betas, eps=eps)
         rounding.may_launch = is_on
@@ -89,7 +86,7 @@ def _has_triton(groups: list[dict[str, Any]]) -> bool:
     return bool(devices) and all(map(has_triton, devices))
 
 
-def _build_muon(model: nn.Module, settings: OptimizerArguments, lr: float) -> Optimizer:
+def _build_muon(model: nn.Module, settings: Settings, lr: float) -> Optimizer:
     groups = group_parameters(model, settings.weight_decay)
     plan = find_plan(model)
     inside = {id(p) for block in plan.get_blocks(model) for p in block.parameters()}

@@ -8,7 +8,8 @@ micro-batches and ranks, and then divided once by the total weight, before clipp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -113,6 +114,15 @@ class UpdateClock:
     def was_skipped(self) -> bool:
         """Whether the last update was skipped: fp16 overflowed, or its loss is bad."""
         return self._outcome == "skipped"
+
+    @contextmanager
+    def accumulate(self, is_last: bool = False) -> Iterator[None]:
+        """Say whether the micro-batch inside ends an update, instead of counting."""
+        before, self.forced = self.forced, is_last
+        try:
+            yield
+        finally:
+            self.forced = before
 
     def set_aside(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
         """Take away a finished gradient that was not used: the next one starts from nothing."""

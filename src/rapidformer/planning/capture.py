@@ -129,8 +129,7 @@ class _Observer(RunObserver, Generic[Result]):
             if prepare is not None:
                 topology, device = self._engine.runtime.topology, self._engine.device
                 given = prepare(Update((given,), update.positions), topology, device)[0]
-            loss: Tensor = weights.run_forward(forward, given).loss
-            return loss
+            return weights.run_forward(forward, given).loss
 
         context = getattr(forward, "context", None)
         self._finish(run, micro_batch.batch, getattr(context, "frozen", {}))

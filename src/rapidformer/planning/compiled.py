@@ -11,10 +11,36 @@ from torch.func import functional_call
 from rapidformer.compat.torch_compile import list_kept
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.models.recording import list_tensors
+from rapidformer.planning.parts import Cost
 from rapidformer.planning.tracing import GpuTypes
 
 
-def list_saved(
+def measure_kept(
+    block: nn.Module, call: tuple[Any, Any] | None, dtype: torch.dtype | None, *, rows: int,
+    length: int,
+) -> Cost | None:  # fmt: skip
+    """What grows with what, of a call of the block in this dtype; None if torch cannot say."""
+    if call is None:
+        return None
+    try:
+        kept = _list_saved(block, *call, dtype)
+    except Exception:  # a block with code that depends on values: as if it were not compiled
+        return None
+    own = [(shape[:-1], shape[-1]) for shape in kept]
+    pairs = [size for shape, size in own if shape.count(length) > 1]
+    linear = [
+        size
+        for shape, size in own
+        if shape.count(length) <= 1 and any(n % rows == 0 for n in shape)
+    ]
+    return Cost(
+        constant=sum(size for _, size in own) - sum(linear) - sum(pairs),
+        per_token=sum(linear) / (rows * length),
+        per_pair=sum(pairs) / (rows * length * length),
+    )
+
+
+def _list_saved(
     block: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None
 ) -> list[tuple[int, ...]]:
     """Shape and size in bytes (last) of each activation that is kept, weights and inputs apart."""

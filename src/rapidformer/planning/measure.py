@@ -29,7 +29,7 @@ from rapidformer.models.plan import ModelPlan, find_plan
 from rapidformer.models.recording import list_tensors
 from rapidformer.planning.at_hand import BlockTimer
 from rapidformer.planning.capture import Captured, capture
-from rapidformer.planning.compiled import list_saved
+from rapidformer.planning.compiled import measure_kept
 from rapidformer.planning.parts import Blocks, Cost, Load, Part, Shape, Timed
 from rapidformer.planning.tracing import GpuTypes, Segment, Tracing
 from rapidformer.planning.weights import SplitRules, count_weights
@@ -113,7 +113,13 @@ class _Measurement:
         rest = count_weights(
             self._model, self._rules, without=stacks, used_after=frozenset(self._used_after)
         )
-        compiled = [self._measure_compiled(kind) for kind in self._kinds]
+        compiled = [
+            measure_kept(
+                self._modules[kind.chosen], self._calls.get(kind.chosen), self._dtype,
+                rows=self._rows, length=self._length,
+            )
+            for kind in self._kinds
+        ]  # fmt: skip
         blocks = tuple(
             Blocks(
                 stack=kind.stack, places=tuple(map(self._plan.blocks.index, kind.names)),
@@ -254,27 +260,6 @@ class _Measurement:
 
         for module in self._model.modules():
             yield module.register_forward_pre_hook(see_call)
-
-    def _measure_compiled(self, kind: _Kind) -> Cost | None:
-        """What is kept of a compiled block; None if torch cannot say."""
-        try:
-            args, kwargs = self._calls[kind.chosen]
-            kept = list_saved(self._modules[kind.chosen], args, kwargs, self._dtype)
-        except Exception:  # a block with code that depends on values: as if it were not compiled
-            return None
-        tokens = self._rows * self._length
-        own = [(shape[:-1], shape[-1]) for shape in kept]
-        pairs = [size for shape, size in own if shape.count(self._length) > 1]
-        linear = [
-            size
-            for shape, size in own
-            if shape.count(self._length) <= 1 and any(n % self._rows == 0 for n in shape)
-        ]
-        return Cost(
-            constant=sum(size for _, size in own) - sum(linear) - sum(pairs),
-            per_token=sum(linear) / tokens,
-            per_pair=sum(pairs) / (tokens * self._length),
-        )
 
     def _time(self, kind: _Kind, trace: dict[str, Segment], timer: BlockTimer) -> Timed | None:
         seconds = timer(self._modules[kind.chosen], *self._calls[kind.chosen])

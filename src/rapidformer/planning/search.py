@@ -208,8 +208,7 @@ class Planner:
         steps = self.settings.gradient_accumulation_steps or 1
         unit = self.settings.data_parallel_size * steps
         return _find_most(
-            lambda rows: self._fits(micro_batch_size=rows, global_batch_size=unit * rows),
-            MOST_ROWS,
+            lambda rows: self._fits(micro_batch_size=rows, global_batch_size=unit * rows), MOST_ROWS
         )
 
     def find_longest(self) -> int:

@@ -12,12 +12,11 @@ from rapidformer.accel.tensor.parallel import count_key_value_heads
 from rapidformer.compat.transformers_models import is_conv1d
 from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import ModelPlan
-from rapidformer.models.tensor_plans import TensorPlan, find_tensor_plan
+from rapidformer.models.tensor_plans import BY_INPUTS, TensorPlan, find_tensor_plan
 from rapidformer.planning.parts import Parameter, Weights
 
 _BY_OUTPUT = ("colwise", "colwise_gather_output", "key_value", "fused_qkv", "fused_kv")
-_BY_INPUT = ("rowwise", "rowwise_split_input")
-_JOINED = ("colwise_gather_output", "embedding_rowwise", *_BY_INPUT)
+_JOINED = ("colwise_gather_output", "embedding_rowwise", *BY_INPUTS)
 """Styles after which every rank has the whole result."""
 
 
@@ -44,7 +43,7 @@ class SplitRules:
             if isinstance(module, nn.Embedding) or (is_conv1d(type(module)) and is_matrix):
                 return 1
             return 0
-        if style in _BY_INPUT and is_matrix:
+        if style in BY_INPUTS and is_matrix:
             return 0 if is_conv1d(type(module)) else 1
         return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.config import Settings, get_settings
-from rapidformer.config.schema import Setting
+from rapidformer.config.schema import Setting, to_flag
 from rapidformer.errors import raise_problems
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.nearest import suggest
@@ -131,5 +131,5 @@ def to_flags(parameters: Parameters) -> list[str]:
     words = []
     for name, value in parameters.items():
         text = ("true" if value else "false") if isinstance(value, bool) else str(value)
-        words.append(f"--{name.replace('_', '-')}={text}")
+        words.append(f"{to_flag(name)}={text}")
     return words

@@ -178,8 +178,7 @@ class Task(ABC):
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the labels of the micro-batch."""
-        loss: torch.Tensor = model(**batch).loss
-        return loss
+        return model(**batch).loss
 
     def get_best_metric(self, prepared: PreparedData) -> tuple[str, bool]:
         """The metric that decides the best model on this data, and whether more of it is better."""

@@ -22,7 +22,6 @@ from rapidformer.tasks.chat.columns import (
     RESPONSE,
     SYSTEM,
     ChatColumns,
-    as_optional,
     find_chat_columns,
 )
 from rapidformer.tasks.evaluation.generating import (
@@ -32,7 +31,7 @@ from rapidformer.tasks.evaluation.generating import (
     divide_length,
     generate_records,
 )
-from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
 from rapidformer.tasks.rows.rows import (
     as_rows,
     drop_columns,
@@ -138,14 +137,12 @@ class CausalLM(LanguageModel):
             apply_packed_attention(model, prepared.extras["packed_length"])
         if prepared.extras.get("stop_id") is not None:
             add_stop(model, prepared.extras["stop_id"], prepared.processor)
-        built: nn.Module = model
-        return built
+        return model
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         from rapidformer.tasks.text.packed_attention import get_inputs
 
-        loss: torch.Tensor = model(**get_inputs(model, batch)).loss
-        return loss
+        return model(**get_inputs(model, batch)).loss
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import shift_labels
@@ -268,8 +265,7 @@ class LabelCollator:
     def __call__(self, rows: list[Any]) -> Batch:
         labelled = ["labels" in row for row in rows]
         if all(labelled):
-            batch: Batch = self.pad(rows)
-            return batch
+            return self.pad(rows)
         if any(labelled):  # conversations and plain text, of a mixture
             return self([{"labels": row["input_ids"], **row} for row in rows])
         batch = self.pad(rows)

@@ -124,8 +124,7 @@ def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Recor
     inputs, labels = CausalLM.drop_labels(batch), batch["labels"]
 
     def get_logits(model: Any) -> torch.Tensor:
-        logits: torch.Tensor = model(**objective.get_inputs(model, inputs)).logits
-        return logits
+        return model(**objective.get_inputs(model, inputs)).logits
 
     student, teacher = get_logits(model), ask(context, "teacher", get_logits)
     records = score_blocks(student, shift_labels(labels))

@@ -12,6 +12,7 @@ from rapidformer.tasks.base import PreparedData, Row
 from rapidformer.tasks.labels.labels import LabelSpace, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.images import open_image
+from rapidformer.tasks.rows.named_files import name_file
 from rapidformer.tasks.rows.rows import (
     as_rows,
     get_column_names,
@@ -76,12 +77,7 @@ def _encode(
     """Rows of pixel values, computed on request."""
     kept = without_decoding(rows, "Image", column)
     images = _ImageRows(kept, column, processor, split, space or None)
-    if not is_row_stream(rows):
-        return images
-    return rows.then(
-        lambda part, numbers: [images.encode(*pair) for pair in zip(part, numbers, strict=True)],
-        expands=False,
-    )
+    return rows.map_numbered(images.encode) if is_row_stream(rows) else images
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +108,4 @@ class _ImageRows:
         return result
 
     def get_name(self, index: int) -> str:
-        """The image's file if it has one, otherwise its number."""
-        value = self.rows[index][self.column]
-        path = value.get("path") if isinstance(value, dict) else value
-        return path if isinstance(path, str) else str(index)
+        return name_file(self.rows[index][self.column], index)

@@ -204,13 +204,7 @@ def _read_label(value: Any, texts: Sequence[str], keys: Sequence[str] | None) ->
 
 
 def _encode(
-    rows: Any,
-    split: str,
-    columns: _Columns,
-    count: int,
-    parts: TextParts,
-    *,
-    has_labels: bool,
+    rows: Any, split: str, columns: _Columns, count: int, parts: TextParts, *, has_labels: bool
 ) -> Any:
     """``count`` is the number of choices of every row."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import blaming
+from rapidformer.checkpoint.finding import blaming, name_checkpoint
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.collectives import broadcast_object
@@ -65,9 +65,8 @@ class TrainingLoop:
             self._callbacks.append(BestModel(evaluation, saves=saves_best, processor=processor))
         self._callbacks += list_reports(engine)
         if engine.args.plan:
-            self._callbacks.append(
-                PredictionReport(reporter, engine.args, engine.device, is_main=engine.is_main)
-            )
+            plan = PredictionReport(reporter, self.args, engine.device, is_main=engine.is_main)
+            self._callbacks.append(plan)
         self._callbacks += callbacks
         self.meter = Meter(
             engine.device, engine.runtime.topology, live=reporter.shows_bar,
@@ -177,17 +176,12 @@ class TrainingLoop:
             self.loader.set_epoch(self.loader.epoch + 1)
 
     def _run_passes(self, update: Update) -> list[MicroBatchResult]:
-        is_watched = any(
-            callback.hears(hook)
-            for callback in self._callbacks
-            for hook in ("on_substep_end", "on_pre_optimizer_step")
-        )
+        hooks = ("on_substep_end", "on_pre_optimizer_step")
+        is_watched = any(callback.hears(hook) for callback in self._callbacks for hook in hooks)
         return self.engine.run_update(
-            self.forward,
-            update,
-            after_micro_batch=lambda: self._notify("on_substep_end"),
+            self.forward, update, after_micro_batch=lambda: self._notify(hooks[0]),
             steps_at_once=not is_watched,
-        )
+        )  # fmt: skip
 
     def _run_update(self, update: Update) -> None:
         self._notify("on_step_begin")
@@ -207,9 +201,8 @@ class TrainingLoop:
             self.engine.step()
         self._notify("on_optimizer_step")
         self._attempts += 1
-        self.meter.add_update(
-            self.engine.updates.clock.total_weight, self.engine.updates.clock.grad_norm
-        )
+        clock = self.engine.updates.clock
+        self.meter.add_update(clock.total_weight, clock.grad_norm)
         self._bad_batches.see(update)
         self._signals.look(self._attempts, asks_others=self._is_anything_due())
         if not self._bad_batches.is_late or self._is_anything_due():
@@ -317,7 +310,7 @@ class TrainingLoop:
         step, save = self.progress.best_step, self.args.save
         if step is None or save is None or not self.args.load_best_model_at_end:
             return None
-        return Path(save) / f"iter_{step:07d}"
+        return Path(save) / name_checkpoint(step)
 
     def _is_over(self) -> bool:
         # Attempts, not updates: skipped updates consume data, too.
@@ -326,10 +319,7 @@ class TrainingLoop:
 
     @property
     def _has_passed(self) -> bool:
-        """Whether a run that counts its passes has done them.
-
-        A callback may end an epoch early, and a stream's length may not be known.
-        """
+        """Whether the passes are done; attempts do not tell if an epoch was ended early."""
         args = self.args
         counts = args.epochs is not None and not (args.train_iters or args.train_samples)
         is_counting = counts or self.train_iters == OPEN_END

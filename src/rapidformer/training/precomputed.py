@@ -29,9 +29,8 @@ from rapidformer.dist.collectives import broadcast_object, gather_from_all, gath
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
 from rapidformer.engine.reference import Reference
-from rapidformer.errors import CheckpointError, ConfigurationError, DataError
+from rapidformer.errors import CheckpointError, ConfigurationError, DataError, list_some
 from rapidformer.log import get_logger
-from rapidformer.models.weight_names import list_some
 from rapidformer.objectives import Context, Objective
 from rapidformer.objectives.reference import LOGPS, REFERENCE, get_reference_logprobs
 from rapidformer.training import run_folder

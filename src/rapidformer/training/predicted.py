@@ -24,6 +24,7 @@ from rapidformer.config.sections import CheckpointArguments
 from rapidformer.dist.collectives import gather_from_all
 from rapidformer.errors import is_out_of_gpu_memory
 from rapidformer.log import get_logger
+from rapidformer.planning.devices import GIB
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.report import Reporter
 from rapidformer.training.run_folder import PLAN_FILE
@@ -35,7 +36,6 @@ _LAUNCHED = (
 _PATIENCE, _PATIENCE_IN_NEED = 15.0, 90.0
 """Seconds that a run waits for its prediction if it is over, and if its memory ran out."""
 _PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "gathers", "buffers")
-GIB = 2**30
 
 
 class PredictionReport(Callback):

@@ -42,7 +42,7 @@ from rapidformer.training.template import (
 from rapidformer.training.timetable import count_updates
 
 _EVAL_INTERVAL = 1000
-_ORDER = {"next_sentence_label", "sentence_order_label"}
+ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 
 
 class PreTrainer(Template):
@@ -155,14 +155,14 @@ class _WordLoss:
     def take(self, micro_batch: MicroBatch) -> dict[str, Mean]:
         """Of the micro-batch that the model has just seen."""
         batch, mean, self._mean = micro_batch.batch, self._mean, None
-        self.is_unknown |= isinstance(batch, Mapping) and bool(_ORDER & batch.keys())
+        self.is_unknown |= isinstance(batch, Mapping) and bool(ORDER_LABELS & batch.keys())
         if mean is None:
             return {}
         return {"lm_loss": (mean[0], 0.0 if micro_batch.is_filler else mean[1])}
 
     def _look(self, named: dict[str, Any], outputs: Any) -> None:
         logits, labels = getattr(outputs, "prediction_logits", None), named.get("labels")
-        if logits is None or labels is None or not _ORDER & named.keys():
+        if logits is None or labels is None or not ORDER_LABELS & named.keys():
             return
         is_word = labels != IGNORED_LABEL
         loss = functional.cross_entropy(

@@ -61,8 +61,7 @@ def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:
             f"--neftune-noise-alpha: {type(model).__name__} has no get_input_embeddings(), so "
             "there is nothing to add the noise to."
         )
-    handle: RemovableHandle = find().register_forward_hook(_Noise(alpha))
-    return handle
+    return find().register_forward_hook(_Noise(alpha))
 
 
 @dataclass(frozen=True)

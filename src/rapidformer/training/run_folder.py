@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rapidformer.checkpoint.finding import (
     ABANDONED,
@@ -215,7 +214,7 @@ def keeps_best(folder: Path, step: int | None) -> bool:
     """Whether ``best`` holds the model of this step; one of another step is moved aside."""
     if not (folder / BEST).is_dir():
         return False
-    if _read_record(folder).get("best_step", step) == step:
+    if read_json(folder / RUN_FILE, or_nothing=True).get("best_step", step) == step:
         return True
     abandon(folder, [folder / BEST])
     return False
@@ -256,15 +255,8 @@ def _has_results(folder: Path) -> bool:
 
 
 def _read_names(folder: Path) -> list[str]:
-    names = _read_record(folder).get("wrote")
+    names = read_json(folder / RUN_FILE, or_nothing=True).get("wrote")
     return [name for name in _NAMES if isinstance(names, list) and name in names]
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        return read_json(folder / RUN_FILE)
-    except CheckpointError:
-        return {}
 
 
 def _find_foreign(folder: Path) -> list[Path]:

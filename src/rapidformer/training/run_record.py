@@ -175,7 +175,7 @@ def describe_environment(processes: int) -> dict[str, str]:
     facts = {
         "host": socket.gethostname(), "system": platform.platform(),
         "python": platform.python_version(), "processes": str(processes),
-        "device": _describe_device(), **_list_versions(),
+        "device": _describe_device(), **list_versions(),
     }  # fmt: skip
     if torch.version.cuda:
         facts["cuda"] = str(torch.version.cuda)
@@ -190,7 +190,8 @@ def _describe_device() -> str:
 
 
 @functools.cache
-def _list_versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
+    """Of what a run is made of, by package."""
     found = {}
     for name in _PACKAGES:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rapidformer.models.adapters import describe_trained
 from rapidformer.models.location import is_model_folder
 from rapidformer.models.plan import MARKED
 from rapidformer.training.run_folder import BEST, LAST
+from rapidformer.training.run_record import list_versions
 from rapidformer.training.timetable import OPEN_END
 
 _PRECISIONS = {"Bf16AdamW": "bf16", "Int8AdamW": "8 bits"}
@@ -40,8 +40,9 @@ def describe_run(
     adapter, plan = engine.model.adapter, parallelized.plan
     count, device = args.world_size, describe_device(engine.device)
     where = f"{count} process{'es' * (count > 1)} on {device}"
+    version = list_versions().get("rapidformer", "(not installed)")
     lines = [
-        f"rapidformer {_get_version()}, torch {torch.__version__}, {where}",
+        f"rapidformer {version}, torch {torch.__version__}, {where}",
         f"model     {type(model).__name__.removeprefix('FSDP')}: {_count(total)} parameters"
         + (f", {_count(trained)} trained" if trained != total else "")
         + f"; {len(plan.blocks)} block{'s' * (len(plan.blocks) != 1)}"
@@ -136,13 +137,6 @@ def _describe_optimizer(engine: RapidformerEngine) -> str:
     if name in _PRECISIONS:
         return f"AdamW (moments in {_PRECISIONS[name]}: a choice of precision)"
     return name.removeprefix("MultiTensor")
-
-
-def _get_version() -> str:
-    try:
-        return version("rapidformer")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _count(number: int) -> str:

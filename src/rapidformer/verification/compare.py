@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rapidformer.errors import list_some
 from rapidformer.verification.causes import LIMIT, Difference, divide, find_causes
 from rapidformer.verification.trace import Tensors, Trace, compute_losses, count_samples
 
@@ -265,10 +266,10 @@ def _find_missing(reference: Trace, traces: list[Trace]) -> Iterator[str]:
     held: set[str] = set().union(*(trace.start for trace in traces))
     missing = [name for name in reference.start if name not in held]
     if missing:
-        yield f"no rank has {_list(missing)}"
+        yield f"no rank has {list_some(missing, 4)}"
     unknown = [name for name in held if name not in reference.start]
     if unknown:
-        yield f"one process does not have {_list(sorted(unknown))}"
+        yield f"one process does not have {list_some(sorted(unknown), 4)}"
 
 
 def _find_broken_ties(reference: Trace, traces: list[Trace]) -> Iterator[str]:
@@ -280,10 +281,6 @@ def _find_broken_ties(reference: Trace, traces: list[Trace]) -> Iterator[str]:
             if len(here) > 1 and here not in mine:
                 broken.add(" and ".join(here))
     yield from (f"{names} are no longer one parameter" for names in sorted(broken))
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def format_table(comparison: Comparison) -> list[str]:

@@ -85,8 +85,7 @@ class Recorder(RunObserver):
 
     @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._engine.model.parallelized.model
-        return model
+        return self._engine.model.parallelized.model
 
     def see_loss(
         self, loss: torch.Tensor, weight: float | torch.Tensor, info: Any, *, is_given: bool

@@ -23,7 +23,7 @@ from torch.nn import functional
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.unpad.kernels import make_current_mask
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import gather, scatter
+from rapidformer.accel.unpad.places import gather, scatter
 from rapidformer.compat.transformers_models import (
     find_unknown_attention,
     find_unknown_disentangled,
@@ -88,8 +88,7 @@ def _build_encoder(cls: Any) -> dict[str, Any]:
         self: Any, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None
     ) -> Tensor:
         if query_states is not None or relative_pos is not None:
-            given: Tensor = cls.get_rel_pos(self, hidden_states, query_states, relative_pos)
-            return given
+            return cls.get_rel_pos(self, hidden_states, query_states, relative_pos)
         mask = make_current_mask(hidden_states[..., 0])
         size = hidden_states.shape[1] if mask is None else _read_rows(mask)[1]
         buckets = getattr(self, "position_buckets", -1)
@@ -161,12 +160,12 @@ def _build_attention(cls: Any) -> dict[str, Any]:
     ) -> tuple[Tensor, Tensor | None]:
         if relative_pos is None or rel_embeddings is None or relative_pos.dim() != 1:
             embeddings = None if rel_embeddings is None else rel_embeddings.flatten(0, -2)
-            return cls.forward(  # type: ignore[no-any-return]
+            return cls.forward(
                 self, hidden_states, attention_mask, output_attentions, query_states,
                 relative_pos, embeddings,
             )  # fmt: skip
         if output_attentions or query_states is not None:
-            return cls.forward(  # type: ignore[no-any-return]
+            return cls.forward(
                 self, hidden_states, attention_mask, output_attentions, query_states,
                 _spread_distances(relative_pos, _get_span(self)), rel_embeddings.flatten(0, -2),
             )  # fmt: skip
@@ -257,8 +256,7 @@ def _project_positions(attention: Any, table: Tensor) -> tuple[Tensor | None, Te
 def _score(tokens: Tensor, distances: Tensor) -> Tensor:
     """Products of [rows, size, heads, n] with [2 size, heads, n]: [rows, heads, size, size]."""
     products = tokens.permute(2, 0, 1, 3).flatten(1, 2).bmm(distances.permute(1, 2, 0))
-    scores: Tensor = _align(products, len(tokens))
-    return scores
+    return _align(products, len(tokens))
 
 
 # An operator: torch.compile would spend seconds on its sizes.

@@ -99,8 +99,7 @@ def choose_for_all_sizes(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _use_order(order: Iterable[SDPBackend]) -> AbstractContextManager[None]:
-    inside: AbstractContextManager[None] = attention.sdpa_kernel(list(order), set_priority=True)
-    return inside
+    return attention.sdpa_kernel(list(order), set_priority=True)
 
 
 def _list_entries() -> Iterator[Entry]:

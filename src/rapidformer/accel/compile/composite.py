@@ -18,5 +18,4 @@ def define_composite(name: str, function: Callable[..., Any]) -> Callable[..., A
     full_name = f"rapidformer::{name}"
     torch.library.define(full_name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(full_name, "CompositeImplicitAutograd", function)
-    operator: Callable[..., Any] = getattr(torch.ops.rapidformer, name).default
-    return operator
+    return getattr(torch.ops.rapidformer, name).default

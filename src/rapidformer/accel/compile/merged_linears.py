@@ -282,8 +282,7 @@ def _round_weights(
 ) -> Tensor:
     """All weights in 16 bits, in one buffer."""
     detached = [weight.detach() for weight in weights]
-    rounded: Tensor = _round_together(detached, starts, size, dtype)
-    return rounded
+    return _round_together(detached, starts, size, dtype)
 
 
 round_weights = define_composite("round_weights", _round_weights)

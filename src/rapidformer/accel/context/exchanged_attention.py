@@ -89,10 +89,7 @@ def _build_attention(name: str, _: None) -> Any:
         original = get_attention_table().get(name) or _find_eager(module)
         region = find_fact(module, ContextRegion)
         if region is None or not region.length:
-            plain: tuple[Tensor, Tensor | None] = original(
-                module, query, key, value, attention_mask, *args, **kwargs
-            )
-            return plain
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
         heads, key_heads = query.shape[1], key.shape[1]
         query, key, value = exchange_heads(region, query, key, value)
         mask = _take_heads(region, attention_mask, heads)

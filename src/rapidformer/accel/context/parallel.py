@@ -339,8 +339,7 @@ class SplitHead:
         region, length = place.region, hidden.shape[TOKENS] if hidden.dim() == 3 else 0
         is_whole = lacks_padding(hidden) or not place.keeps_slice
         if is_whole or not (length and region.can_split(length)):
-            whole: Tensor = super().forward(hidden)  # type: ignore[misc]
-            return whole
+            return super().forward(hidden)  # type: ignore[misc]
         part = region.grow(super().forward(region.enter(hidden)))  # type: ignore[misc]
         shape = (part.shape[0], length, part.shape[2])
         return join_parts(part, place.mesh, [Shard(TOKENS)], shape)

@@ -44,7 +44,7 @@ _UNCOMPILED = Patch(lambda: [Entry(_list_ops(), "deepspeed_shm_comm", lambda _: 
 def _list_ops() -> dict[str, bool]:
     from deepspeed.ops import __compatible_ops__
 
-    return __compatible_ops__  # type: ignore[no-any-return]
+    return __compatible_ops__
 
 
 @contextmanager

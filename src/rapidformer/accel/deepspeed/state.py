@@ -140,8 +140,7 @@ class GatheredState:
         """The parameters that have optimizer state."""
         is_third = self._strategy.stage == 3
         name = "fp32_partitioned_groups_flat" if is_third else "single_partition_of_fp32_groups"
-        pieces: list[torch.Tensor] = list(getattr(self._strategy.engine.optimizer, name))
-        return pieces
+        return list(getattr(self._strategy.engine.optimizer, name))
 
     def _get_keys(self) -> list[str]:
         """The names of the optimizer's tensors, equal for all parameters; none before first use."""
@@ -172,8 +171,7 @@ class GatheredState:
         """A tensor of the optimizer's state; a number (the update count) is the same for all."""
         state = self._strategy.engine.basic_optimizer.state
         if self._is_number(key):
-            number: torch.Tensor = state[self._get_pieces()[0]][key]
-            return number
+            return state[self._get_pieces()[0]][key]
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_state()

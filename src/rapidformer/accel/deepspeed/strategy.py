@@ -219,8 +219,7 @@ class DeepSpeedStrategy(GradientSynchronizer):
             return parameter.grad
         from deepspeed.utils import safe_get_full_grad
 
-        gradient: torch.Tensor | None = safe_get_full_grad(parameter)
-        return gradient
+        return safe_get_full_grad(parameter)
 
     def close(self) -> None:
         """Release the process group, so that another engine can start in this process."""

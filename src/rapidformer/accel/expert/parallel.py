@@ -162,8 +162,7 @@ class Route:
     def send_back(self, rows: Tensor) -> Tensor:
         """Send the results back to where the rows came from, in their original order."""
         by_process = rows.index_select(0, self.order.argsort())
-        returned: Tensor = _Exchange.apply(by_process, self.received, self.sent, self.group)
-        return returned
+        return _Exchange.apply(by_process, self.received, self.sent, self.group)
 
 
 def plan_route(counts: Tensor, group: Group) -> Route:

@@ -102,8 +102,7 @@ def _get_gated_builder(names: Names) -> Any:
             (input,) = (*args, *kwargs.values())
             layers = [self.get_submodule(name) for name in names]
             if not (_is_due(self, input) and _can_skip_calls(self, layers)):
-                output: Tensor = cls.forward(self, *args, **kwargs)
-                return output
+                return cls.forward(self, *args, **kwargs)
             gate, up, down = (layer.get_parameter("weight") for layer in layers)
             return multiply_gated(input, gate, up, down)
 
@@ -140,8 +139,7 @@ def _build_linear(cls: type[nn.Linear]) -> dict[str, Any]:
 def _build_transposed(cls: Any) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         if not _is_due(self, x):
-            output: Tensor = cls.forward(self, x)
-            return output
+            return cls.forward(self, x)
         return multiply(x, self.weight.t(), self.bias)
 
     return {"forward": forward}

@@ -70,8 +70,7 @@ def _(tensor: Tensor) -> Tensor:
 @torch.library.custom_op("rapidformer::find_largest_gated", mutates_args=())
 def find_largest(gate: Tensor, up: Tensor) -> Tensor:
     """The largest absolute values of ``silu(gate) * up``, one per part."""
-    found: Tensor = _choose(gate.device).find_largest(gate, up)
-    return found
+    return _choose(gate.device).find_largest(gate, up)
 
 
 @find_largest.register_fake
@@ -82,8 +81,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.custom_op("rapidformer::find_largest_gated_gradients", mutates_args=())
 def find_largest_gradients(gate: Tensor, up: Tensor, gradient: Tensor) -> Tensor:
     """The largest absolute values of the gradients of ``gate`` and ``up``: [2, parts]."""
-    found: Tensor = _choose(gate.device).find_largest_gradients(gate, up, gradient)
-    return found
+    return _choose(gate.device).find_largest_gradients(gate, up, gradient)
 
 
 @find_largest_gradients.register_fake

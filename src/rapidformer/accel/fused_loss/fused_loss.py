@@ -21,12 +21,7 @@ from torch.nn import functional
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
-from rapidformer.accel.fused_loss.chunked import (
-    Losses,
-    Recipe,
-    compute_losses,
-    get_compute_type,
-)
+from rapidformer.accel.fused_loss.chunked import Losses, Recipe, compute_losses, get_compute_type
 from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
@@ -159,8 +154,7 @@ def _build_head(
                 head = Head(self, call, lend, hidden)
                 width = self.out_features if words is None else words.length
                 return defer(head, hidden, width, dtype)
-            result: Tensor = cls.forward(self, hidden)
-            return result
+            return cls.forward(self, hidden)
         weight, bias = (_read(each, words, gather) for each in (self.weight, self.bias))
         assert weight is not None
         if words is not None:

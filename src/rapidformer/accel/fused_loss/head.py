@@ -101,7 +101,7 @@ def _build_data(before: None) -> property:
     def get(self: Tensor) -> Tensor:
         for head in list(_heads):
             head.note_handing_out(self)
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     return property(get, Tensor.data.__set__)  # type: ignore[attr-defined]
 

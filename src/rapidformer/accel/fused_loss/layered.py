@@ -63,8 +63,7 @@ def _build_members(cls: Any) -> dict[str, Any]:
     def forward(self: Any, hidden: Tensor) -> Tensor:
         dtype, kind = get_compute_type(hidden), hidden.device.type
         if dtype not in DTYPES or torch.compiler.is_compiling():
-            result: Tensor = cls.forward(self, hidden)
-            return result
+            return cls.forward(self, hidden)
         is_cast = torch.is_autocast_enabled(kind)
 
         def apply(rows: Tensor) -> Tensor:

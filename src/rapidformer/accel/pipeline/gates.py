@@ -141,8 +141,7 @@ class StageContext:
             self.on_entry()
         # Only there does user code continue after the call.
         if self.given and stage.is_last:
-            joined: Tensor = _Received.apply(received, self, *self.given)
-            return joined
+            return _Received.apply(received, self, *self.given)
         # Not the tensor itself: autocast would sum a leaf's gradients in 16 bits.
         return received.view_as(received)
 

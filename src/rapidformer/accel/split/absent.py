@@ -53,7 +53,7 @@ def build_placeholder(
     value = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
     placeholder: Any = value.expand(parameter.shape).as_subclass(AbsentWeight)
     placeholder._explain = explain
-    return placeholder  # type: ignore[no-any-return]
+    return placeholder
 
 
 def apply(assembly: Assembly) -> str | None:

@@ -54,8 +54,7 @@ def use_split_loss(
             known = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             if shift_labels is not None:
                 known["shift_labels"] = shift_labels
-            loss: Tensor = original(logits, labels, *args, **known, **kwargs)
-            return loss
+            return original(logits, labels, *args, **known, **kwargs)
         if shift_labels is not None:
             labels = shift_labels
         elif shifts:

@@ -77,7 +77,7 @@ def join_on_demand(
     whole: Any = stand_in.as_subclass(WholeOnDemand)
     whole._part, whole._source, whole._joined = part, source, None
     whole._join = lambda: gather_out(part, dim, length, group)
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 def stand_for(source: Tensor, values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def stand_for(source: Tensor, values: Tensor) -> Tensor:
     whole: Any = values.view_as(values).as_subclass(WholeOnDemand)
     whole._part = whole._joined = values
     whole._source = source
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 def hand_out(output: Any) -> Any:

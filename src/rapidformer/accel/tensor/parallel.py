@@ -39,6 +39,7 @@ from rapidformer.config.layout_rules import list_choices
 from rapidformer.dist.regions import copy_in, get_slice_bounds
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.tensor_plans import (
+    FLAG,
     TensorPlan,
     describe_model,
     find_tensor_plan,
@@ -47,7 +48,6 @@ from rapidformer.models.tensor_plans import (
 )
 from rapidformer.overlay import find_fact, get_fact
 
-_FLAG = "--tensor-model-parallel-size"
 _PARTS = {"fused_qkv": 3, "fused_kv": 2, "whole_fused_qkv": 3, "whole_fused_kv": 2}
 _CLASSES: dict[str, type] = {
     **dict.fromkeys(("colwise", "key_value", *_PARTS), Colwise),
@@ -102,7 +102,7 @@ def apply(assembly: Assembly) -> str:
             layer = get_fact(model.get_submodule(name), Split)
             layer.shared_outputs = int(attention.qk_rope_head_dim)
     _divide_attributes(model, plan, mesh.size())
-    refuse_double_gradients(assembly, _FLAG)
+    refuse_double_gradients(assembly, FLAG)
     extend_class(model, find_fact(model, Split) or Split(mesh=mesh), WholeOutputs)
     if assembly.uses_deepspeed:
         make_local(model, mesh)
@@ -172,7 +172,7 @@ def _find_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def _find_problems(
     model: nn.Module, plan: TensorPlan, styles: dict[nn.Module, str], size: int
 ) -> Iterator[str]:
-    heads, flag, model_name = _get_heads(model), f"{_FLAG} {size}", describe_model(model)
+    heads, flag, model_name = _get_heads(model), f"{FLAG} {size}", describe_model(model)
     if heads and heads % size:
         yield (
             f"{flag} does not divide the {heads} attention heads of {model_name}: use "

@@ -20,7 +20,7 @@ from rapidformer.compat.torch_distributed import StridedShard
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.regions import get_slice_bounds
 from rapidformer.dist.whole import get_shard, join_parts, join_whole
-from rapidformer.errors import TrainingError
+from rapidformer.errors import TrainingError, list_some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +118,9 @@ def check_whole_gradients(model: nn.Module, group: dist.ProcessGroup, read: Read
     differing = (spread > norms * _TOLERANCE + norms.amax() * _FLOOR).any(1).tolist()
     found = [name for name, differs in zip(names, differing, strict=True) if differs]
     if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise TrainingError(
             "--tensor-model-parallel-size: tensor-parallel ranks have different gradients for "
-            f"weights that each of them holds whole: {', '.join(found[:_SHOWN])}{more}. The copies "
+            f"weights that each of them holds whole: {list_some(found, _SHOWN)}. The copies "
             "would drift apart. If such a layer works on a slice of the heads or of the width, "
             "give it the style 'replicated_with_grad_allreduce' (engine.compose(plan=...)); if the "
             "forward pass draws random numbers or reads data by rank, it must do the same on all "

@@ -149,7 +149,7 @@ def _read_outside(parameter: Any, placement: Any, split: Split) -> Tensor:
         return stand_for(parameter, get_shard(parameter))
     if type(placement) is not Shard or not torch.is_grad_enabled():
         # Slices in pieces: torch's own operations join them.
-        return parameter  # type: ignore[no-any-return]
+        return parameter
     dim, slice_ = placement.dim, find_slice(parameter)
     length = slice_.shape[dim] if slice_ is not None else parameter.shape[dim]
     return join_on_demand(get_shard(parameter), dim, length, split.group, source=parameter)

@@ -19,12 +19,7 @@ from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.origin import note_origin
 from rapidformer.accel.unpad.promises import find_labels, find_promise
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
-from rapidformer.accel.unpad.sides import (
-    Sides,
-    is_encoder_decoder,
-    read_masks,
-    read_sides,
-)
+from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_masks, read_sides
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
@@ -69,8 +64,7 @@ def fix_rows(mask: Tensor, fixed: FixedRows) -> None:
 
 def get_fixed_rows(mask: Any) -> FixedRows | None:
     """What was attached to a mask."""
-    fixed: FixedRows | None = getattr(mask, _FIXED, None)
-    return fixed
+    return getattr(mask, _FIXED, None)
 
 
 def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
@@ -102,11 +96,7 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
 
 
 def read_fixed_rows(
-    model: Any,
-    is_real: Mask,
-    labels: Tensor | None,
-    sizes_up: int = 0,
-    least: Sizes = NO_SIZES,
+    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0, least: Sizes = NO_SIZES
 ) -> FixedRows:
     """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
     is_proven = find_filling(model).fills

@@ -177,8 +177,7 @@ def get_largest_head(device: torch.device) -> int:
 
 def _evaluate(may_attend: MayAttend, row: int | Tensor, query: Tensor, key: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=torch.long, device=key.device)
-    answer: Tensor = may_attend(zero + row, zero, query, key)
-    return answer
+    return may_attend(zero + row, zero, query, key)
 
 
 def _find_window(may_attend: MayAttend, size: int) -> Window | None:

@@ -278,7 +278,7 @@ def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], A
     def replay() -> Any:
         if versions != [note_version(leaf)[1] for leaf in leaves]:
             raise ConfigurationError(
-                f"{_get_name(func)}() has read what the model returns for padding, and its other "
+                f"{func.__name__}() has read what the model returns for padding, and its other "
                 "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
                 "off."
             )
@@ -361,7 +361,7 @@ def _build(
     built._writes, built._copies = 0, [] if value is None else [note_version(value)]
     for call in calls:
         call.tensors.append(weakref.ref(built))
-    return built  # type: ignore[no-any-return]
+    return built
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -370,14 +370,10 @@ def _has_nan(tensor: Tensor) -> bool:
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation changes one of its arguments."""
-    name = _get_name(func)
+    name = str(getattr(func, "__name__", ""))
     is_named_so = name.endswith("_") and not name.endswith("__")
     is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
     return is_named_so or is_operator or bool(kwargs.get("inplace")) or "out" in kwargs
-
-
-def _get_name(func: Any) -> str:
-    return str(getattr(func, "__name__", ""))
 
 
 class _StandIn(torch.autograd.Function):

@@ -112,8 +112,7 @@ def attend_by_row(
     if dropout:
         seed = torch.randint(2**31, (1,), device=query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    output: Tensor = _attend(query, key, value, *ends, seed, bias, longest, dropout, *window, scale)
-    return output
+    return _attend(query, key, value, *ends, seed, bias, longest, dropout, *window, scale)
 
 
 @torch.library.custom_op("rapidformer::attend_by_row", mutates_args=())

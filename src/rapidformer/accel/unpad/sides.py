@@ -198,5 +198,4 @@ def _compute_bias(module: Any, mask: RowMask) -> Tensor:
     device = mask.rows.places.device
     if not module.has_relative_attention_bias:
         return torch.zeros(1, 1, 1, 1, device=device)
-    bias: Tensor = module.compute_bias(*mask.bias_shape, device=device)
-    return bias
+    return module.compute_bias(*mask.bias_shape, device=device)

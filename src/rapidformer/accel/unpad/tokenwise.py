@@ -19,7 +19,8 @@ from rapidformer.accel.unpad.on_demand import (
     replay_later,
     settle,
 )
-from rapidformer.accel.unpad.rows import Layout, gather
+from rapidformer.accel.unpad.places import gather
+from rapidformer.accel.unpad.rows import Layout
 from rapidformer.compat.torch_tensors import check_later
 
 _INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}

@@ -21,7 +21,7 @@ from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.checkpoint.saving import read_adapter_name
 from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.compat.torch_tensors import get_storage_key
-from rapidformer.errors import CheckpointError, ModelError, RapidformerError
+from rapidformer.errors import CheckpointError, ModelError, RapidformerError, list_some
 from rapidformer.log import get_logger
 from rapidformer.models import gpt
 from rapidformer.models.adapter_folder import wrap
@@ -30,7 +30,6 @@ from rapidformer.models.gpt.conversion import convert_config, convert_weights
 from rapidformer.models.merging import check_mergeable, load_base, merge
 from rapidformer.models.recording import Recording, Spans, record, take
 from rapidformer.models.weight_files import list_file_dtypes, record_files
-from rapidformer.models.weight_names import list_some
 
 _PREFIX = "model."
 """What a checkpoint puts before the names of weights, as opposed to optimizer state."""
@@ -97,7 +96,7 @@ def build_recipes(source: Source, config: Any, *, merges: bool) -> Recipes:
         check_mergeable(find_adapter(model))
         plain: Any = merge(model)
         plain.tie_weights()
-        return plain  # type: ignore[no-any-return]
+        return plain
 
     return _record(build)
 
@@ -191,8 +190,7 @@ def _read_adapter(source: Source) -> dict[str, Tensor] | None:
         return None
     from peft import load_peft_weights
 
-    weights: dict[str, Tensor] = load_peft_weights(str(source.adapter), device="cpu")
-    return weights
+    return load_peft_weights(str(source.adapter), device="cpu")
 
 
 def _fill(model: Any, source: Source, recording: Recording | None) -> None:

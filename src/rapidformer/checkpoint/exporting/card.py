@@ -1,4 +1,4 @@
-"""The model card of an export: what it is, what it learnt from, and what is known about it."""
+"""What an export says of itself: what it is, what it learnt from, and what is known about it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import math
 import re
 import shlex
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.exporting.report import Report
+from rapidformer.checkpoint.exporting.proof import Changes, Proof
+from rapidformer.checkpoint.exporting.serving import Serving
 from rapidformer.checkpoint.exporting.source import Source
-from rapidformer.checkpoint.finding import (
-    ARGUMENTS_FILE,
-    METRICS_FILE,
-    RUN_FILE,
-    read_arguments,
-)
+from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE, RUN_FILE, read_arguments
 from rapidformer.checkpoint.inventory import read_metrics
 from rapidformer.checkpoint.publish import read_json
+from rapidformer.config.schema import to_flag
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.hub import is_hub_name
 from rapidformer.log import get_logger
@@ -136,7 +134,7 @@ def _read_settings(run: Path | None) -> tuple[dict[str, Any], str | None]:
     for name, origin in lines:
         if name in ("save", "config") or origin.startswith(("default", "derived")):
             continue
-        flag, value = f"--{name.replace('_', '-')}", settings.get(name)
+        flag, value = to_flag(name), settings.get(name)
         if isinstance(value, bool):
             words += [flag if value else f"{flag}=false"]
         else:
@@ -197,3 +195,20 @@ def _find_license(start: str | None) -> str | None:
         found = ModelCard.load(path, ignore_metadata_errors=True).data.get("license")
         return str(found) if found else None
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was exported, and what is proven about it."""
+
+    source: str
+    folder: str
+    format: str
+    dtype: str
+    is_merged: bool
+    changes: Changes | None
+    """None if the starting model is unknown."""
+    proof: Proof | None
+    """None if it was not wanted."""
+    serving: Serving | None
+    """What vLLM and ``transformers serve`` find in it; None if it is not for them."""

@@ -17,15 +17,21 @@ from rapidformer.checkpoint.exporting.build import (
     build_recipes,
     find_stored_dtype,
 )
-from rapidformer.checkpoint.exporting.card import check_license, write_card
-from rapidformer.checkpoint.exporting.files import cast, copy_texts, write_shards
-from rapidformer.checkpoint.exporting.folder import REPORT, list_files, refuse_foreign, staging_for
+from rapidformer.checkpoint.exporting.card import Report, check_license, write_card
+from rapidformer.checkpoint.exporting.files import (
+    REPORT,
+    cast,
+    copy_texts,
+    list_files,
+    refuse_foreign,
+    staging_for,
+    write_shards,
+)
 from rapidformer.checkpoint.exporting.gguf.export import plan_gguf, write_gguf
 from rapidformer.checkpoint.exporting.gguf.file import TYPES, check_kind, round_to
 from rapidformer.checkpoint.exporting.onnx import check_onnx, write_onnx
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
 from rapidformer.checkpoint.exporting.push import open_hub, push_folder
-from rapidformer.checkpoint.exporting.report import Report
 from rapidformer.checkpoint.exporting.serving import check_serving
 from rapidformer.checkpoint.exporting.source import Source, find_source
 from rapidformer.checkpoint.index import name_dtype

@@ -1,22 +1,33 @@
-"""What an export consists of: weights, one shard in memory at a time, and what describes them."""
+"""An export's folder: weights, one shard in memory at a time, and what describes them.
+
+The folder appears complete or not at all, and nothing else is overwritten.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rapidformer.checkpoint.exporting.build import Recipes
 from rapidformer.checkpoint.exporting.source import Source
+from rapidformer.checkpoint.lock import replacing
+from rapidformer.checkpoint.publish import read_json
 from rapidformer.checkpoint.saving import ORIGIN
+from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError, list_first
 from rapidformer.hub import has_tokenizer, quiet_transformers
 from rapidformer.log import get_logger
 
+REPORT = "export.json"
+"""Lists what an export wrote: only such a folder is ever replaced."""
 _INDEX = "model.safetensors.index.json"
 _SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab"}
 _GENERATION = "generation_config.json"
@@ -24,7 +35,7 @@ _GENERATION = "generation_config.json"
 _FOLDERS = ("additional_chat_templates", "1_Pooling", "2_Normalize")
 # Written by the export itself, or about another folder.
 _OTHERS = {"config.json", "adapter_config.json", _INDEX, ORIGIN}
-_OTHERS |= {"pytorch_model.bin.index.json", "export.json", "trainer_state.json"}
+_OTHERS |= {"pytorch_model.bin.index.json", REPORT, "trainer_state.json"}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,3 +105,40 @@ def _save_processor(base: str, target: Path) -> None:
             continue
         processor.save_pretrained(target)
         return
+
+
+def refuse_foreign(target: Path) -> None:
+    """Refuse a folder with anything in it that no export wrote."""
+    if target.exists() and not target.is_dir():
+        raise ConfigurationError(f"{target} is a file: choose a folder to export to.")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    ours = read_json(target / REPORT, or_nothing=True).get("files")
+    known = {REPORT, *(ours if isinstance(ours, list) else ())}
+    others = sorted(name for name in list_files(target) if name not in known)
+    if ours is None or others:
+        shown = list_first(others, 3)
+        raise ConfigurationError(
+            f"{target} holds files that no export wrote ({shown}): choose another folder."
+        )
+
+
+def list_files(folder: Path) -> Iterator[str]:
+    """The names of all files in a folder and below."""
+    return (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@contextlib.contextmanager
+def staging_for(target: Path) -> Iterator[Path]:
+    """A folder to write to; if something fails, nothing is left of it, and the error says why."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with replacing(target) as staging:
+            yield staging
+    except RapidformerError:
+        raise
+    except (OSError, SafetensorError) as reason:
+        text = getattr(reason, "strerror", None) or str(reason).rpartition("I/O error: ")[2]
+        raise CheckpointError(
+            f"{target} cannot be written: {text}. Nothing was exported."
+        ) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.exporting.folder import REPORT, list_files
+from rapidformer.checkpoint.exporting.files import REPORT, list_files
 from rapidformer.errors import CheckpointError, ConfigurationError
 from rapidformer.log import get_logger
 

@@ -162,8 +162,7 @@ def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
     with contextlib.suppress(ImportError):
         from compression import zstd
 
-        opened: IO[bytes] = zstd.open(raw, "rb")
-        return opened
+        return zstd.open(raw, "rb")
     try:
         import zstandard
     except ImportError:

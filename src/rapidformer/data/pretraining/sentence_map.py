@@ -72,8 +72,7 @@ def build_sentence_map(
     rows = np.concatenate(epochs)
     rows[:, :2] += first
     dtype = np.uint32 if sizes.size <= np.iinfo(np.uint32).max else np.uint64
-    shuffled: np.ndarray = rows.astype(dtype)[_shuffle(len(rows), seed + 1)]
-    return shuffled
+    return rows.astype(dtype)[_shuffle(len(rows), seed + 1)]
 
 
 def _choose_documents(

@@ -196,8 +196,7 @@ class ColumnShard(FileShard):
 
     @property
     def features(self) -> Mapping[str, Any]:
-        features: Mapping[str, Any] = import_datasets().Features.from_arrow_schema(self._schema)
-        return features
+        return import_datasets().Features.from_arrow_schema(self._schema)
 
     @property
     def _schema(self) -> Any:

@@ -108,7 +108,11 @@ class StreamRows:
 
     def map(self, function: Callable[[Any], Any]) -> StreamRows:
         """The stream with a function of each row, called by the process that uses the row."""
-        return self.then(lambda rows, _: [function(row) for row in rows], expands=False)
+        return self.map_numbered(lambda row, _: function(row))
+
+    def map_numbered(self, function: Callable[[Any, RowNumber], Any]) -> StreamRows:
+        """The same with a function of each row and its number in its shard, from 0."""
+        return self.then(lambda *rows: list(map(function, *rows)), expands=False)
 
     @cached_property
     def head(self) -> list[Any]:

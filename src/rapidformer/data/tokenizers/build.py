@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rapidformer.config import Settings
+from rapidformer.config.schema import to_flag
 from rapidformer.data.tokenizers.base import Tokenizer
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.hub import suggest_path
@@ -106,7 +107,7 @@ def _find_problems(kind: str | None, settings: Mapping[str, str | Path | int | N
         hint = suggest(kind, TOKENIZER_TYPES) or suggest(f"{kind}Tokenizer", TOKENIZER_TYPES)
         listed = ", ".join(TOKENIZER_TYPES)
         return [f"--tokenizer-type {kind} is unknown: use one of {listed}.{hint}"]
-    needs = {f"--{name.replace('_', '-')}": settings[name] for name in _NEEDS[kind]}
+    needs = {to_flag(name): settings[name] for name in _NEEDS[kind]}
     problems = [
         f"--tokenizer-type {kind} needs {flag}." for flag, value in needs.items() if value is None
     ]

@@ -79,8 +79,7 @@ class PythonTokenizer(Tokenizer):
         encoded = self._loaded(
             texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
         )
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._get_tokens(ids)

@@ -43,8 +43,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         if not self._spelt.pattern or not any(self._spelt.search(text) for text in texts):
-            ids: list[list[int]] = self._model.encode(texts, out_type=int, num_threads=1)
-            return ids
+            return self._model.encode(texts, out_type=int, num_threads=1)
         return [self.tokenize(text) for text in texts]
 
     def tokenize(self, text: str) -> list[int]:

@@ -85,9 +85,8 @@ def choose_collator(processor: Any) -> Collate:
     from transformers import DataCollatorWithPadding, default_data_collator
 
     if hasattr(processor, "pad"):
-        collate: Collate = DataCollatorWithPadding(processor)
-        return collate
-    return default_data_collator  # type: ignore[no-any-return]
+        return DataCollatorWithPadding(processor)
+    return default_data_collator
 
 
 class DataMethods(TrainerInterface):

@@ -224,5 +224,4 @@ class EvaluationMethods(RunRecords, DataMethods):
     def _add_speed(self, output: EvalLoopOutput, prefix: str, started: float) -> Metrics:
         batch, samples = self.args.eval_batch_size * self.args.world_size, output.num_samples or 0
         speed = speed_metrics(prefix, started, num_samples=samples, num_steps=-(-samples // batch))
-        metrics: Metrics = {**(output.metrics or {}), **speed}
-        return metrics
+        return {**(output.metrics or {}), **speed}

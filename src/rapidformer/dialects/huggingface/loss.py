@@ -26,8 +26,7 @@ def get_loss(outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
             f"{', '.join(inputs)}: add labels to the data, pass compute_loss_func=, or override "
             "compute_loss."
         )
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return loss
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
 
 
 def count_labels(model: nn.Module, inputs: Any) -> torch.Tensor | None:

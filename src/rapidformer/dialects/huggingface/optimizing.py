@@ -140,7 +140,7 @@ class OptimizerMethods(TrainerInterface):
         """Make the optimizer that the arguments describe, over the model's parameters."""
         if self.optimizer is None:
             self.optimizer = self._build_optimizer(model or self.model)
-        return self.optimizer  # type: ignore[no-any-return]
+        return self.optimizer
 
     def _build_optimizer(self, model: nn.Module) -> Optimizer:
         args = self.args
@@ -156,10 +156,10 @@ class OptimizerMethods(TrainerInterface):
             return cls(groups, **{"lr": args.learning_rate, **details})
         if args.optim == "adafactor":
             fixed = {"scale_parameter": False, "relative_step": False}
-            return Adafactor(groups, lr=args.learning_rate, **fixed)  # type: ignore[no-any-return]
+            return Adafactor(groups, lr=args.learning_rate, **fixed)
         if args.optim in MADE_HERE:
             named_class: Any = getattr(torch.optim, MADE_HERE[args.optim])
-            return named_class(groups, lr=args.learning_rate)  # type: ignore[no-any-return]
+            return named_class(groups, lr=args.learning_rate)
         settings = resolve(self.build_settings()) if self._engine is None else self._engine.args
         optimizer = build_optimizer(model, settings)
         if self._decays_by_name():
@@ -194,8 +194,7 @@ class OptimizerMethods(TrainerInterface):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """What weight decay applies to, by transformers' rule: neither biases nor norms."""
-        names: list[str] = transformers.Trainer.get_decay_parameter_names(self, model)
-        return names
+        return transformers.Trainer.get_decay_parameter_names(self, model)
 
 
 def _split_like(value: Any, parameter: nn.Parameter) -> Any:

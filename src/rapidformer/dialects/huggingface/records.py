@@ -193,8 +193,7 @@ class RunRecords(TrainerInterface):
             raise ConfigurationError(
                 "the Trainer has no optimizer yet: call create_optimizer() or train() first."
             )
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
+        return self.optimizer.param_groups
 
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True

@@ -12,12 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
-from transformers.trainer_utils import (
-    BestRun,
-    TrainOutput,
-    align_special_tokens,
-    speed_metrics,
-)
+from transformers.trainer_utils import BestRun, TrainOutput, align_special_tokens, speed_metrics
 
 from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings

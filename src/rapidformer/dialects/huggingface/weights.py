@@ -84,5 +84,4 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     is_named = isinstance(content, dict) and all(isinstance(n, str) for n in content)
     if not is_named or not all(isinstance(w, torch.Tensor) for w in content.values()):
         raise CheckpointError(f"{path} is not a dictionary of weights by name.")
-    weights: dict[str, torch.Tensor] = content
-    return weights
+    return content

@@ -118,8 +118,7 @@ class TRLTrainer(TaskTrainer):
             str(find_files(name, "config.json")), trust_remote_code=args.trust_remote_code
         )
         auto_class = choose_auto_class(self.auto_class, config)
-        model: nn.Module = getattr(transformers, auto_class).from_pretrained(name, **options)
-        return model
+        return getattr(transformers, auto_class).from_pretrained(name, **options)
 
     def prepare_tables(self, tables: Mapping[str, Any]) -> PreparedData:
         """Tokenize TRL's rows, as the task does its own."""
@@ -134,7 +133,7 @@ class TRLTrainer(TaskTrainer):
             settings = settings.replace("the model's positions", seq_length=limit)
         length = get_max_length(settings, self.processing_class, model.config)
         parts = TextParts(model.config, self.processing_class, length, settings)
-        return self.task.prepare_tables(parts, tables)  # type: ignore[attr-defined, no-any-return]
+        return self.task.prepare_tables(parts, tables)  # type: ignore[attr-defined]
 
     def build_settings(self) -> Settings:
         config = self.config_class.__name__

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rapidformer.config import Settings
+from rapidformer.config.schema import to_flag
 from rapidformer.context import get_args, get_tokenizer
 from rapidformer.errors import ConfigurationError, RapidformerError
 
@@ -211,7 +212,7 @@ def config_from_context() -> GPTConfig:
 
 
 def _find_missing_sizes(args: Settings) -> list[str]:
-    missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if getattr(args, name) is None]
+    missing = [to_flag(name) for name in _NEEDED if getattr(args, name) is None]
     if args.max_position_embeddings is None and args.seq_length is None:
         missing.append("--seq-length (or --max-position-embeddings)")
     if not missing:

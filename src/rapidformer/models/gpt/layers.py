@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
             query, key, value, attn_mask=visible, is_causal=is_causal,
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=self.is_grouped,
         )  # fmt: skip
-        return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.output(attended.transpose(1, 2).flatten(2))
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """[batch, tokens, heads x size] -> [batch, heads, tokens, size]"""
@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate = self.gate(hidden) if self.gate is not None else None
-        return self.down(activate(self.up(hidden), gate))  # type: ignore[no-any-return]
+        return self.down(activate(self.up(hidden), gate))
 
 
 class TransformerLayer(nn.Module):

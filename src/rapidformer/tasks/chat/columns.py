@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
+from rapidformer.tasks.rows.columns import (
+    ColumnRole,
+    as_optional,
+    check_given,
+    find_column,
+    find_columns,
+)
 from rapidformer.tasks.rows.rows import get_column_names
 
 # Tried in this order.
@@ -68,11 +74,6 @@ class ChatColumns:
     def get_names(self) -> list[str]:
         names = (getattr(self, f.name) for f in fields(self))
         return [name for name in names if name is not None]
-
-
-def as_optional(role: ColumnRole) -> ColumnRole:
-    """The same role, made optional."""
-    return replace(role, required=False)
 
 
 def find_chat_columns(

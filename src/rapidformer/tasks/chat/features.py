@@ -21,7 +21,7 @@ from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.tasks.base import IGNORED_LABEL
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.template import ChatTemplate, Span, choose_template
-from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, is_empty, name_rows
+from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, find_last_answer, name_rows
 from rapidformer.tasks.rows.rows import (
     as_table,
     drop_columns,
@@ -186,11 +186,9 @@ def render_row(
             return NO_ANSWER
         text = template.render(messages)
         return text, [(0, len(text))]
-    # Turns after the last answer have no effect on any loss.
-    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and not is_empty(m)]
-    if not answers or answers[-1] == 0:
-        return NO_ANSWER
-    return template.render_with_answers(messages[: answers[-1] + 1])
+    end = find_last_answer(messages)
+    # An opening turn by the assistant answers nothing.
+    return template.render_with_answers(messages[:end]) if end > 1 else NO_ANSWER
 
 
 def encode_pairs(chats: ChatRows, encoder: ChatEncoder) -> list[EncodedRow]:
@@ -322,5 +320,4 @@ def mark_tokens(places: list[tuple[int, int]], spans: list[Span]) -> list[bool]:
     # A token can only overlap the first span that ends after the token's start.
     near = np.searchsorted(borders[:, 1], starts, side="right")
     # A token may cover no characters; treat it as if it covered one.
-    marks: list[bool] = (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()
-    return marks
+    return (np.maximum(ends, starts + 1) > borders[near, 0]).tolist()

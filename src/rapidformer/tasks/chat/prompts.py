@@ -16,7 +16,7 @@ from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import Row
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import ChatEncoder, build_encoder, tokenize_prompts
-from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, name_rows
+from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, name_rows, split_answer
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
 from rapidformer.tasks.text.text import TEXT, tokenize
@@ -106,7 +106,7 @@ def _encode_prompts(
         rows = zip(chats.indices, chats.read_turns(), chats.read_tools(), strict=True)
         for number, messages, tools in rows:
             template = encoder.template.with_tools(tools)
-            turns = _split_answer(messages)[0]
+            turns = split_answer(messages)[0]
             if not turns or turns[0]["role"] != "system":
                 turns = [*system, *turns]
             try:
@@ -139,12 +139,5 @@ def _read_questions(
         return shown, [row.get(str(columns.response)) for row in table]
     values = {str(columns.messages): [row.get(str(columns.messages)) for row in table]}
     turns = ChatRows(values, range(len(table)), split, columns).read_turns()
-    questions = [_split_answer(messages) for messages in turns]
+    questions = [split_answer(messages) for messages in turns]
     return [{str(columns.messages): asked} for asked, _ in questions], [a for _, a in questions]
-
-
-def _split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
-    """The conversation up to the requested answer, and that answer if the row has it."""
-    if messages and messages[-1]["role"] == "assistant":
-        return messages[:-1], messages[-1]["content"]
-    return messages, None

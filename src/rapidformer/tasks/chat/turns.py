@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, list_some
 from rapidformer.tasks.base import check_row_texts
 from rapidformer.tasks.chat.columns import ChatColumns
 
@@ -110,9 +110,7 @@ def name_rows(numbers: Sequence[int]) -> str:
     numbers = list(dict.fromkeys(numbers))
     if len(numbers) == 1:
         return f"row {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:_SHOWN_ROWS]))
-    more = f" and {len(numbers) - _SHOWN_ROWS} more" if len(numbers) > _SHOWN_ROWS else ""
-    return f"rows {shown}{more}"
+    return f"rows {list_some(list(map(str, numbers)), _SHOWN_ROWS)}"
 
 
 def read_messages(value: Any, read_content: Callable[[Any], str] | None = None) -> list[Message]:
@@ -145,6 +143,19 @@ def join_prompt(*parts: str) -> str:
 def is_empty(message: Message) -> bool:
     """Whether a turn says nothing; a tool call counts as something."""
     return not message["content"].strip() and not message.get("tool_calls")
+
+
+def find_last_answer(messages: Sequence[Message]) -> int:
+    """Where the turns end that decide a loss: after the last answer; 0 without one."""
+    places = enumerate(messages, start=1)
+    return max((n for n, m in places if m["role"] == "assistant" and not is_empty(m)), default=0)
+
+
+def split_answer(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """The turns up to the requested answer, and that answer if the row has it."""
+    if messages and messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None
 
 
 def _read_message(item: Any, read_content: Callable[[Any], str]) -> Message:

@@ -17,7 +17,7 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
-from rapidformer.tasks.rows.rows import get_column_names, take_first
+from rapidformer.tasks.rows.rows import get_column, get_column_names, take_first
 
 QUERY = ColumnRole(
     "query", "text_column", "the query, or the first of two texts",
@@ -77,6 +77,11 @@ class PairColumns:
             row = {name: columns[name][place] for name in self.get_names()}
             items += self._read_row(row, f"{split}, row {index + 1}", joins=joins)
         return items
+
+    def read_input(self, table: Any) -> list[Item]:
+        """The items of rows to predict on, one for each row."""
+        values = {name: get_column(table, name) for name in self.get_names()}
+        return self.read(values, range(len(table)), "input", joins=True)
 
     def _read_row(self, row: dict[str, Any], where: str, *, joins: bool) -> list[Item]:
         queries = _read_texts(row[self.query], self.query, where)

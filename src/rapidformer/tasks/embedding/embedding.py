@@ -25,7 +25,7 @@ from rapidformer.tasks.embedding.files import DOCUMENT, Recipe, SentenceFiles, r
 from rapidformer.tasks.embedding.files import QUERY as QUERY_PROMPT
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_column
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
 from rapidformer.tasks.rows.rows import (
     as_rows,
     check_column,
@@ -332,11 +332,10 @@ def count_prompt(prompt: str, tokenizer: Any) -> int:
 def _read_input(table: list[dict[str, Any]], args: Settings) -> tuple[list[Item], str]:
     """Texts to predict on, and whose prompt the first one of each row gets."""
     available = get_column_names(table)
-    pair = [_find(role, available, args) for role in (QUERY, POSITIVE)]
+    pair = [find_column(as_optional(role), available, args) for role in (QUERY, POSITIVE)]
     if all(pair):
         columns = find_pair_columns(table, args, has_answers=False)
-        values = {name: get_column(table, name) for name in columns.get_names()}
-        return columns.read(values, range(len(table)), "input", joins=True), QUERY_PROMPT
+        return columns.read_input(table), QUERY_PROMPT
     name = next(filter(None, pair), None) or str(find_column(_TEXT, available, args))
     prompt = QUERY_PROMPT if pair[0] else DOCUMENT if pair[1] else ""
     items = []
@@ -345,10 +344,6 @@ def _read_input(table: list[dict[str, Any]], args: Settings) -> tuple[list[Item]
             raise DataError(f"input, row {number}: the column {name} has no text.")
         items.append(Item(f"input, row {number}", value))
     return items, prompt
-
-
-def _find(role: ColumnRole, available: Sequence[str], args: Settings) -> str | None:
-    return find_column(replace(role, required=False), available, args)
 
 
 def _compute_loss(records: Sequence[Mapping[str, Any]], loss: LossSettings) -> tuple[float, float]:

@@ -89,9 +89,7 @@ class Reranking(PairTask):
         parts = load_pair_parts(args)
         table = as_full_rows(rows, "reranking needs a query and a document")
         columns = find_pair_columns(table, args, has_answers=False)
-        values = {name: get_column(table, name) for name in columns.get_names()}
-        items = columns.read(values, range(len(table)), "input", joins=True)
-        features = encode_pairs(items, parts)
+        features = encode_pairs(columns.read_input(table), parts)
         activation = read_activation(parts.config)
         extras = {"rows": {"test": table}, "is_raw": activation == _IDENTITY}
         prepared = parts.prepare_input(features, extras)

@@ -214,8 +214,7 @@ class EvaluationReport:
         """Everything, as it is written to a file."""
         result: dict[str, Any] = {"task": self.task, "split": self.split, **self.get_numbers()}
         result |= {table.key: table.to_json() for table in self.tables}
-        whole: dict[str, Any] = drop_not_finite(result)
-        return whole
+        return drop_not_finite(result)
 
     def get_numbers(self) -> dict[str, float]:
         """The metrics, the number of examples and the seconds."""

@@ -104,10 +104,7 @@ def generate(
 
 
 def generate_records(
-    model: nn.Module,
-    batch: Batch,
-    prepared: PreparedData,
-    inputs: Mapping[str, Any] | None = None,
+    model: nn.Module, batch: Batch, prepared: PreparedData, inputs: Mapping[str, Any] | None = None
 ) -> list[Record]:
     """A record for each row of a batch of prepared data."""
     extras = prepared.extras

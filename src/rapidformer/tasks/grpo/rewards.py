@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config.objective_sections import GrpoArguments
-from rapidformer.errors import ConfigurationError, DataError, count
+from rapidformer.errors import ConfigurationError, DataError, count, list_some
 
 Rewards = list[list[float]]
 """Per answer, what each function returned; NaN where a function does not apply (None)."""
@@ -232,8 +232,7 @@ def _describe(error: Exception) -> str:
 
 
 def _name_rows(answers: Sequence[Answer]) -> str:
-    places = list(dict.fromkeys(answer.place for answer in answers))
-    return ", ".join(places[:3]) + (f" and {len(places) - 3} more" if places[3:] else "")
+    return list_some(list(dict.fromkeys(answer.place for answer in answers)))
 
 
 def shorten(value: Any, letters: int = 60) -> str:

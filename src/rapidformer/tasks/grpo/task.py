@@ -23,7 +23,6 @@ from rapidformer.tasks.chat.columns import (
     SYSTEM,
     TOOLS,
     ChatColumns,
-    as_optional,
     find_chat_columns,
     holds_turns,
 )
@@ -36,7 +35,7 @@ from rapidformer.tasks.grpo.rewards import (
     score,
 )
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.columns import as_optional, find_column
 from rapidformer.tasks.rows.rows import RowList, get_column_names
 from rapidformer.tasks.text.text import (
     TEXT,

@@ -1,4 +1,4 @@
-"""Read rows as conversations with images, in any usual format; errors say what is wrong.
+"""Find and read conversations with images, in any usual format; errors say what is wrong.
 
 In the text of a message, ``MARK`` stands for an image. Formats differ in how they name the places:
 content parts of type image (with the image in them, or in a column of the row), or ``<image>`` in
@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rapidformer.tasks.chat.columns import ChatColumns
+from rapidformer.config.task_sections import DataArguments
+from rapidformer.errors import DataError
+from rapidformer.log import warn_once
+from rapidformer.tasks.chat.columns import ChatColumns, find_chat_columns
 from rapidformer.tasks.chat.turns import (
     BadRowError,
     Message,
     build_turns,
-    is_empty,
+    find_last_answer,
     read_messages,
+    split_answer,
 )
+from rapidformer.tasks.rows.columns import as_optional, find_column
+from rapidformer.tasks.rows.images import IMAGES
+from rapidformer.tasks.rows.rows import get_column_names
+from rapidformer.tasks.text.text import TEXT
 
 MARK = "\ufffc<image>\ufffc"
 _WRITTEN = "<image>"
@@ -38,15 +46,13 @@ class Conversation(NamedTuple):
 
     def cut_after_last_answer(self) -> Conversation:
         """Turns after it have no effect on any loss."""
-        places = enumerate(self.messages, start=1)
-        ends = [n for n, turn in places if turn["role"] == "assistant" and not is_empty(turn)]
-        return self.cut(ends[-1]) if ends else self
+        end = find_last_answer(self.messages)
+        return self.cut(end) if end else self
 
     def split_answer(self) -> tuple[Conversation, str | None]:
         """The conversation up to the requested answer, and that answer if the row has it."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            return self.cut(len(self.messages) - 1), self.messages[-1]["content"]
-        return self, None
+        asked, answer = split_answer(self.messages)
+        return self.cut(len(asked)), answer
 
 
 def count_marks(messages: Sequence[Message]) -> int:
@@ -150,3 +156,19 @@ class _ContentReader:
             value = f"data:;base64,{value}"
         self.images.append(value)
         return MARK
+
+
+def find_image_columns(
+    rows: Any, args: DataArguments, *, has_answers: bool
+) -> tuple[ChatColumns, str | None]:
+    """The columns of the turns, and that of the images if there is one."""
+    available = get_column_names(rows)
+    columns = find_chat_columns(rows, args, as_optional(TEXT), has_answers=has_answers)
+    if columns is None:
+        raise DataError(
+            "--task image_text needs conversations (--messages-column), or prompts with answers "
+            f"(--prompt-column and --response-column). The data has {', '.join(available)}."
+        )
+    if columns.tools is not None:
+        warn_once(f"--task image_text shows no tools to the model: {columns.tools} is not read.")
+    return columns, find_column(IMAGES, available, args, columns.get_names())

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.causal_lm import add_stop
-from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM, as_optional
-from rapidformer.tasks.evaluation.generating import describe_answers, generate_records
-from rapidformer.tasks.image_text.columns import find_image_columns
-from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.base import Batch, PreparedData, Record, Row
+from rapidformer.tasks.causal_lm import CausalLM
+from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM
+from rapidformer.tasks.evaluation.generating import generate_records
+from rapidformer.tasks.image_text.conversations import find_image_columns
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional
 from rapidformer.tasks.rows.images import IMAGES
-from rapidformer.tasks.text.text import LanguageModel, describe_blocks, score_blocks
+from rapidformer.tasks.text.text import score_blocks
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class ImageText(LanguageModel):
+class ImageText(CausalLM):
     name = "image_text"
     description = (
         "answer in conversations about images, several per row or none (Qwen-VL, Gemma 3, SmolVLM, "
@@ -37,10 +37,6 @@ class ImageText(LanguageModel):
         MESSAGES, as_optional(PROMPT), as_optional(RESPONSE), CONTEXT, SYSTEM, IMAGES,
     )  # fmt: skip
     auto_class = "AutoModelForImageTextToText"
-    answer_keys = frozenset({"generated"})
-    metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
-    has_shifted_labels = True
-    row_extras = ("shown", "expected")
 
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         find_image_columns(rows, args, has_answers=has_answers)
@@ -55,14 +51,6 @@ class ImageText(LanguageModel):
 
         return prepare_questions(args, rows)
 
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
-        if prepared.extras["stop_id"] is not None:
-            add_stop(model, prepared.extras["stop_id"], prepared.processor)
-        return model
-
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.evaluation.scoring import shift_labels
 
@@ -70,8 +58,3 @@ class ImageText(LanguageModel):
             logits = model(**self.drop_labels(batch)).logits
             return score_blocks(logits, shift_labels(batch["labels"]))
         return generate_records(model, batch, prepared, inputs=batch)
-
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        if prepared.extras["mode"] != "predict":
-            return describe_blocks(records)
-        return describe_answers(records, prepared)

@@ -23,17 +23,17 @@ from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.template import choose_template
 from rapidformer.tasks.chat.turns import BadRowError, name_rows
 from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings, divide_length
-from rapidformer.tasks.image_text.columns import find_image_columns
-from rapidformer.tasks.image_text.conversations import read_conversation
+from rapidformer.tasks.image_text.conversations import find_image_columns, read_conversation
 from rapidformer.tasks.image_text.encoding import (
     AnswerCollator,
     ImageEncoder,
+    ImageTemplate,
     QuestionCollator,
     Rendered,
+    get_image_token,
 )
 from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
 from rapidformer.tasks.image_text.stream import ImageTextStream
-from rapidformer.tasks.image_text.template import ImageTemplate, get_image_token
 from rapidformer.tasks.rows.images import measure_image
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (
@@ -44,7 +44,7 @@ from rapidformer.tasks.rows.rows import (
     has_columns,
     is_row_stream,
 )
-from rapidformer.tasks.text.text import get_context_length, get_max_length
+from rapidformer.tasks.text.text import check_vocabulary, get_context_length, get_max_length
 
 _DEFAULT_LENGTH = 2048
 _DEFAULT_NEW_TOKENS = 256
@@ -146,12 +146,7 @@ def _load_parts(args: Settings) -> _Parts:
         )
     config, processor = whole.get_text_config(), load_processor(args)
     tokenizer = processor.tokenizer
-    needed = max(tokenizer.get_vocab().values(), default=0) + 1
-    if needed > config.vocab_size:
-        raise ModelError(
-            f"The tokenizer needs {needed} token embeddings, but the model has "
-            f"{config.vocab_size}: use the model's own tokenizer."
-        )
+    check_vocabulary(tokenizer, config.vocab_size)
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     template = choose_template(
         tokenizer, args.chat_template, json.loads(args.chat_template_kwargs or "{}"),

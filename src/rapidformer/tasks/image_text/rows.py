@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +11,15 @@ from typing import Any, NamedTuple
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
-from rapidformer.tasks.chat.features import (
-    NO_ANSWER,
-    ChatEncoder,
-    drop_left_out,
-    report_trained,
-)
+from rapidformer.tasks.chat.features import NO_ANSWER, ChatEncoder, drop_left_out, report_trained
 from rapidformer.tasks.chat.turns import BadRowError, name_rows
 from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
 from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
 from rapidformer.tasks.rows.images import measure_image, open_image
 from rapidformer.tasks.rows.rows import RowList, get_column
 
+Problems = dict[str, list[int]]
+"""Why rows cannot be read, and their numbers from 1."""
 _LARGE = 5_000
 _CHUNK = 256
 
@@ -90,32 +87,18 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
     total = len(rows.rows)
     if total >= _LARGE:
         get_logger().info(f"preparing {total:,} rows with images")
-    problems: dict[str, list[int]] = defaultdict(list)
+    problems: Problems = defaultdict(list)
     features: list[dict[str, Any]] = []
     images = 0
     for start in range(0, total, _CHUNK):
-        waiting: list[tuple[int, Rendered, list[tuple[int, int]]]] = []
-        for number in range(start, min(start + _CHUNK, total)):
-            features.append({"length": 0, "trained": 0, "is_cut": False, "ends": False})
-            try:
-                conversation = rows.read(number)
-                rendered = encoder.render(conversation)
-            except BadRowError as reason:
-                problems[str(reason)].append(number + 1)
-                continue
-            place = rows.name_row(number)
-            sizes = [measure_image(image, place, rows.folders) for image in conversation.images]
-            images += len(sizes)
-            features[-1]["left_out"] = rendered if isinstance(rendered, str) else ""
-            if isinstance(rendered, Rendered):
-                waiting.append((number, rendered, sizes))
-        measure_chunk(waiting, features, encoder, chat)
-    if problems:
-        _raise(problems, rows.split)
+        numbers = range(start, min(start + _CHUNK, total))
+        chunk = [(rows.rows[number], number, rows.folders) for number in numbers]
+        for conversation, feature in measure_chunk(rows, chunk, encoder, chat, problems):
+            images += len(conversation.images)
+            features.append(feature | {"number": len(features)})
+    refuse(problems, rows.split)
     if rows.split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
         return None
-    for number, feature in enumerate(features):
-        feature["number"] = number
     kept = drop_left_out(RowList(features), rows.split).features
     report_trained(kept, rows.split, chat)
     if images:
@@ -124,31 +107,52 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
 
 
 def measure_chunk(
-    waiting: Sequence[tuple[int, Rendered, list[tuple[int, int]]]],
-    features: list[dict[str, Any]],
+    rows: ImageTextRows,
+    chunk: Iterable[tuple[Mapping[str, Any], int, Sequence[Path]]],
     encoder: ImageEncoder,
     chat: ChatEncoder,
-) -> None:
-    """Write into ``features`` what is known of these rows: number, text, sizes of images."""
-    if not waiting:
-        return
-    numbers, texts, sizes = zip(*waiting, strict=True)
-    end = chat.get_end_id()
-    for number, (length, labels) in zip(numbers, encoder.count_tokens(texts, sizes), strict=True):
-        feature = features[number]
-        feature |= {"length": length, "trained": len(labels), "ends": end in labels}
-        if length > chat.length:
-            feature["left_out"] = (
-                f"longer than {chat.length} tokens with the images, which cannot be cut "
-                "(--seq-length)"
-            )
-        elif not labels:
-            feature["left_out"] = NO_ANSWER
+    problems: Problems,
+) -> list[tuple[Conversation, dict[str, Any]]]:
+    """Rows (with numbers, and the folders of their files) as conversations, with what is known of
+    each; those that cannot be read are added to the ``problems``."""
+    measured: list[tuple[Conversation, dict[str, Any]]] = []
+    waiting: list[tuple[dict[str, Any], Rendered, list[tuple[int, int]]]] = []
+    for row, number, folders in chunk:
+        try:
+            conversation = rows.read_row(row)
+            rendered = encoder.render(conversation)
+        except BadRowError as reason:
+            problems[str(reason)].append(number + 1)
+            continue
+        place = rows.name_row(number)
+        sizes = [measure_image(image, place, folders) for image in conversation.images]
+        feature = {"length": 0, "trained": 0, "is_cut": False, "ends": False, "left_out": ""}
+        measured.append((conversation, feature))
+        if isinstance(rendered, Rendered):
+            waiting.append((feature, rendered, sizes))
+        else:
+            feature["left_out"] = rendered
+    if waiting:
+        features, texts, sizes_of = zip(*waiting, strict=True)
+        end = chat.get_end_id()
+        counted = encoder.count_tokens(texts, sizes_of)
+        for feature, (length, labels) in zip(features, counted, strict=True):
+            feature |= {"length": length, "trained": len(labels), "ends": end in labels}
+            if length > chat.length:
+                feature["left_out"] = (
+                    f"longer than {chat.length} tokens with the images, which cannot be cut "
+                    "(--seq-length)"
+                )
+            elif not labels:
+                feature["left_out"] = NO_ANSWER
+    return measured
 
 
-def _raise(problems: Mapping[str, Sequence[int]], split: str) -> None:
+def refuse(problems: Problems, split: str) -> None:
+    """Raise an error that names all rows with problems, if there are any."""
     texts = []
     for reason, numbers in problems.items():
         named = name_rows(numbers)
         texts.append(f"{split}, {named}: {'each' if len(numbers) > 1 else 'it'} {reason}.")
-    raise DataError(" ".join(texts))
+    if texts:
+        raise DataError(" ".join(texts))

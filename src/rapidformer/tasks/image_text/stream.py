@@ -7,19 +7,18 @@ nothing to any loss.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rapidformer.data.streams.left_out import LeftOut
-from rapidformer.errors import DataError
 from rapidformer.tasks.chat.features import ChatEncoder, drop_left_out, report_trained
-from rapidformer.tasks.chat.turns import BadRowError
 from rapidformer.tasks.image_text.conversations import Conversation
-from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
-from rapidformer.tasks.image_text.rows import ImageTextRows, measure_chunk
-from rapidformer.tasks.rows.images import measure_image, open_image
+from rapidformer.tasks.image_text.encoding import ImageEncoder
+from rapidformer.tasks.image_text.rows import ImageTextRows, Problems, measure_chunk, refuse
+from rapidformer.tasks.rows.images import open_image
 from rapidformer.tasks.rows.rows import as_table, name_split
 
 _EMPTY = Conversation([{"role": "user", "content": "."}], [])
@@ -43,35 +42,17 @@ class ImageTextStream:
         return any(feature["conversation"].images for feature in head)
 
     def open(self) -> Any:
-        return self._measured.then(self._open, expands=False)
+        return self._measured.map_numbered(self._open)
 
     def _measure(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
         """Read all of the rows but the pixels of their images."""
-        features: list[dict[str, Any]] = []
-        waiting: list[tuple[int, Rendered, list[tuple[int, int]]]] = []
-        for row, number in zip(rows, numbers, strict=True):
-            place = self.rows.name_row(number)
-            try:
-                conversation = self.rows.read_row(row)
-                rendered = self.encoder.render(conversation)
-            except BadRowError as reason:
-                raise DataError(f"{place}: it {reason}.") from None
-            folders = self._find_folders(number)
-            sizes = [measure_image(image, place, folders) for image in conversation.images]
-            left_out = rendered if isinstance(rendered, str) else ""
-            features.append({
-                "length": 0, "trained": 0, "is_cut": False, "ends": False, "left_out": left_out,
-                "conversation": conversation,
-            })  # fmt: skip
-            if isinstance(rendered, Rendered):
-                waiting.append((len(features) - 1, rendered, sizes))
-        measure_chunk(waiting, features, self.encoder, self.chat)
-        return features
+        problems: Problems = defaultdict(list)
+        chunk = [(row, n, self._find_folders(n)) for row, n in zip(rows, numbers, strict=True)]
+        measured = measure_chunk(self.rows, chunk, self.encoder, self.chat, problems)
+        refuse(problems, self.rows.split)
+        return [{**feature, "conversation": conversation} for conversation, feature in measured]
 
-    def _open(self, features: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
-        return [self._open_row(*pair) for pair in zip(features, numbers, strict=True)]
-
-    def _open_row(self, feature: Mapping[str, Any], number: Any) -> dict[str, Any]:
+    def _open(self, feature: Mapping[str, Any], number: Any) -> dict[str, Any]:
         conversation, place = feature["conversation"], self.rows.name_row(number)
         if reason := feature["left_out"]:
             return LeftOut({"conversation": _EMPTY, "images": [], "place": place}, reason)

@@ -15,16 +15,8 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
-from rapidformer.tasks.chat.columns import (
-    CONTEXT,
-    MESSAGES,
-    PROMPT,
-    RESPONSE,
-    SYSTEM,
-    TOOLS,
-    as_optional,
-)
-from rapidformer.tasks.rows.columns import ColumnRole, describe_missing, find_column
+from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, SYSTEM, TOOLS
+from rapidformer.tasks.rows.columns import ColumnRole, as_optional, describe_missing, find_column
 from rapidformer.tasks.rows.rows import get_column_names
 
 CHOSEN = ColumnRole(

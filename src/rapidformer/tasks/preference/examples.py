@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rapidformer.errors import DataError
-from rapidformer.tasks.chat.turns import (
-    BadRowError,
-    Message,
-    is_empty,
-    join_prompt,
-    read_messages,
-)
+from rapidformer.tasks.chat.turns import BadRowError, Message, is_empty, join_prompt, read_messages
 from rapidformer.tasks.preference.columns import PreferenceColumns, parse_turns
 
 _TRUTHS = {"true": True, "false": False, "1": True, "0": False, 1: True, 0: False}

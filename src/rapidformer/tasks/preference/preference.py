@@ -13,12 +13,7 @@ from rapidformer.config import Settings
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.evaluation.generating import generate_records
-from rapidformer.tasks.preference.columns import (
-    ANSWER,
-    LABEL,
-    PAIR_ROLES,
-    find_preference_columns,
-)
+from rapidformer.tasks.preference.columns import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
 from rapidformer.tasks.rows.rows import to_rows
 from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
 
@@ -118,8 +113,7 @@ class Preference(CausalLM):
             }  # fmt: skip
             rows = to_rows({name: values.tolist() for name, values in columns.items()})
             return [{**row, "loss": 0.0, "count": 1} for row in rows]
-        records: list[Record] = objective.score(model, batch, context).to_records()
-        return records
+        return objective.score(model, batch, context).to_records()
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         from rapidformer.tasks.preference.metrics import AnswerTally, PairTally

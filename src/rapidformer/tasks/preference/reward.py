@@ -13,19 +13,14 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
-from rapidformer.tasks.chat.columns import (
-    RESPONSE,
-    ChatColumns,
-    as_optional,
-    find_chat_columns,
-)
+from rapidformer.tasks.chat.columns import RESPONSE, ChatColumns, find_chat_columns
 from rapidformer.tasks.preference.columns import (
     MARGIN,
     PAIR_ROLES,
     REJECTED,
     find_preference_columns,
 )
-from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.rows.columns import as_optional, find_column
 from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
 from rapidformer.tasks.text.text import TEXT, TextParts, build_text_collator, load_text_parts
 

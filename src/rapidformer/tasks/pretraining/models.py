@@ -27,6 +27,7 @@ from rapidformer.tasks.pretraining.objectives import (
     PretrainingObjective,
 )
 from rapidformer.tasks.text.text import check_towers
+from rapidformer.training.pretrainer import ORDER_LABELS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 _GPT_NAMES = ("gpt", "rapidformer_gpt")
 _WITHOUT_PROCESSOR = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "NullTokenizer")
 # Arguments of models with a head that predicts whether two segments were swapped.
-_ORDER_LABELS = {"next_sentence_label", "sentence_order_label"}
 _LENGTH = 14
 # Relative to the effect without a mask: zero, except for the round-off of a mixture of experts.
 _LARGEST_EFFECT = 1e-3
@@ -65,7 +65,7 @@ def choose_objective(args: Settings, tokenizer: Tokenizer) -> PretrainingObjecti
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         model_class: Any = MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None)
         takes = inspect.signature(model_class.forward).parameters if model_class else {}
-        objective = HiddenTokensAndOrder if _ORDER_LABELS & set(takes) else HiddenTokens
+        objective = HiddenTokensAndOrder if ORDER_LABELS & set(takes) else HiddenTokens
         return objective(args, tokenizer)
     if reads_more_than_text(config):
         check_towers(config, args, allows_towers=True)

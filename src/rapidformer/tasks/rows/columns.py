@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rapidformer.config.schema import to_flag
 from rapidformer.data.folders import get_split_name
 from rapidformer.errors import DataError, list_first
 from rapidformer.nearest import find_nearest
@@ -24,7 +25,12 @@ class ColumnRole:
 
     @property
     def flag(self) -> str:
-        return "--" + self.setting.replace("_", "-")
+        return to_flag(self.setting)
+
+
+def as_optional(role: ColumnRole) -> ColumnRole:
+    """The same role, made optional."""
+    return replace(role, required=False)
 
 
 def find_column(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.folders import get_split_name
@@ -23,6 +24,12 @@ def find_file(path: Path, place: str, folders: Sequence[Path], kind: str) -> Pat
         return found[0] if found else path
     where = "" if path.is_absolute() or not folders else f" in {' or '.join(map(str, folders))}"
     raise DataError(f"{place}: there is no {kind} file {path}{where}.")
+
+
+def name_file(value: Any, number: int) -> str:
+    """The path of a file that a cell holds, or else the number of its row."""
+    path = value.get("path") if isinstance(value, Mapping) else value
+    return path if isinstance(path, str) else str(number)
 
 
 def list_folders(args: DataArguments, split: str) -> tuple[Path, ...]:

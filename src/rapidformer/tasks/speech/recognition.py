@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import quieten
 from rapidformer.config import Settings
-from rapidformer.config.speech_sections import SpeechArguments
+from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
 from rapidformer.tasks.evaluation.generating import Generation
+from rapidformer.tasks.metrics.generation import TranscriptTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.metrics.transcripts import TranscriptTally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
     Columns,
@@ -40,11 +40,7 @@ from rapidformer.tasks.speech.rows import (
     measure_rows,
     stream_rows,
 )
-from rapidformer.tasks.speech.transcripts import (
-    Transcripts,
-    get_speech_task,
-    load_transcripts,
-)
+from rapidformer.tasks.speech.transcripts import Transcripts, get_speech_task, load_transcripts
 
 if TYPE_CHECKING:
     from torch import nn

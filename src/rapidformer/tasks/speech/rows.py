@@ -17,7 +17,7 @@ from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
-from rapidformer.tasks.rows.named_files import list_folders
+from rapidformer.tasks.rows.named_files import list_folders, name_file
 from rapidformer.tasks.rows.rows import (
     Columns,
     get_column,
@@ -39,7 +39,6 @@ Encode = Callable[[Columns, int], Columns]
 Refuse = Callable[[Mapping[str, Any]], str | None]
 """Why a row is left out; None if it is not."""
 
-_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _LEAKY = ("data2vec-audio", "moonshine", "sew", "sew-d", "speech_to_text")
 """Families whose convolutions or norms read what padding became."""
 
@@ -101,12 +100,13 @@ def load_audio_parts(args: Settings) -> AudioParts:
     """The configuration and the feature extractor of the model."""
     from rapidformer.models.audio import load_feature_extractor
     from rapidformer.models.configuration import load_config
+    from rapidformer.models.plan import LAYER_DROPS
     from rapidformer.tasks.speech.spec_augment import get_mask_settings
 
     config = load_config(args)
     settings = get_mask_settings(config, args)
     # Dropped layers are drawn for a micro-batch, so what is learnt would depend on its size.
-    settings |= {name: 0.0 for name in _LAYER_DROPS if getattr(config, name, 0.0)}
+    settings |= {name: 0.0 for name in LAYER_DROPS if getattr(config, name, 0.0)}
     for name, value in settings.items():
         setattr(config, name, value)
     parts = AudioParts(config, load_feature_extractor(args, config), args, settings)
@@ -184,10 +184,8 @@ class AudioRows:
         return open_clip(row, self.column, place, self.folders)
 
     def get_name(self, index: int) -> str:
-        """The file of the audio if it has one, otherwise the number of the row."""
-        value = self.table[int(self.rows[index])].get(self.column)
-        path = value.get("path") if isinstance(value, Mapping) else value
-        return path if isinstance(path, str) else str(self.rows[index])
+        number = int(self.rows[index])
+        return name_file(self.table[number].get(self.column), number)
 
     def describe(self, index: int) -> str:
         """The audio in words, for `rapidformer data show`."""
@@ -281,10 +279,7 @@ def stream_rows(
         silence = parts.extract(np.zeros(rate, dtype=np.float32), has_mask=has_mask)
         return LeftOut({**silence, "labels": labels}, reason)
 
-    return stream.then(
-        lambda rows, numbers: [read(*pair) for pair in zip(rows, numbers, strict=True)],
-        expands=False,
-    )
+    return stream.map_numbered(read)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rapidformer.data.random_numbers import get_sample_seeds
 from rapidformer.errors import ModelError
 
 if TYPE_CHECKING:
-    from rapidformer.config.speech_sections import SpeechArguments
+    from rapidformer.config.objective_sections import SpeechArguments
 
 SEEDS = "mask_seeds"
 """Key of a batch: a seed for each row."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
-from rapidformer.config.speech_sections import SpeechArguments
+from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.hub import has_tokenizer
 from rapidformer.log import get_logger, warn
@@ -265,5 +265,4 @@ def get_speech_task(args: SpeechArguments, generation: Any | None) -> str:
 def _load_normalizer() -> Callable[[str], str]:
     from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
-    normalize: Callable[[str], str] = BasicTextNormalizer()
-    return normalize
+    return BasicTextNormalizer()

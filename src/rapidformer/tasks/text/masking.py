@@ -59,5 +59,4 @@ class MaskingCollator:
                 mask_row(row, seed, self.tokenizer, self.fraction)
                 for row, seed in zip(rows, seeds, strict=True)
             ]
-        batch: dict[str, torch.Tensor] = self.pad(rows)
-        return batch
+        return self.pad(rows)

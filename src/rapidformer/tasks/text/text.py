@@ -103,23 +103,33 @@ class TextParts(NamedTuple):
         from rapidformer.models.towers import get_text_config
 
         tokenizer, config = self.tokenizer, get_text_config(self.config)
-        # Ids may have gaps, so the largest id counts, not the number of tokens.
-        needed = max(tokenizer.get_vocab().values(), default=0) + 1
         settings: dict[str, Any] = {}
         if is_from_scratch(self.args):
             if self.args.vocab_size is None:
-                settings["vocab_size"] = needed
+                settings["vocab_size"] = _count_ids(tokenizer)
             settings |= _get_special_ids(tokenizer, config)
         elif config.pad_token_id is None and config is self.config:
             # Classifiers on GPT-like models look for the last token that is not padding.
             settings["pad_token_id"] = tokenizer.pad_token_id
-        size = settings.get("vocab_size") or getattr(config, "vocab_size", None)
-        if size is not None and needed > size:
-            raise ModelError(
-                f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
-                "model's own tokenizer."
-            )
+        check_vocabulary(
+            tokenizer, settings.get("vocab_size") or getattr(config, "vocab_size", None)
+        )
         return settings
+
+
+def check_vocabulary(tokenizer: Any, size: int | None) -> None:
+    """Refuse a tokenizer with ids that a model with so many embeddings does not have."""
+    needed = _count_ids(tokenizer)
+    if size is not None and needed > size:
+        raise ModelError(
+            f"The tokenizer needs {needed} token embeddings, but the model has {size}: use the "
+            "model's own tokenizer."
+        )
+
+
+def _count_ids(tokenizer: Any) -> int:
+    # Ids may have gaps, so the largest id counts, not the number of tokens.
+    return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
 def load_text_parts(args: Settings, *, allows_towers: bool = False, **options: Any) -> TextParts:

@@ -7,13 +7,7 @@ from typing import Any
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import check_row_texts
-from rapidformer.tasks.rows.rows import (
-    as_table,
-    drop_columns,
-    get_column,
-    keep_columns,
-    take_rows,
-)
+from rapidformer.tasks.rows.rows import as_table, drop_columns, get_column, keep_columns, take_rows
 from rapidformer.tasks.text.text import TextParts
 
 # An answer's text and the position of its first character in the context.

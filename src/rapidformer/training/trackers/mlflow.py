@@ -11,12 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rapidformer.log import get_logger
-from rapidformer.training.trackers.tracker import (
-    SentPoints,
-    TrackedRun,
-    keep_numbers,
-    name_plainly,
-)
+from rapidformer.training.trackers.tracker import SentPoints, TrackedRun, keep_numbers, name_plainly
 
 _LONGEST_VALUE = 6000
 _LARGEST_BATCH = 100

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
-from rapidformer.accel.attention.learned_bias.call import (
-    ALIGNMENT,
-    Call,
-    allocate_kept,
-    round_up,
-)
+from rapidformer.accel.attention.learned_bias.call import ALIGNMENT, Call, allocate_kept, round_up
 
 LENGTHS = ("batch", "heads", "queries", "keys")
 """Parameters that change from batch to batch: Triton must not compile kernels for their values.

@@ -38,8 +38,7 @@ def attend(
         # From the device's generator, as CUDA graphs, recomputation and resuming expect.
         seed = torch.randint(2**31 - 1, (1,), device=query.device)
         kept = _draw(seed, batch * heads * queries, key.shape[2], dropout)
-    output: Tensor = _attend(query, key, value, bias, seen, kept, dropout, scale, is_causal)[0]
-    return output
+    return _attend(query, key, value, bias, seen, kept, dropout, scale, is_causal)[0]
 
 
 @torch.library.custom_op("rapidformer::draw_kept_weights", mutates_args=())

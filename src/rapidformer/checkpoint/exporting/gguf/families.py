@@ -72,8 +72,7 @@ def compute_rope_factors(config: Any) -> Tensor | None:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    return factors
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
 
 
 # ---- the families --------------------------------------------------------------------------------
@@ -211,8 +210,7 @@ def _get_length(config: Any) -> int:
 def _get_rope(config: Any) -> dict[str, Any]:
     """Of a model with sliding layers, that of the others."""
     every: dict[str, Any] = config.rope_parameters
-    rope: dict[str, Any] = every.get("full_attention", every)
-    return rope
+    return every.get("full_attention", every)
 
 
 def _require(holds: bool, what: str) -> None:

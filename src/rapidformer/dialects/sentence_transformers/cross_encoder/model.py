@@ -134,8 +134,7 @@ class CrossEncoder:
             [first for first, _ in pairs], [second for _, second in pairs], padding=True,
             truncation=True, max_length=self.max_seq_length, return_tensors="pt",
         ).to(self.device)  # fmt: skip
-        scores: Tensor = self.model(**inputs).logits.float().squeeze(-1)
-        return scores
+        return self.model(**inputs).logits.float().squeeze(-1)
 
 
 def name_activation(model: Any) -> None:
