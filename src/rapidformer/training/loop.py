@@ -180,7 +180,7 @@ class TrainingLoop:
         is_watched = any(
             callback.hears(hook)
             for callback in self._callbacks
-            for hook in ("on_substep_end", "on_pre_optimizer_step")
+            for hook in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
         )
         return self.engine.run_update(
             self.forward,
@@ -204,8 +204,7 @@ class TrainingLoop:
         self.lr = self.engine.updates.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():
-            self.engine.step()
-        self._notify("on_optimizer_step")
+            self.engine.updates.step(lambda: self._notify("on_optimizer_step"))
         self._attempts += 1
         self.meter.add_update(
             self.engine.updates.clock.total_weight, self.engine.updates.clock.grad_norm
