@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from rapidformer.cli.main import run_and_leave
+import sys
 
 if __name__ == "__main__":
+    try:
+        from rapidformer.cli.main import run_and_leave
+    except KeyboardInterrupt:  # before the command could say what to do about it
+        sys.exit(130)
     run_and_leave()

@@ -54,6 +54,13 @@ def pair(mask: Tensor) -> Tensor:
     return mask[:, :, None] & mask[:, None, :]
 
 
+def attend(x: Tensor) -> Tensor:
+    """To what is no output of the model, so that only the queries may be NaN."""
+    queries = x.unflatten(-1, (1, 6)).transpose(1, 2)
+    keys, values = torch.zeros(2, 1, 4, 6), torch.ones(2, 1, 4, 6)
+    return functional.scaled_dot_product_attention(queries, keys, values)
+
+
 READ_NOTHING: dict[str, Loss] = {
     "pairs": lambda x, m: (x @ x.transpose(1, 2))[pair(m)].sum(),
     "differences": lambda x, m: ((x[:, :, None] - x[:, None]) ** 2).sum(-1)[pair(m)].sum(),
@@ -73,10 +80,17 @@ READ_PADDING: dict[str, Loss] = {
     "singular values": lambda x, m: torch.linalg.svdvals(x).sum(),
     "variance": lambda x, m: x.view(-1, 6).var(True),
     "largest": lambda x, m: torch.cdist(x, x, p=float("inf")).sum(),
+    "attention": lambda x, m: attend(x).pow(2).sum(),
+    "kinds": lambda x, m: x[:, 0].sum() * torch.unique(x.detach())[:5].sum(),
+    "runs": lambda x, m: x[:, 0].sum() * len(torch.unique_consecutive((x.detach() > 0) * 1.0)),
+    "polynomial": lambda x, m: (
+        x[:, 0].sum() * torch.special.laguerre_polynomial_l(torch.ones(()), x.detach()).sum()
+    ),
 }
 NAMED: dict[str, Loss] = {
     "factor": lambda x, m: torch.mul(x, other=2.0)[m].sum(),
     "matrix": lambda x, m: torch.matmul(x, other=torch.ones(6, 2))[m].sum(),
+    "alpha": lambda x, m: torch.add(x, 2.0, x).sum(),  # type: ignore[call-overload]
 }
 
 

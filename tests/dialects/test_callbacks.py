@@ -9,11 +9,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+import rapidformer
 from rapidformer import Trainer
+from tests.dialects.small import collate, make_classifier, make_dataset
 from tests.dialects.test_trainer import make_trainer, read_losses
 from tests.processes import run_in_kept_processes
 
@@ -285,3 +289,57 @@ def _ask_on_first_rank(folder: str) -> tuple[int, list[str]]:
         trainer.add_callback(AsksOnFirstRank)
     trainer.train()
     return trainer.state.global_step, [path.name for path in Path(folder).iterdir()]
+
+
+class AroundTheStep(TrainerCallback):
+    """Reads the gradient where scripts read it, and changes it where they change it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float, float, float]] = []
+
+    def look(self, state: Any, details: dict[str, Any]) -> None:
+        gradients = [p.grad for p in details["model"].parameters()]
+        norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        rate = details["optimizer"].param_groups[0]["lr"]
+        self.seen.append((state.global_step, state.epoch, norm, rate))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self.look(state, details)
+        for parameter in details["model"].bert.encoder.layer[0].parameters():
+            parameter.grad.zero_()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self.look(state, details)
+
+
+def test_gradients_before_and_after_the_optimizer_are_transformers(tmp_path: Path) -> None:
+    """They are clipped before the callback changes them, and there until the update is over."""
+    found = []
+    for room in (rapidformer, transformers):
+        settings: Any = room.TrainingArguments(
+            str(tmp_path / room.__name__), use_cpu=True, max_grad_norm=0.5, learning_rate=5e-3,
+            per_device_train_batch_size=4, train_sampling_strategy="sequential", max_steps=3,
+            disable_tqdm=True, save_strategy="no", report_to="none",
+        )  # fmt: skip
+        watcher = AroundTheStep()
+        model = make_classifier()
+        trainer: Any = room.Trainer(
+            model, settings, collate, train_dataset=make_dataset(), callbacks=[watcher]
+        )
+        trainer.train()
+        found.append((watcher.seen, model.classifier.weight.detach()))
+    (ours, weights), (theirs, their_weights) = found
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, their_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_is_in_the_mode_of_what_came_last(tmp_path: Path) -> None:
+    """Scripts call it next: with dropout, the predictions after ``evaluate`` would be others."""
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.model.training
+    trainer.evaluate()
+    assert not trainer.model.training
+    trainer.args.eval_strategy = "epoch"
+    trainer.train()
+    assert not trainer.model.training

@@ -62,6 +62,10 @@ class Applied:
         self.rows: list[AppliedRow] = []
         self.plain = plain or PlainWeights()
         self.is_closed = False
+        self.changes: list[tuple[Any, partial[Any]]] = []
+        """Modules and configurations that rows have changed, each with the undo of one change."""
+        self.hooks: list[RemovableHandle] = []
+        """Those that were registered besides."""
         self._model = model if model is not None else nn.Module()
         self._current: AppliedRow | None = None
         self._undo = ExitStack()
@@ -81,6 +85,7 @@ class Applied:
                 for undo in look.find_changes():
                     row.changes += 1
                     self._undo.callback(undo)
+                    self.changes.append((look.owner, undo))
             self.rows.append(row)
             # Undone before that: what the row has registered, such as a hook on a parameter.
             self._undo.push(registered)
@@ -133,6 +138,7 @@ class Applied:
 
     def keep_hook(self, handle: RemovableHandle) -> None:
         """A hook that was registered, to be removed on closing."""
+        self.hooks.append(handle)
         self.on_close(handle.remove)
 
     def undo(self) -> bool:
@@ -142,6 +148,7 @@ class Applied:
                 return False
             self.is_closed = True
             self._undo.close()
+            self.changes, self.hooks = [], []
         return True
 
     def check_open(self) -> None:
@@ -157,7 +164,7 @@ class _Look:
     """A module or a configuration as it is now; weights are not looked at."""
 
     def __init__(self, owner: Any) -> None:
-        self._owner, self._cls = owner, type(owner)
+        self.owner, self._cls = owner, type(owner)
         self._values = vars(owner).copy()
         # Tables and sets are changed in place.
         self._tables = [
@@ -166,11 +173,11 @@ class _Look:
             if isinstance(value, (dict, set)) and name not in _WEIGHTS
         ]
 
-    def find_changes(self) -> Iterator[Undo]:
+    def find_changes(self) -> Iterator[partial[Any]]:
         """What undoes each change since."""
-        if type(self._owner) is not self._cls:
-            yield partial(return_to, self._owner, self._cls)
-        now = vars(self._owner)
+        if type(self.owner) is not self._cls:
+            yield partial(return_to, self.owner, self._cls)
+        now = vars(self.owner)
         yield from _compare(now, self._values)
         for name, table, before in self._tables:
             # If the table itself was replaced, its own line puts the old one back.
@@ -194,11 +201,11 @@ def _add_configs(config: Any, configs: dict[int, Any]) -> None:
             _add_configs(value, configs)
 
 
-def _compare(table: Any, before: Any) -> Iterator[Undo]:
+def _compare(table: Any, before: Any) -> Iterator[partial[Any]]:
     """What undoes each change of a table or a set since it was copied."""
     if isinstance(table, set):
-        yield from (partial(table.discard, key) for key in table - before)
-        yield from (partial(table.add, key) for key in before - table)
+        yield from (partial(set.discard, table, key) for key in table - before)
+        yield from (partial(set.add, table, key) for key in before - table)
         return
     # Nearly always; a thousand tables are compared for every row.
     has_same_names = len(table) == len(before) and all(map(is_, table, before))

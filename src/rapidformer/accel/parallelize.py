@@ -22,6 +22,7 @@ from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, GradientSynchronizer
 from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.deepspeed.strategy import DeepSpeedStrategy
+from rapidformer.accel.pickled_model import write_plainly
 from rapidformer.accel.pipeline.pipeline import Pipeline
 from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
@@ -150,6 +151,7 @@ def parallelize(
     if for_training and topology.mesh is not None:
         check_gradients(model)
     try:
+        write_plainly(model, assembly.applied)
         _apply_all(assembly)
     except BaseException:
         # Or it would take all ranks, of which some may have gone on.

@@ -194,11 +194,16 @@ class Updates:
         """
         self._started_passes.run_within(loss)
 
-    def step(self) -> None:
-        """Update, advance the learning rate and clear the gradients, if an update is due."""
+    def step(self, after_optimizer: Callable[[], None] | None = None) -> None:
+        """Update, advance the learning rate and clear the gradients, if an update is due.
+
+        ``after_optimizer`` is called while the gradients and the learning rate are still there.
+        """
         _ = self._started_passes
         assert self.optimizer is not None and self.lr_scheduler is not None
         self.optimizer.step()
+        if after_optimizer is not None:
+            after_optimizer()
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
 

@@ -94,7 +94,7 @@ class Callback:
         """The gradient of the update is complete, but not yet clipped."""
 
     def on_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
-        """The weights and the learning rate are updated."""
+        """The weights are updated; their gradients and the learning rate are still those of it."""
 
     def on_step_end(self, loop: RunningLoop, control: Control) -> None:
         """After an update. The control already holds what the settings ask for at this step."""

@@ -176,7 +176,7 @@ class TrainingLoop:
             self.loader.set_epoch(self.loader.epoch + 1)
 
     def _run_passes(self, update: Update) -> list[MicroBatchResult]:
-        hooks = ("on_substep_end", "on_pre_optimizer_step")
+        hooks = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
         is_watched = any(callback.hears(hook) for callback in self._callbacks for hook in hooks)
         return self.engine.run_update(
             self.forward, update, after_micro_batch=lambda: self._notify(hooks[0]),
@@ -198,8 +198,7 @@ class TrainingLoop:
         self.lr = self.engine.updates.get_learning_rate()
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():
-            self.engine.step()
-        self._notify("on_optimizer_step")
+            self.engine.updates.step(lambda: self._notify("on_optimizer_step"))
         self._attempts += 1
         clock = self.engine.updates.clock
         self.meter.add_update(clock.total_weight, clock.grad_norm)

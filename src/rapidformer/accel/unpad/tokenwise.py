@@ -126,8 +126,10 @@ def _run(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Tensor:
     return x.derive(tokens, replay_later(func, (x, *args), kwargs))
 
 
-def _combine(func: Any, left: Any, right: Any, **kwargs: Any) -> Any:
+def _combine(func: Any, left: Any, right: Any, *more: Any, **kwargs: Any) -> Any:
     """Functions of two numbers: of two tensors over the same tokens, or with one for all tokens."""
+    if more:  # add(x, alpha, other), as torch had it once
+        return NotImplemented
     x = left if isinstance(left, Unpadded) else right
     sides = [_fit(x, side) for side in (left, right)]
     if sides[0] is None or sides[1] is None:

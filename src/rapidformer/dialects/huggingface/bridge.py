@@ -121,8 +121,14 @@ class LoopEvents(Callback):
     on_epoch_begin = _pass_on("on_epoch_begin")
     on_step_begin = _pass_on("on_step_begin")
     on_substep_end = _pass_on("on_substep_end")
-    on_pre_optimizer_step = _pass_on("on_pre_optimizer_step")
     on_optimizer_step = _pass_on("on_optimizer_step")
+
+    def on_pre_optimizer_step(self, loop: RunningLoop, control: Control) -> None:
+        """Callbacks see, and may change, the gradient as it is after clipping."""
+        looks = self.hears("on_pre_optimizer_step") or self.hears("on_optimizer_step")
+        if looks and loop.args.clip_grad > 0:
+            loop.engine.clip_grad_norm()
+        self._tell("on_pre_optimizer_step", loop, control)
 
     def on_step_end(self, loop: RunningLoop, control: Control) -> None:
         """The loop evaluates and saves at the end in any case: callbacks see it coming."""
@@ -196,13 +202,15 @@ class LoopEvents(Callback):
             sources: tuple[str, ...] = (event, *_WITHIN_STEP)
         else:
             sources = () if event in _WITHIN_STEP else (event,)
-        with self._asking(loop, control, *sources):
+        # The update counts, for callbacks and for what is logged in it, when it is complete.
+        with self._asking(None if event in _WITHIN_STEP else loop, control, *sources):
             self._trainer.callbacks.call(event)
 
     @contextlib.contextmanager
-    def _asking(self, loop: RunningLoop, control: Control, *events: str) -> Iterator[None]:
+    def _asking(self, loop: RunningLoop | None, control: Control, *events: str) -> Iterator[None]:
         """Callbacks may ask for things, and may take back what the settings ask for."""
-        self._follow(loop)
+        if loop is not None:
+            self._follow(loop)
         _copy_requests(control, self._trainer.control)
         yield
         _copy_requests(self._trainer.control, control)

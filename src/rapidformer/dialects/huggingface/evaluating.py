@@ -187,9 +187,12 @@ class EvaluationMethods(RunRecords, DataMethods):
             if not self._is_training:  # a run of training has regularized the model already
                 stack.enter_context(regularize(self.model, self.engine.args))
             stack.enter_context(self._evaluating())
-            return run_evaluation(
+            output = run_evaluation(
                 self, loader, loss_only=loss_only, ignore_keys=ignore_keys, prefix=metric_key_prefix
             )
+        if not self._is_training:
+            self.model.eval()  # scripts call the model next, and want no dropout
+        return output
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode, as it already is in the loop's own evaluations."""

@@ -242,6 +242,8 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         finally:
             self._is_training = False
             self._trained_optimizer = self.optimizer
+        if self.args.eval_strategy != "no":
+            self.model.eval()  # the evaluation came last, and scripts call the model next
         metrics = self._results or self.log_results()  # nothing was left to train
         if self.args.push_to_hub:
             self.push_to_hub()
