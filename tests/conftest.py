@@ -22,7 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.warm_python import get_warm_python
+from tests.warm_python import get_warm_python, suit_torch_to_small_models
 
 # xdist's controller imports this file before it starts the workers, and runs no test: fixtures
 # import torch and transformers themselves, so that nobody waits for the controller's imports.
@@ -62,8 +62,7 @@ def _suited_to_small_models() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Calling oneDNN takes longer than such small products: a tenth of an update on ARM.
-    torch.backends.mkldnn.enabled = False
+    suit_torch_to_small_models()
 
 
 @pytest.fixture(autouse=True, scope="module")

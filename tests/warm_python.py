@@ -213,9 +213,7 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
 
 
 def _import_what_is_slow() -> None:
-    import torch
-
-    torch.backends.mkldnn.enabled = False  # as in tests/conftest.py; forks inherit it
+    suit_torch_to_small_models()  # forks inherit it
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed does not search, and says nothing
     for name in SLOW:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -234,6 +232,24 @@ def _import_what_is_slow() -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("bert")  # once for all models: 600 patterns are compiled
+
+
+def suit_torch_to_small_models() -> None:
+    """Leave out what takes longer than such small products, here and in pytest's processes."""
+    import torch
+
+    torch.backends.mkldnn.enabled = False  # calling oneDNN: a tenth of an update on ARM
+    if torch.backends.cuda.is_built():
+        return
+    # ``torch.manual_seed`` notes for each kind of device, with the stack of the call, that it is to
+    # be seeded later: 3 % of the tests' time, for devices that this torch cannot use.
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = _seed_nothing
+
+
+def _seed_nothing(seed: int) -> None:
+    pass
 
 
 class _Workers:
