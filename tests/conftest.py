@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.processes import end_idle_processes
 from tests.warm_python import get_warm_python, suit_torch_to_small_models
 
 # xdist's controller imports this file before it starts the workers, and runs no test: fixtures
@@ -70,6 +71,13 @@ def _without_garbage_of_others() -> Iterator[None]:
     """Collections look at the objects of one file: over all of them, one takes seconds."""
     yield
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_idle_processes() -> Iterator[None]:
+    """A file that needs no ranks does not pay for those of the files before it."""
+    yield
+    end_idle_processes()
 
 
 @pytest.fixture
