@@ -22,7 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.warm_python import get_warm_python
+from tests.processes import end_idle_processes
+from tests.warm_python import get_warm_python, suit_torch_to_small_models
 
 # xdist's controller imports this file before it starts the workers, and runs no test: fixtures
 # import torch and transformers themselves, so that nobody waits for the controller's imports.
@@ -62,8 +63,7 @@ def _suited_to_small_models() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Calling oneDNN takes longer than such small products: a tenth of an update on ARM.
-    torch.backends.mkldnn.enabled = False
+    suit_torch_to_small_models()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,6 +71,13 @@ def _without_garbage_of_others() -> Iterator[None]:
     """Collections look at the objects of one file: over all of them, one takes seconds."""
     yield
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_idle_processes() -> Iterator[None]:
+    """A file that needs no ranks does not pay for those of the files before it."""
+    yield
+    end_idle_processes()
 
 
 @pytest.fixture

@@ -33,6 +33,10 @@ slow and a test that passes never waits for it; below pytest's own limit, whose 
 MOST_CALLS = 20
 """After so many, kept processes are replaced: what they hold only grows."""
 
+MOST_IDLE_SECONDS = 30
+"""After so many, they are ended: gloo's threads wake up a hundred times a second, each of them, and
+starting other ranks takes less than a minute of that."""
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -72,6 +76,7 @@ class Group:
         folder = Path(tempfile.mkdtemp(dir=get_warm_python().parent))
         self.ranks = [_start(number, world_size, folder) for number in range(world_size)]
         self.calls = 0
+        self.last_call_at = 0.0
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """``function(*args)`` in every rank; results in rank order. One failure fails the call."""
@@ -118,12 +123,20 @@ def run_in_kept_processes(function: Callable[..., Any], world_size: int, *args: 
     try:
         results = group.call(function, args)
         is_kept = group.calls < MOST_CALLS
+        group.last_call_at = time.monotonic()
     finally:
         if is_kept:
             _kept[world_size] = group
         else:
             group.close()
     return results
+
+
+def end_idle_processes() -> None:
+    """End those that were kept, but not called for a while."""
+    latest = time.monotonic() - MOST_IDLE_SECONDS
+    for world_size in [size for size, group in _kept.items() if group.last_call_at < latest]:
+        _kept.pop(world_size).close()
 
 
 _kept: dict[int, Group] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_in_kept_processes, run_in_processes
+from tests.processes import end_idle_processes, run_in_kept_processes, run_in_processes
 
 
 def test_ranks_return_in_order_and_know_the_environment(
@@ -56,6 +56,17 @@ def test_kept_ranks_take_the_next_call_in_its_environment_until_one_fails(
     with pytest.raises(AssertionError, match="on purpose"):
         run_in_kept_processes(_fail_on_rank_1, 2)
     assert not {first, second} & {rank for rank, *_ in run_in_kept_processes(look, 2)}
+
+
+def test_kept_ranks_end_when_nobody_has_called_them_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first,) = run_in_kept_processes(os.getpid, 1)
+    end_idle_processes()
+    assert run_in_kept_processes(os.getpid, 1) == [first]
+    monkeypatch.setattr("tests.processes.MOST_IDLE_SECONDS", -1)
+    end_idle_processes()
+    assert run_in_kept_processes(os.getpid, 1) != [first]
 
 
 def _fail_on_rank_1() -> None:

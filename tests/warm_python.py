@@ -21,7 +21,7 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
-import json
+import marshal
 import os
 import pkgutil
 import random
@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -73,13 +74,13 @@ SLOW = (
 )  # fmt: skip
 
 CLIENT = """#!{python} -IS
-import array, json, os, signal, socket, sys
+import _signal, _socket, marshal, os, sys
 is_rank = "RANK" in os.environ and {heartbeats!r} in os.environ
 if sys.argv[1:2] == ["-P"] or is_rank and {real_ranks!r} in os.environ:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 if {tied!r} in os.environ or is_rank:
     import ctypes
-    ctypes.CDLL(None).prctl({death_signal}, signal.SIGKILL)
+    ctypes.CDLL(None).prctl({death_signal}, _signal.SIGKILL)
 files = []
 for name in os.listdir("/proc/self/fd"):
     try:
@@ -88,30 +89,32 @@ for name in os.listdir("/proc/self/fd"):
             files.append(int(name))
     except OSError:
         pass
-server = socket.socket(socket.AF_UNIX)
+server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 server.connect({address!r})
-call = [sys.argv[1:], os.getcwd(), dict(os.environ), files]
-server.sendmsg([b"c"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-with server.makefile("rw") as channel:
-    channel.write(json.dumps(call) + "\\n")
-    channel.flush()
+passed = b"".join(name.to_bytes({file_size}, sys.byteorder) for name in files)
+server.sendmsg([b"c"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, passed)])
+call = marshal.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), files])
+server.sendall(b"%d\\n" % len(call) + call)
+with open(server.detach(), "rb", buffering=0) as channel:
     fork = int(channel.readline())
     def pass_on(number, frame):
         try:
             os.kill(fork, number)
         except ProcessLookupError:
             pass
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        number = getattr(_signal, name)
+        if _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, pass_on)
     for name in files:
         os.close(name)
     status = int(channel.readline() or -9)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if status != -9 else None
+    _signal.signal(-status, _signal.SIG_DFL) if status != -9 else None
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
+"""Of Python's library, only what is built in: the rest takes longer than the client runs."""
 
 
 @cache
@@ -156,6 +159,7 @@ def _start(folder: Path, owner: int, *flags: str) -> subprocess.Popen[bytes]:
             real_ranks=REAL_RANKS_VARIABLE,
             tied=TIED_VARIABLE,
             death_signal=PR_SET_PDEATHSIG,
+            file_size=array.array("i").itemsize,
         )
     )
     client.chmod(0o755)
@@ -213,9 +217,7 @@ def _serve(folder: Path, owner: int, is_folder_removed: bool) -> None:
 
 
 def _import_what_is_slow() -> None:
-    import torch
-
-    torch.backends.mkldnn.enabled = False  # as in tests/conftest.py; forks inherit it
+    suit_torch_to_small_models()  # forks inherit it
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed does not search, and says nothing
     for name in SLOW:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -234,6 +236,24 @@ def _import_what_is_slow() -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("bert")  # once for all models: 600 patterns are compiled
+
+
+def suit_torch_to_small_models() -> None:
+    """Leave out what takes longer than such small products, here and in pytest's processes."""
+    import torch
+
+    torch.backends.mkldnn.enabled = False  # calling oneDNN: a tenth of an update on ARM
+    if torch.backends.cuda.is_built():
+        return
+    # ``torch.manual_seed`` notes for each kind of device, with the stack of the call, that it is to
+    # be seeded later: 3 % of the tests' time, for devices that this torch cannot use.
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = _seed_nothing
+
+
+def _seed_nothing(seed: int) -> None:
+    pass
 
 
 class _Workers:
@@ -303,8 +323,9 @@ def _receive(connection: socket.socket) -> list[Any]:
     received = array.array("i")
     for _, _, data in ancillary:
         received.frombytes(data[: len(data) - len(data) % size])
-    with connection.makefile("r") as channel:
-        words, folder, variables, files = json.loads(channel.readline())
+    with connection.makefile("rb") as channel:
+        size_of_call = int(channel.readline())
+        words, folder, variables, files = marshal.loads(channel.read(size_of_call))
     # Copied out of the way first: a received number may be one that is wanted for another file.
     free = 600
     copies = [os.dup2(file, free + i) for i, file in enumerate(received)]
@@ -329,8 +350,10 @@ def _run(call: list[Any], executable: str) -> None:
         if not isinstance(code, int | None):
             raise
     threading._shutdown()  # type: ignore[attr-defined]
+    if not _has_threads():
+        _keep_operators()
     atexit._run_exitfuncs()
-    if len(list(Path("/proc/self/task").iterdir())) > 1:
+    if _has_threads():
         sys.exit(code)
     try:
         sys.stdout.flush()
@@ -338,6 +361,18 @@ def _run(call: list[Any], executable: str) -> None:
     except OSError:
         sys.exit(code)  # Python's own words for it
     os._exit((code or 0) & 0xFF)
+
+
+def _has_threads() -> bool:
+    return len(list(Path("/proc/self/task").iterdir())) > 1
+
+
+def _keep_operators() -> None:
+    """At exit, torch takes back 200 libraries of operators: half the time of a short command."""
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        _, function, *_ = finalizer.peek() or (None, None)
+        if getattr(function, "__module__", None) == "torch.library":
+            finalizer.atexit = False
 
 
 def _become(call: list[Any], executable: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from rapidformer.accel.context.exchanged_attention import get_repeats
 from rapidformer.accel.split.on_demand import WholeOnDemand
+from rapidformer.compat.torch_compile import count_graphs
 from rapidformer.config import arguments_from_mapping
 from rapidformer.config.validate import find_problems
 from rapidformer.data.batch import BatchInfo
@@ -124,6 +125,19 @@ def test_each_process_has_its_share_of_tokens_and_logits() -> None:
         assert np.allclose(mine["joined"], mine["whole"], rtol=1e-5, atol=1e-6)
         assert mine["states"] == {7}  # what every layer gave: asked for, so whole
         assert mine["cache"] is None  # a cache of shares would mislead
+
+
+def _count_compiled() -> int:
+    settings = {**PADDED, **CONTEXT, "compile": True, "compile_backend": "eager"}
+    engine, model = RapidformerEngine(args=settings), build_model("llama")
+    before = count_graphs()
+    engine.compose(model, make_sgd(model), keep_rate)
+    return count_graphs() - before
+
+
+def test_the_trial_of_a_few_tokens_compiles_nothing() -> None:
+    """Training would use none of it."""
+    assert run_in_kept_processes(_count_compiled, 2) == [0, 0]
 
 
 def _run_packed(settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:

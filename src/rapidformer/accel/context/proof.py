@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -27,7 +28,8 @@ def prove_context(model: Any, region: ContextRegion) -> None:
     if inputs is None:
         return
     try:
-        with evaluation_mode(model), torch.no_grad():
+        # Nothing else would use what these two calls compile.
+        with evaluation_mode(model), torch.no_grad(), uncompiled(model.modules()):
             region.is_off = True
             whole = _run(model, inputs)
             region.is_off = False
