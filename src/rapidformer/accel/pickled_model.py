@@ -50,7 +50,7 @@ def write_plainly(model: nn.Module, applied: Applied) -> None:
     if "pickle" in list_layers(model):  # it is a copy of a composed model
         return
     own_class = type(model)
-    extend(model, "pickle", _build_members)
+    extend(model, "pickle", _build_members, is_shared=True)
     applied.changes.append((model, partial(return_to, model, own_class)))
     applied.on_close(return_to, model, own_class)
 
