@@ -120,12 +120,10 @@ def attend_fused(
 ) -> Tensor:
     """Attention of a module with code of its own, by what was chosen for its model."""
     choice = find_fact(module, KernelChoice) or KernelChoice(())
-    if choice.has_bias_kernel and bias is not None and dropout < 1:
-        if interface.suits(query, key, value, bias):
-            return attend_with_bias(
-                query, key, value, bias.contiguous(), None,
-                dropout=dropout, scale=scale, is_causal=False,
-            )  # fmt: skip
+    if choice.has_bias_kernel and bias is not None and interface.suits(query, key, value, bias):
+        return attend_with_bias(
+            query, key, value, bias.contiguous(), dropout=dropout, scale=scale, is_causal=False
+        )
     is_varied = query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE
     order = _use_order(_CUDNN_LATE) if choice.avoids_plans and is_varied else nullcontext()
     with order:

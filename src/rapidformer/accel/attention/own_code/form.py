@@ -51,12 +51,9 @@ class Form:
         laid_out = self.lay_out(factor, shape)
         if laid_out is None or laid_out.shape[-1] != 1:
             return None
-        query = self.query.reshape(*self.lead, *self.query.shape[-2:])
-        query, bias = (
-            None if each is None else each / laid_out if divides else each * laid_out
-            for each in (query, self.bias)
-        )
-        assert query is not None
+        laid_out = 1 / laid_out if divides else laid_out
+        query = self.query.reshape(*self.lead, *self.query.shape[-2:]) * laid_out
+        bias = None if self.bias is None else self.bias * laid_out
         return replace(self, query=query.to(self.query.dtype), bias=bias)
 
     def add(self, term: Tensor, shape: Shape) -> Form | None:

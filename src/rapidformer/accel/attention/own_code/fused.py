@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rapidformer.accel.attention.kernel_scope import attend_fused
 from rapidformer.accel.attention.own_code.form import ABSORBING, Form

@@ -47,6 +47,11 @@ def apply_own_code(model: nn.Module) -> int:
     return len(found)
 
 
+def is_applied(model: nn.Module) -> bool:
+    """Whether a model's attention leaves its scores to us."""
+    return any(_LAYER in list_layers(module) for module in model.modules())
+
+
 def _suits(module: nn.Module) -> bool:
     is_replaced = {"positions", _LAYER} & {*list_layers(module)}
     return has_own_attention_code(get_own_class(module)) and not is_replaced
@@ -118,14 +123,13 @@ class _Deferring(TorchFunctionMode):
         """``einsum``."""
         equation, *operands = args
         operands = [*operands[0]] if len(operands) == 1 else operands
-        names = rules.split_equation(equation) if isinstance(equation, str) else None
-        if names is None or len(operands) != 2 or {type(each) for each in operands} != {Tensor}:
+        if len(operands) != 2 or {type(each) for each in (equation, *operands)} != {str, Tensor}:
             return None
-        left, right, result = rules.order(names)
-        if result != names[2]:
+        names = rules.split_equation(equation, *(each.dim() for each in operands))
+        if names is None or rules.order(names)[2] != names[2]:
             return None
-        parts = (rules.permute(operands[0], names[0], left), rules.permute(operands[1], names[1], right))
-        return self._defer(func, args, kwargs, *parts)
+        wanted = rules.order(names)
+        return self._defer(func, args, kwargs, *map(rules.permute, operands, names[:2], wanted[:2]))
 
     def _defer(
         self, func: Any, args: Any, kwargs: dict[str, Any], left: Any, right: Any,

@@ -17,6 +17,8 @@ from rapidformer.compat.torch_tensors import count_changes
 
 _PLAIN = (Tensor, nn.Parameter)
 _VALUES = "rapidformer_value"
+_OTHERS = "ΑΒΓΔΕ"
+"""Names for dimensions that ``einsum`` was given as three dots."""
 
 
 def note_number(tensor: Any, number: Any) -> None:
@@ -32,18 +34,24 @@ def get_product_dtype(left: Tensor | Node, device: torch.device) -> torch.dtype:
     return left.dtype
 
 
-def split_equation(equation: str) -> tuple[str, str, str] | None:
-    """Two operands of ``einsum`` and its result, if that is a batched matrix product."""
+def split_equation(equation: str, *dims: int) -> tuple[str, str, str] | None:
+    """Two operands of ``einsum`` and its result, if that is a batched matrix product.
+
+    ``dims`` are the operands' numbers of dimensions.
+    """
     left, comma, rest = equation.replace(" ", "").partition(",")
     right, arrow, result = rest.partition("->")
+    others = _OTHERS[: max(dims) - len(max(left, right, key=len)) + len("...")]
+    left, right, result = (part.replace("...", others) for part in (left, right, result))
     names = left + right + result
-    if not (comma and arrow and names.isalpha() and len(result) >= 3):
+    if not (comma and arrow and names.isalpha() and (len(left), len(right)) == dims):
         return None
     is_unique = all(len(set(part)) == len(part) for part in (left, right, result))
     contracted = set(left) & set(right) - set(result)
     own = [set(part) & set(result) - set(other) for part, other in ((left, right), (right, left))]
     is_product = len(contracted) == len(own[0]) == len(own[1]) == 1
-    return (left, right, result) if is_unique and is_product and len(left) == len(result) else None
+    is_whole = len(left) == len(right) == len(result) >= 3
+    return (left, right, result) if is_unique and is_product and is_whole else None
 
 
 def order(equation: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -110,7 +118,7 @@ def _multiply(func: Any, node: Any, factor: Any = None, **kwargs: Any) -> Result
     if number is not None:
         if number == 0 or number != number or abs(number) == float("inf"):
             return NotImplemented
-        form = node.form.multiply(1 / number if divides else number)
+        form: Form | None = node.form.multiply(1 / number if divides else number)
     elif _is_operand(factor):
         form = node.form.multiply_rows(factor, node.shape, divides=divides)
     else:
@@ -138,7 +146,9 @@ def _fill(func: Any, node: Any, mask: Any = None, value: Any = None) -> Result:
         return NotImplemented
     if type(mask) is not Tensor or mask.dtype != torch.bool:
         return NotImplemented
-    return _derive(node, node.form.fill(mask, number, node.shape), _measure(func, node, mask, value))
+    return _derive(
+        node, node.form.fill(mask, number, node.shape), _measure(func, node, mask, value)
+    )
 
 
 def _choose(func: Any, *args: Any, **_: Any) -> Result:
@@ -228,7 +238,9 @@ def _attend(func: Any, node: Any, value: Any = None) -> Result:
         return NotImplemented
     form, device = node.form, value.device
     dtype = get_product_dtype(node, device)
-    is_match = value.shape[:-1] == (*node.shape[:-2], node.shape[-1]) and device == form.query.device
+    is_match = (
+        value.shape[:-1] == (*node.shape[:-2], node.shape[-1]) and device == form.query.device
+    )
     is_typed = get_product_dtype(value, device) == dtype and dtype.is_floating_point
     if not is_match or not is_typed or not fused.fits(value.shape[-1]):
         return NotImplemented
@@ -239,12 +251,14 @@ def _attend(func: Any, node: Any, value: Any = None) -> Result:
 def _attend_by_name(func: Any, equation: Any, *operands: Any) -> Result:
     if len(operands) == 1:
         operands = tuple(operands[0])
-    names = split_equation(equation) if isinstance(equation, str) else None
-    if names is None or len(operands) != 2:
+    if len(operands) != 2:
         return NotImplemented
     node, value = operands
-    left, right, result = order(names)
-    if not isinstance(node, Node) or names[0] != left or not _is_operand(value):
+    if not isinstance(node, Node) or not _is_operand(value):
+        return NotImplemented
+    names = split_equation(equation, len(node.shape), value.dim())
+    left, right, result = ("", "", "") if names is None else order(names)
+    if names is None or names[0] != left:
         return NotImplemented
     attended = _attend(func, node, permute(value, names[1], right))
     return attended if attended is NotImplemented else permute(attended, result, names[2])
