@@ -129,6 +129,21 @@ def test_its_own_results(name: str, calls: list[str]) -> None:
         assert "computed" not in calls or name == "xlnet"  # its scores of positions are computed
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_16_bits(name: str, calls: list[str]) -> None:
+    model, batch = build(name), make_batch(name)
+    expected = model(**batch).last_hidden_state
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        usual = model(**batch).last_hidden_state
+        apply_own_code(model)
+        found = model(**batch).last_hidden_state
+    assert calls.count("attended") == MODELS[name][0]
+    assert found.dtype == usual.dtype
+    real = batch["attention_mask"][..., None] if name not in DECODERS else 1
+    mine, theirs = ((each - expected).mul(real).norm() for each in (found, usual))
+    assert mine < 1.3 * theirs
+
+
 @pytest.mark.parametrize("name", ["gpt_neo", "bloom", "mpnet", "xglm"])
 def test_without_padding(name: str) -> None:
     model, batch = build(name), make_batch(name)

@@ -63,8 +63,10 @@ def _round(bias: Tensor, dtype: torch.dtype) -> Tensor:
         return bias
     if torch.finfo(bias.dtype).eps < torch.finfo(dtype).eps:
         largest = bias.detach().amax(-1, keepdim=True)
-        # Of a row without a key, scores remain absorbed; and its numbers remain finite in bf16.
-        bias = torch.where(largest > ABSORBING, bias - largest, bias * 0.99)
+        has_key = largest > ABSORBING
+        # Where a row has none, scores remain absorbed, by numbers that are finite in bf16.
+        factor = torch.where(has_key, 1.0, 0.99).to(bias.dtype)
+        bias = torch.addcmul(-largest * has_key, bias, factor)
     return bias.to(dtype)
 
 

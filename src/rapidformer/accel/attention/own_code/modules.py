@@ -144,7 +144,8 @@ class _Deferring(TorchFunctionMode):
         if term is not None and beta != 0:
             if dtype == torch.float16:
                 return None
-            form = form.add(term.to(dtype) * beta if beta != 1 else term.to(dtype), shape)
+            # Not rounded as autocast would: ALiBi's numbers are large.
+            form = form.add(term * beta if beta != 1 else term, shape)
         if form is None:
             return None
         self.has_deferred = True

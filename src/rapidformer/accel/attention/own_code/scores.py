@@ -144,6 +144,12 @@ def _wrap(node: Node, like: Tensor) -> Scores:
     return scores
 
 
+def _write(func: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    """What an operation writes, which is computed in the operands' common type."""
+    result: Tensor = func(*args, **kwargs).to(dtype)
+    return result
+
+
 def _blank(value: Any) -> Any:
     """What has the same shape and type, and no values."""
     with without_torch_function():
@@ -171,9 +177,11 @@ def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not isinstance(result, Node):
         return result
     if plain is not func:
-        if (result.shape, result.dtype) != (scores.node.shape, scores.node.dtype):
+        if result.shape != scores.node.shape or scores.dtype == torch.float16:
             return NotImplemented
-        result.replay = replay_later(plain, args, kwargs, scores.device)
+        # What is written has the type that was there.
+        result.dtype = scores.dtype
+        result.replay = replay_later(_write, (plain, result.dtype, *args), kwargs, scores.device)
         scores.node = result
         return scores
     result.replay = replay_later(func, args, kwargs, scores.device)
