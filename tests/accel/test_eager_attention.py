@@ -145,12 +145,14 @@ def test_16_bits(name: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "bloom", "mpnet", "xglm"])
-def test_without_padding(name: str) -> None:
+def test_without_padding(name: str, calls: list[str]) -> None:
     model, batch = build(name), make_batch(name)
     expected = run(model, batch)
     apply_own_code(model)
     assert apply_unpadding(model, find_plan(model)) is None
+    calls.clear()
     check(run(model, batch), expected)
+    assert "attended" in calls and "computed" not in calls
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
@@ -194,6 +196,19 @@ def test_weights_that_a_hook_reads() -> None:
     torch.testing.assert_close(mine + 0, theirs, rtol=0, atol=1e-6)
     torch.testing.assert_close(copy.deepcopy(mine.detach()), theirs, rtol=0, atol=1e-6)
     torch.testing.assert_close(mine.sum(-1), torch.ones(3, 2, 21))
+
+
+def test_functions_that_the_user_replaces(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = build("roformer"), make_batch("roformer")
+    softmax = nn.functional.softmax
+    halve = lambda values, **options: softmax(values / 2, **options)  # noqa: E731
+    monkeypatch.setattr(nn.functional, "softmax", halve)
+    expected = run(model, batch)
+    apply_own_code(model)
+    check(run(model, batch), expected, 0)
+    assert calls == []
 
 
 class Sharpened(nn.Module):

@@ -82,9 +82,8 @@ def apply(assembly: Assembly) -> str | None:
         return None
     takes_tokens = getattr(model, "main_input_name", "") == "input_ids"
     by_length = assembly.wants("varied lengths") and takes_tokens
-    has_bias = bool(_find_biased(model)) or any(
-        m.is_applied(model) for m in (disentangled, own_code)
-    )
+    has_bias = bool(_find_biased(model)) or disentangled.is_applied(model)
+    has_bias = has_bias or own_code.has_learned_bias(model)
     by_bias = (
         assembly.wants("learned bias kernel") and has_bias and interface.can_run(assembly.device)
     )

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.attention.own_code import fused, rules, scores
 from rapidformer.accel.attention.own_code.form import Form
+from rapidformer.accel.unpad.dropout import BITS
 from rapidformer.compat.torch_compile import is_tracing, untraced
 from rapidformer.compat.torch_dispatch import is_transformed
 from rapidformer.compat.transformers_models import has_own_attention_code
@@ -52,6 +54,13 @@ def is_applied(model: nn.Module) -> bool:
     return any(_LAYER in list_layers(module) for module in model.modules())
 
 
+def has_learned_bias(model: nn.Module) -> bool:
+    """The same, for attention with learned biases of positions (MPNet, XLNet, Swin)."""
+    names = [name for name, _ in model.named_parameters()]
+    is_learned = any(part in name for name in names for part in ("relative", "r_r_bias"))
+    return is_learned and is_applied(model)
+
+
 def _suits(module: nn.Module) -> bool:
     is_replaced = {"positions", _LAYER} & {*list_layers(module)}
     return has_own_attention_code(get_own_class(module)) and not is_replaced
@@ -60,7 +69,7 @@ def _suits(module: nn.Module) -> bool:
 def _build_attention(cls: Any) -> dict[str, Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_tracing() or is_transformed():
+        if torch.compiler.is_compiling() or not _can_see_all():
             return cls.forward(self, *args, **kwargs)
         with _Deferring(self) as deferring:
             output = cls.forward(self, *args, **kwargs)
@@ -79,6 +88,14 @@ def _build_model(cls: Any) -> dict[str, Any]:
         return output if torch.compiler.is_compiling() else scores.compute_all(output)
 
     return {"forward": forward}
+
+
+def _can_see_all() -> bool:
+    """Whether code that runs now is not traced, and calls torch's own functions."""
+    is_plain = functional.softmax is scores.SOFTMAX and (
+        functional.dropout is scores.DROPOUT or BITS.is_made
+    )
+    return is_plain and not is_tracing() and not is_transformed()
 
 
 class _Deferring(TorchFunctionMode):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rapidformer.accel.attention.own_code.form import Form, Shape
 from rapidformer.accel.unpad.calls import note_mode
@@ -35,6 +36,8 @@ IN_PLACE: dict[Any, Any] = {}
 """Operations that change scores in place, and those that return the changed ones."""
 
 
+DROPOUT = functional.dropout
+SOFTMAX = functional.softmax
 _LIKE = {
     getattr(place, name)
     for place, names in (
@@ -159,6 +162,8 @@ def _blank(value: Any) -> Any:
 def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Note an operation, or NotImplemented."""
     plain = IN_PLACE.get(func, func)
+    if func is functional.dropout:  # or what unpadding has put there on a CPU
+        plain = func = DROPOUT
     rule = FOLLOWED.get(plain)
     lazy = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Scores)]
     if rule is None or not lazy or not is_lazy(lazy[0]) or "out" in kwargs:
