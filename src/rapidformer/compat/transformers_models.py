@@ -69,11 +69,13 @@ _UNLIKE_OTHERS = {"VitsAttention"}
 def has_own_attention_code(cls: type) -> bool:
     """Whether a class of transformers computes attention without its attention functions.
 
-    By what its methods call: a softmax, and a product of matrices.
+    By its name, and by what its methods call: a softmax, and a product of matrices.
     """
     is_model = any(base.__name__ == "PreTrainedModel" for base in cls.__mro__)
     is_own = cls.__module__.startswith("transformers.models.")
-    if is_model or not is_own or cls.__name__ in _UNLIKE_OTHERS:
+    is_attention = "Attention" in cls.__name__ or "Attn" in cls.__name__
+    is_fused = "Sdpa" in cls.__name__ or "Flash" in cls.__name__
+    if is_model or not is_own or not is_attention or is_fused or cls.__name__ in _UNLIKE_OTHERS:
         return False
     names = {name for code in _list_codes(cls) for name in code.co_names}
     multiplies = names & {"matmul", "bmm", "baddbmm", "einsum"} or "@" in _list_operators(cls)
