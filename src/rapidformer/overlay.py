@@ -35,6 +35,7 @@ ORDER = {
     "heads": "takes keys and values by slices, for which the host does not wait",
     "bias": "lays out a relative position bias as fused attention needs it",
     "positions": "scores relative positions without gathering them (DeBERTa)",
+    "scores": "leaves attention scores of its own code to fused attention",
     "mixture": "multiplies each expert's tokens without reading how many there are",
     "kernels": "tries attention kernels in the order of its engine",
     "statistics": "normalises by the rows of all ranks",

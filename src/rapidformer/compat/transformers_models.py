@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import sys
 from typing import Any
 
@@ -75,6 +78,47 @@ def find_unknown_disentangled(cls: type) -> str | None:
         "relative_pos", "rel_embeddings",
     ]  # fmt: skip
     return describe_difference("transformers", cls, "forward", takes)
+
+
+_UNLIKE_OTHERS = {"VitsAttention"}
+"""Classes that use the same dropped-out weights twice."""
+
+
+@functools.cache
+def has_own_attention_code(cls: type) -> bool:
+    """Whether a class of transformers computes attention without its attention functions.
+
+    By its name, and by what its methods call: a softmax, and a product of matrices.
+    """
+    is_model = any(base.__name__ == "PreTrainedModel" for base in cls.__mro__)
+    is_own = cls.__module__.startswith("transformers.models.")
+    is_attention = "Attention" in cls.__name__ or "Attn" in cls.__name__
+    is_fused = "Sdpa" in cls.__name__ or "Flash" in cls.__name__
+    if is_model or not is_own or not is_attention or is_fused or cls.__name__ in _UNLIKE_OTHERS:
+        return False
+    names = {name for code in _list_codes(cls) for name in code.co_names}
+    multiplies = names & {"matmul", "bmm", "baddbmm", "einsum"} or "@" in _list_operators(cls)
+    is_eager = bool(names & {"softmax", "Softmax"}) and bool(multiplies)
+    return is_eager and "ALL_ATTENTION_FUNCTIONS" not in names
+
+
+@functools.cache
+def changes_in_place(cls: type) -> bool:
+    """Whether the code of a class has a ``+=`` or the like."""
+    return any(operator.endswith("=") for operator in _list_operators(cls))
+
+
+def _list_operators(cls: type) -> set[str]:
+    steps = (step for code in _list_codes(cls) for step in dis.get_instructions(code))
+    return {step.argrepr for step in steps if step.opname == "BINARY_OP"}
+
+
+def _list_codes(cls: type) -> list[Any]:
+    """The code of a class's methods, those of its bases in the same file included."""
+    bases = [base for base in cls.__mro__ if base.__module__ == cls.__module__]
+    members = [member for base in bases for member in vars(base).values() if callable(member)]
+    functions = [inspect.unwrap(member) for member in members]
+    return [each.__code__ for each in functions if inspect.isfunction(each)]
 
 
 def is_conv1d(cls: type) -> bool:

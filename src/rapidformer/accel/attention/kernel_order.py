@@ -24,6 +24,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.attention import disentangled
 from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.attention.learned_bias import interface
+from rapidformer.accel.attention.own_code import modules as own_code
 from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.small_tables import extend_table
 from rapidformer.accel.unpad.sides import find_biased
@@ -82,6 +83,7 @@ def apply(assembly: Assembly) -> str | None:
     takes_tokens = getattr(model, "main_input_name", "") == "input_ids"
     by_length = assembly.wants("varied lengths") and takes_tokens
     has_bias = bool(_find_biased(model)) or disentangled.is_applied(model)
+    has_bias = has_bias or own_code.has_learned_bias(model)
     by_bias = (
         assembly.wants("learned bias kernel") and has_bias and interface.can_run(assembly.device)
     )

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import attention
+from torch.nn import attention, functional
 from torch.nn.attention import SDPBackend
 
 from rapidformer.accel.attention.learned_bias import interface
+from rapidformer.accel.attention.learned_bias.operator import attend as attend_with_bias
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.transformers_models import get_attention_table
 from rapidformer.overlay import extend, find_fact, put_fact
@@ -104,6 +105,30 @@ def _use_order(order: Iterable[SDPBackend]) -> AbstractContextManager[None]:
 
 def _list_entries() -> Iterator[Entry]:
     yield Entry(get_attention_table(), "sdpa", _build_attention)
+
+
+def attend_fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    *,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """Attention of a module with code of its own, by what was chosen for its model."""
+    choice = find_fact(module, KernelChoice) or KernelChoice(())
+    if choice.has_bias_kernel and bias is not None and interface.suits(query, key, value, bias):
+        return attend_with_bias(
+            query, key, value, bias.contiguous(), dropout=dropout, scale=scale, is_causal=False
+        )
+    is_varied = query.shape[2] % MULTIPLE or key.shape[2] % MULTIPLE
+    order = _use_order(_CUDNN_LATE) if choice.avoids_plans and is_varied else nullcontext()
+    with order:
+        return functional.scaled_dot_product_attention(
+            query, key, value, bias, dropout_p=dropout, scale=scale
+        )
 
 
 def _build_attention(plain: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.attention.kernel_scope import use_kernels
+from rapidformer.accel.attention.own_code.scores import compute_all
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall
 from rapidformer.accel.cuda_graph.passes import set_numbers
 from rapidformer.accel.unpad.calls import note_mode
@@ -106,7 +107,8 @@ class Chain:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run all blocks, with the arguments of the first one."""
-        return self.run_some(len(self.calls), args, kwargs)
+        # A graph returns values.
+        return compute_all(self.run_some(len(self.calls), args, kwargs))
 
     def run_some(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first blocks in the precision they had, and with the same kernels."""

@@ -41,7 +41,7 @@ def use_bits(rows: Rows | None) -> AbstractContextManager[None]:
     """Inside a block's forward pass on these rows, ``functional.dropout`` is ``drop``."""
     # Compiled blocks, whose rows are rounded, draw numbers of their own.
     is_plain = rows is not None and rows.places.device.type == "cpu" and not rows.is_rounded
-    return _BITS if is_plain else nullcontext()
+    return BITS if is_plain else nullcontext()
 
 
 def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -50,7 +50,7 @@ def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         # A part of a block may be compiled by its author.
-        may_change = not torch.compiler.is_compiling() and _BITS.is_inside()
+        may_change = not torch.compiler.is_compiling() and BITS.is_inside()
         is_usual: Any = training and not inplace and type(input) is Tensor and 0 < p < 1
         if may_change and is_usual and input.is_floating_point():
             return drop(input, p)
@@ -59,4 +59,4 @@ def _build_dropout(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return dropout
 
 
-_BITS = Patch(lambda: [Entry(functional, "dropout", _build_dropout)])
+BITS = Patch(lambda: [Entry(functional, "dropout", _build_dropout)])

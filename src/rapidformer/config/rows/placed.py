@@ -75,6 +75,14 @@ PLACED = register(
         exact=f"up to rounding: scores are summed in a different order{NEW_DROPOUT}",
     ),
     Switch(
+        "own attention code",
+        "scores in a model's own code (GPT-Neo, Bloom) are left to fused attention",
+        kind="automatic", module="attention.own_code.modules:apply", devices=("cuda",),
+        needs=(Rule("attention", setting="attention", values=("auto",)),),
+        excludes=(Rule("context parallelism", "it splits the tokens of a row"),),
+        exact=f"up to rounding: scores are summed in a different order{NEW_DROPOUT}",
+    ),
+    Switch(
         "attention",
         turned_on_by=("attention",), off={"attention": "sdpa"}, module="attention.kernel_order",
         excludes=(
