@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with
 from rapidformer import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from rapidformer.log import warn_once
+from rapidformer.overlay import list_layers
 from tests.accel.models import make
 from tests.processes import run_in_kept_processes
 
@@ -516,9 +517,9 @@ def test_a_validation_pass_before_backward_leaves_the_weight_of_the_batch() -> N
 def test_a_model_keeps_no_switch_of_an_earlier_engine() -> None:
     model = nn.Linear(3, 3)
     make_engine(mixed_precision="bf16").compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert type(model) is not nn.Linear
+    assert list_layers(model) == ["pickle", "autocast"]
     make_engine().compose(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert type(model) is nn.Linear
+    assert list_layers(model) == ["pickle"]
 
 
 def test_a_model_keeps_no_cache_in_training_only() -> None:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 ORDER = {
-    "pickle": "is the plain model in a file of torch.save",
     "prompt": "returns no logits for the learned tokens before a row",
+    "pickle": "is the plain model in a file of torch.save",
     "masks": "lets transformers ask the host about padding instead of the device",
     "split": "uses its slice of a layer's weights, and exchanges activations",
     "fp8": "multiplies in 8 bits in training",

@@ -28,8 +28,8 @@ from rapidformer.overlay import (
 _COPYING = 4
 """The protocol that ``copy.deepcopy`` asks for; a copy keeps its overlays. torch.save has 2."""
 _INSTEAD = (
-    "Save model.state_dict() or call engine.export(folder) (Trainer: save_model), or save the "
-    "model after engine.close(), which makes it the plain model again."
+    "Save model.state_dict() or call engine.export(folder), or save the model after "
+    "engine.close(), which makes it the plain model again."
 )
 
 
