@@ -59,11 +59,11 @@ class MissingPackageError(RapidformerError):
 def is_out_of_gpu_memory(error: BaseException) -> bool:
     """Whether torch's allocator or CUDA itself found no memory: each says so in its own way."""
     # By name: importing torch here would make every command slow.
-    name, text = type(error).__name__, str(error)
+    name, text = type(error).__name__, str(error).lower()
     return name == "OutOfMemoryError" or (
         isinstance(error, RuntimeError)
-        and ("CUDA" in text or "CUBLAS" in text)
-        and ("out of memory" in text or "ALLOC_FAILED" in text)
+        and any(library in text for library in ("cuda", "cublas", "cudnn", "cufft"))
+        and ("out of memory" in text or "alloc_failed" in text)
     )
 
 

@@ -18,6 +18,7 @@ from rapidformer.accel.attention.own_code.modules import apply_own_code, is_appl
 from rapidformer.accel.recompute.blocks import apply_recompute
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.compat.transformers_models import has_own_attention_code
+from rapidformer.errors import RapidformerError
 from rapidformer.models.plan import find_plan
 from tests.accel.test_applied import check_plain, look
 
@@ -341,6 +342,50 @@ def test_views_of_scores() -> None:
     assert again is not None and again.bias is not None and again.bias.shape == (2, 3, 1, 4)
     assert masked.view((3, 2, 4, 4), (6, 4, 4)) is None
     assert masked.add(torch.randn(4, 1, 4), (6, 4, 4)) is None
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "xglm", "mpnet"])
+def test_inference_mode(name: str) -> None:
+    """Its tensors do not know how often they were changed."""
+    model, batch = build(name).eval(), make_batch(name)
+    with torch.inference_mode():
+        expected = model(**batch).last_hidden_state
+        apply_own_code(model)
+        error = (model(**batch).last_hidden_state - expected).abs().max()
+    assert error < 1e-5 * expected.abs().max()
+
+
+def test_a_view_sees_what_its_scores_become() -> None:
+    query, key = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    hidden = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    found = []
+    for context in (modules._Deferring(nn.Identity()), nullcontext()):
+        with context:
+            whole = query @ key
+            view = whole.view(6, 8, 8)
+            whole.masked_fill_(hidden, -1e38)
+            found.append(scores.compute_all(view.softmax(-1) @ key.view(6, 8, 8)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_inputs_that_change_in_between(place: int) -> None:
+    """What they were is gone, so attention is refused."""
+    query, key, mask = inputs = torch.randn(2, 8, 8), torch.randn(2, 8, 8), torch.randn(8, 8)
+    with modules._Deferring(nn.Identity()):
+        weights = (query @ key + mask).softmax(-1)
+        inputs[place].zero_()
+        with pytest.raises(scores.ChangedInPlaceError, match="changed in place"):
+            weights @ key.clone()
+
+
+def test_no_gradient_of_a_gradient_with_dropout() -> None:
+    model, hidden = build("gptj", attn_pdrop=0.25).train(), torch.randn(2, 12, 16)
+    apply_own_code(model)
+    hidden.requires_grad_()
+    output = model(inputs_embeds=hidden).last_hidden_state
+    with pytest.raises(RapidformerError, match="--without own-attention-code"):
+        torch.autograd.grad(output.sum(), hidden, create_graph=True)
 
 
 def test_undone_when_the_engine_closes() -> None:

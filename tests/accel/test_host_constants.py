@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
-from rapidformer.accel.cuda_graph.host_constants import HostConstants
+from rapidformer.accel.cuda_graph.host_constants import HostConstants, without_host_constants
+from rapidformer.compat.torch_dispatch import get_function_mode
 
 META = torch.device("meta")
 """Stands for a GPU: it takes copies, too."""
@@ -139,3 +141,27 @@ def test_compiled_blocks_are_not_compiled_again_for_it() -> None:
     assert copies.count == 1, "it goes on afterwards"
     assert compiled.graphs == count > 0
     assert compiled.recompilations == 0
+
+
+def test_a_mode_of_the_users_own_stays_where_it_is() -> None:
+    class Own(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with HostConstants(META), Own() as own:
+        with without_host_constants():
+            assert get_function_mode() is own
+        assert get_function_mode() is own
+    assert get_function_mode() is None
+
+
+def test_a_constant_that_is_trained_is_made_anew() -> None:
+    device = torch.device("cpu")
+    with HostConstants(device):
+        for _ in range(2):
+            value = torch.tensor(2.0, device=device, requires_grad=True)
+            (value * value).backward()
+            assert value.grad == 4
+        assert not torch.tensor(2.0, device=device).requires_grad

@@ -76,3 +76,20 @@ def test_a_copy_cannot_be_pickled_and_says_so(tmp_path: Path) -> None:
     compose(model)
     with pytest.raises(pickle.PicklingError, match=r"Save its state_dict\(\)"):
         torch.save(copy.deepcopy(model), tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(protocol: int) -> None:
+    model = make_classifier()
+    compose(model)
+    loaded = pickle.loads(pickle.dumps(model, protocol=protocol))
+    assert not any(map(list_layers, loaded.modules()))
+    assert list(loaded.state_dict()) == list(model.state_dict())
+
+
+def test_a_flat_copy_shares_its_modules() -> None:
+    model = make_classifier()
+    compose(model)
+    twin = copy.copy(model)
+    assert twin.bert is model.bert
+    assert list_layers(twin) == list_layers(model)

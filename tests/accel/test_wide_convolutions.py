@@ -76,3 +76,11 @@ def test_a_model_in_16_bits() -> None:
 )
 def test_other_convolutions_are_left_alone(module: nn.Module) -> None:
     assert apply_wide_convolutions(nn.Sequential(module)) == 0
+
+
+def test_a_traced_model_keeps_its_convolution() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 64, groups=2, padding=32)).to(torch.bfloat16)
+    values = torch.randn(1, 4, 20, dtype=torch.bfloat16)
+    expected = model(values)
+    assert apply_wide_convolutions(model) == 1
+    assert torch.equal(torch.jit.trace(model, (values,))(values), expected)

@@ -41,6 +41,10 @@ def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
+        (
+            RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+            "GPU memory ran out: cuFFT error: CUFFT_ALLOC_FAILED. To fit, use a smaller",
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),

@@ -25,8 +25,6 @@ from rapidformer.overlay import (
     return_to,
 )
 
-_COPYING = 4
-"""The protocol that ``copy.deepcopy`` asks for; a copy keeps its overlays. torch.save has 2."""
 _INSTEAD = (
     "Save model.state_dict() or call engine.export(folder), or save the model after "
     "engine.close(), which makes it the plain model again."
@@ -44,7 +42,7 @@ class _Changes:
 
 
 def write_plainly(model: nn.Module, applied: Applied) -> None:
-    """Before anything else is applied: the model's files will have none of it."""
+    """Before anything else is applied, so that saved files contain none of it."""
     put_fact(model, _Changes(applied))
     applied.on_close(drop_fact, model, _Changes)
     if "pickle" in list_layers(model):  # it is a copy of a composed model
@@ -57,12 +55,33 @@ def write_plainly(model: nn.Module, applied: Applied) -> None:
 
 def _build_members(cls: type[nn.Module]) -> dict[str, Any]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        if protocol == _COPYING:
-            return cls.__reduce_ex__(self, protocol)
         # Later protocols name the class of what is pickled, which is the overlay.
         return _copy_plainly(self).__reduce_ex__(1)
 
-    return {"__reduce_ex__": reduce}
+    def copy_deeply(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        twin = _copy_empty(self)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(_get_state(self), memo))
+        return twin
+
+    def copy_flatly(self: nn.Module) -> nn.Module:
+        twin = _copy_empty(self)
+        twin.__setstate__(_get_state(self).copy())
+        return twin
+
+    own = {"__deepcopy__": copy_deeply, "__copy__": copy_flatly}
+    return {"__reduce_ex__": reduce, **{n: f for n, f in own.items() if not hasattr(cls, n)}}
+
+
+def _copy_empty(model: nn.Module) -> nn.Module:
+    """A module of the same class, overlays included, without anything in it."""
+    return model.__class__.__new__(model.__class__)
+
+
+def _get_state(model: nn.Module) -> dict[str, Any]:
+    """What a copy of a module is made of."""
+    state: dict[str, Any] = model.__getstate__()
+    return state
 
 
 def _copy_plainly(model: nn.Module) -> nn.Module:

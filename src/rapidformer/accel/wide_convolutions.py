@@ -40,7 +40,7 @@ def _suits(module: nn.Conv1d) -> bool:
     return (
         type(module).forward is nn.Conv1d.forward
         and module.kernel_size[0] >= _LEAST_WIDTH
-        and 1 < module.groups < module.in_channels  # alone, each channel is another matter
+        and 1 < module.groups < module.in_channels  # depthwise ones have not been timed
         and module.stride == module.dilation == (1,)
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
@@ -53,7 +53,9 @@ def _build_convolution(cls: Any) -> dict[str, Any]:
         is_autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if is_autocast else values.dtype
         padding, width = int(self.padding[0]), self.kernel_size[0]
-        is_usual = values.dim() == 3 and values.shape[-1] + 2 * padding >= width
+        # torch.jit.trace makes sizes tensors.
+        is_usual = values.dim() == 3 and type(values.shape[-1]) is int
+        is_usual = is_usual and values.shape[-1] + 2 * padding >= width
         if dtype.itemsize != 2 or not is_usual or is_tracing():
             plain: Tensor = cls.forward(self, values)
             return plain

@@ -29,6 +29,7 @@ PRIVATE_NAMES = {
     "torch.utils._pytree.tree_map_only": "replacing tensors in nested arguments",
     "torch.autograd.function._SingleLevelFunction": "arguments of custom autograd functions",
     "torch._ops.OpOverload._schema": "which arguments an operator writes into",
+    "torch.overrides._get_current_function_mode": "compiled code that no mode may look at",
     "torch._C.DisableTorchFunction": "seeing recorded tensors unchanged",
     "torch._C._functorch.peek_interpreter_stack": "models inside torch.func.grad and vmap",
     "torch.autograd.forward_ad._current_level": "models inside forward-mode differentiation",
@@ -108,6 +109,11 @@ def is_mutable(operator: Any) -> bool:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensors bypass ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
+
+
+def get_function_mode() -> Any:
+    """The innermost mode that sees calls of torch's functions; None without one."""
+    return torch.overrides._get_current_function_mode()
 
 
 def is_in_backward() -> bool:

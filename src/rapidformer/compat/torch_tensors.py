@@ -173,8 +173,11 @@ def has_gradient_hooks(
 
 
 def count_changes(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; gathering weights into it does not count."""
-    return int(tensor._version)
+    """How often the tensor was changed in place; gathering weights into it does not count.
+
+    Of tensors made in inference mode, torch does not know: always 0.
+    """
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def keep_gpu_waiting(seconds: float) -> None:

@@ -77,9 +77,10 @@ LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def skips_blocks(model: nn.Module) -> bool:
-    """Whether a model skips some of its blocks in training, by chance (LayerDrop)."""
-    config = getattr(model, "config", None)
-    return any(getattr(config, name, 0) for name in LAYER_DROPS)
+    """Whether a model skips some of its blocks in training, at random (LayerDrop)."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    unique = {id(config): config for config in configs}.values()
+    return any(getattr(config, name, 0) for config in unique for name in LAYER_DROPS)
 
 
 GivenPlan = ModelPlan | Mapping[str, Any]

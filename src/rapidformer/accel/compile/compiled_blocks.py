@@ -133,7 +133,7 @@ class CompiledBlocks:
     ) -> Any:
         """Run a compiled function, and count what torch compiles for it."""
         before, cached_before = torch_compile.count_graphs(), torch_compile.count_cached_graphs()
-        # It makes its own copies of weights, and would be compiled again where they are not kept.
+        # It casts weights itself. Torch would recompile it wherever autocast's cache is off.
         with without_host_constants(), without_cast_cache():
             output = compiled.run(block, *args, **kwargs)
         new = torch_compile.count_graphs() - before

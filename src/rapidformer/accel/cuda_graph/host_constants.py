@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rapidformer.compat.torch_dispatch import tree_leaves
+from rapidformer.compat.torch_dispatch import get_function_mode, tree_leaves
 
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
@@ -26,9 +26,7 @@ _MOST_BYTES = 2**26
 
 
 class HostConstants(TorchFunctionMode):
-    """Inside, a constant of the host that goes to this device is one that is there already."""
-
-    current: ClassVar[HostConstants | None] = None
+    """Inside, a constant of the host is copied to this device only once."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -38,15 +36,9 @@ class HostConstants(TorchFunctionMode):
         self._copies: dict[Hashable, Tensor] = {}
         self._num_bytes = 0
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        HostConstants.current = self
-        return self
-
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._constants.clear()
-        HostConstants.current = None
 
     def __torch_function__(
         self,
@@ -56,7 +48,8 @@ class HostConstants(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if func is torch.tensor and self._is_here(options.get("device")):
+        is_made_here = func is torch.tensor and self._is_here(options.get("device"))
+        if is_made_here and not options.get("requires_grad"):
             return self._build(args, options)
         if func in _MOVES and self._is_constant(args[0]):
             copy = self._move(args[0], *args[1:], *options.values(), is_named=func is Tensor.cuda)
@@ -117,15 +110,16 @@ class HostConstants(TorchFunctionMode):
 
     def _note(self, results: Iterable[Any]) -> None:
         for result in results:
-            if type(result) is Tensor and result.device.type == "cpu" and result.numel():
+            is_plain = type(result) is Tensor and not result.requires_grad
+            if is_plain and result.device.type == "cpu" and result.numel():
                 self._constants[_get_address(result)] = result
 
 
 @contextmanager
 def without_host_constants() -> Iterator[None]:
-    """Inside, compiled code can run: torch would compile it again for a mode that looks on."""
-    mode = HostConstants.current
-    if mode is None:
+    """Inside, compiled code can run: torch recompiles it if a function mode is active."""
+    mode = get_function_mode()
+    if not isinstance(mode, HostConstants):  # one of the user's own is on top, and stays there
         yield
         return
     TorchFunctionMode.__exit__(mode, None, None, None)

@@ -328,7 +328,7 @@ def note_version(tensor: Tensor) -> tuple[Tensor, int]:
     """A tensor, and how often it was changed in place so far."""
     if isinstance(tensor, Unpadded):
         return tensor, tensor.count_writes()
-    return tensor, 0 if tensor.is_inference() else count_changes(tensor)
+    return tensor, count_changes(tensor)
 
 
 def _without_nan(noted: tuple[Tensor, int]) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.unpad.on_demand import note_version
+
 Shape = tuple[int, ...]
 ABSORBING = -1e30
 """Added to a score in fp32 or bf16, a number below this leaves nothing of it."""
@@ -29,12 +31,19 @@ class Form:
     key: Tensor
     """[*, size, keys]"""
     lead: Shape
-    """The dimensions before queries and keys; as many as were ever told apart."""
+    """The dimensions before queries and keys; split as finely as any operation has split them."""
     scale: float = 1.0
     bias: Tensor | None = None
     """Of as many dimensions as ``lead`` and two more, each of them maybe 1."""
+    noted: tuple[tuple[Tensor, int], ...] = ()
+    """Tensors of the model's own among these, and how often each had been changed in place."""
     is_weights: bool = False
     dropout: float = 0.0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing that it is made of was changed in place."""
+        return all(note_version(tensor)[1] == version for tensor, version in self.noted)
 
     @property
     def ends(self) -> Shape:
@@ -61,7 +70,9 @@ class Form:
         laid_out = self.lay_out(term, shape)
         if laid_out is None:
             return None
-        return replace(self, bias=laid_out if self.bias is None else self.bias + laid_out)
+        if self.bias is None:
+            return replace(self, bias=laid_out, noted=(*self.noted, note_version(term)))
+        return replace(self, bias=self.bias + laid_out)
 
     def fill(self, mask: Tensor, value: float, shape: Shape) -> Form | None:
         """With such a value that nothing is left of a score where the mask is True."""
@@ -98,7 +109,7 @@ class Form:
 
 
 def group(coarse: Sequence[int], fine: Sequence[int]) -> list[Shape] | None:
-    """The dimensions into which each one is split; None if they are not those of ``fine``."""
+    """The dimensions into which each one is split; None if ``fine`` does not split them."""
     groups: list[Shape] = []
     rest = list(fine)
     for size in coarse:

@@ -2,7 +2,7 @@
 
 In 16 bits, a kernel takes the bias in 16 bits too, where scores have been in fp32. Softmax is the
 same whatever is added to a whole row of scores, so the largest bias of each row becomes zero first:
-then only what hardly counts is rounded much. This matters to ALiBi, whose numbers are large.
+then only biases far below the largest lose precision. This matters to ALiBi, whose numbers are large.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from rapidformer.accel.attention.kernel_scope import attend_fused
 from rapidformer.accel.attention.own_code.form import ABSORBING, Form
 from rapidformer.compat.transformers_models import changes_in_place
+from rapidformer.errors import RapidformerError
 from rapidformer.overlay import get_own_class
 
 _LARGEST_HEAD, _MULTIPLE = 256, 8
@@ -40,8 +41,8 @@ def attend(weights: Form, value: Tensor, dtype: torch.dtype) -> Tensor:
     attended = attend_fused(
         weights.module, *parts, bias, dropout=weights.dropout, scale=weights.scale
     )
-    if torch.is_grad_enabled() and not weights.dropout:
-        attended = _Twice.apply(weights.scale, attended, *parts, bias)
+    if torch.is_grad_enabled():
+        attended = _Twice.apply(weights.scale, weights.dropout, attended, *parts, bias)
     if changes_in_place(get_own_class(weights.module)):
         attended = attended.clone()  # the kernel reads its result again in the backward pass
     return attended.reshape(*lead, *attended.shape[-2:])
@@ -75,20 +76,27 @@ class _Twice(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scale: float, attended: Tensor, query: Tensor, key: Tensor, value: Tensor,
-        bias: Tensor | None,
+        ctx: Any, scale: float, dropout: float, attended: Tensor, query: Tensor, key: Tensor,
+        value: Tensor, bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.scale = scale
+        ctx.scale, ctx.dropout = scale, dropout
         ctx.save_for_backward(query, key, value, bias)
         return attended.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return None, gradient, None, None, None, None
+            return None, None, gradient, None, None, None, None
+        if ctx.dropout:
+            raise RapidformerError(
+                "a gradient of a gradient through fused attention with dropout cannot be computed: "
+                "turn the model's attention dropout off, or use --without own-attention-code."
+            )
         query, key, value, bias = ctx.saved_tensors
         scores = query @ key.mT * ctx.scale
-        weights = (scores if bias is None else scores + bias).float().softmax(-1).to(value.dtype)
+        scores = scores if bias is None else scores + bias
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=dtype).to(value.dtype)
         inputs = [part for part in (query, key, value, bias) if part is not None]
         wanted = [part for part in inputs if part.requires_grad]
         found = iter(torch.autograd.grad(weights @ value, wanted, gradient, create_graph=True))
@@ -96,4 +104,4 @@ class _Twice(torch.autograd.Function):
             next(found) if part is not None and part.requires_grad else None
             for part in (query, key, value, bias)
         ]
-        return None, None, *gradients
+        return None, None, None, *gradients

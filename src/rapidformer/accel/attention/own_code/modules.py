@@ -1,9 +1,9 @@
 """Row ``own attention code``: which modules compute attention themselves, and what they get.
 
-A hundred of transformers' models do not use its attention functions: they compute the scores of all
-pairs of tokens, mask them, and so on, step by step. Inside such modules of transformers' own, the
-product of queries and keys is not computed, but noted (``scores.py``). Code that does more with it
-than fused attention can gets the scores after all.
+About a hundred attention classes of transformers do not use its attention functions: they compute
+the scores of all pairs of tokens, mask them, and so on, step by step. Inside such modules, the
+product of queries and keys is noted instead of computed (``scores.py``). If code does anything with
+it that fused attention cannot, the scores are computed after all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.attention.own_code import fused, rules, scores
 from rapidformer.accel.attention.own_code.form import Form
 from rapidformer.accel.unpad.dropout import BITS
+from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.torch_compile import is_tracing, untraced
 from rapidformer.compat.torch_dispatch import is_transformed
 from rapidformer.compat.transformers_models import has_own_attention_code
@@ -27,7 +28,7 @@ from rapidformer.overlay import extend, get_own_class, list_layers
 
 _LAYER = "scores"
 _DEVICES = ["cuda"]
-"""Tests without a GPU add theirs. On a CPU, torch's fused attention has no dropout."""
+"""Tests add the CPU. There, torch's fused attention has no dropout."""
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -156,7 +157,9 @@ class _Deferring(TorchFunctionMode):
             return None
         dtype = rules.get_product_dtype(left, left.device)
         lead, shape = tuple(left.shape[:-2]), (*left.shape[:-1], right.shape[-1])
-        form: Form | None = Form(self._module, left.to(dtype), right.to(dtype), lead, scale=alpha)
+        noted = note_version(left), note_version(right)
+        parts = left.to(dtype), right.to(dtype)
+        form: Form | None = Form(self._module, *parts, lead, scale=alpha, noted=noted)
         assert form is not None
         if term is not None and beta != 0:
             if dtype == torch.float16:

@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from rapidformer.accel.attention.own_code import fused
 from rapidformer.accel.attention.own_code.form import ABSORBING, Form
-from rapidformer.accel.attention.own_code.scores import FOLLOWED, IN_PLACE, Node, Result
+from rapidformer.accel.attention.own_code.scores import (
+    FOLLOWED,
+    IN_PLACE,
+    ChangedInPlaceError,
+    Node,
+    Result,
+)
 from rapidformer.compat.torch_tensors import count_changes
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -87,7 +93,8 @@ def _derive(node: Node, form: Form | None, measured: Tensor, *, is_view: bool = 
         return NotImplemented
     if is_view:
         node.is_shared = True
-    return Node(form, tuple(measured.shape), measured.dtype, None, is_shared=is_view)
+    base = node if is_view else None
+    return Node(form, tuple(measured.shape), measured.dtype, None, base=base, is_shared=is_view)
 
 
 def _read_number(value: Any) -> float | None:
@@ -244,6 +251,10 @@ def _attend(func: Any, node: Any, value: Any = None) -> Result:
     is_typed = get_product_dtype(value, device) == dtype and dtype.is_floating_point
     if not is_match or not is_typed or not fused.fits(value.shape[-1]):
         return NotImplemented
+    if dtype == torch.float16 and form.bias is not None and form.bias.dtype != dtype:
+        return NotImplemented  # fp16 has no number that absorbs a score
+    if not form.is_current:
+        raise ChangedInPlaceError
     attended = fused.attend(form, value.reshape(*form.lead, *value.shape[-2:]), dtype)
     return attended.reshape(*node.shape[:-1], value.shape[-1])
 

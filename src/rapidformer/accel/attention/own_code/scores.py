@@ -51,6 +51,16 @@ _AS = {Tensor.expand_as, Tensor.reshape_as, Tensor.type_as, Tensor.view_as}
 """Operations that read no values of their second operand."""
 
 
+class ChangedInPlaceError(RapidformerError):
+    """Scores are needed whose inputs are gone."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "attention scores or weights were read after one of their inputs was changed in "
+            "place. Read them earlier, or use --without own-attention-code."
+        )
+
+
 @dataclass(eq=False)
 class Node:
     """Scores at one moment of their code, what they are, and how that code computes them."""
@@ -61,8 +71,15 @@ class Node:
     replay: Callable[[], Tensor] | None
     value: Tensor | None = None
     """The scores themselves, once something has needed them."""
+    base: Node | None = None
+    """Scores that these are a view of."""
     is_shared: bool = False
     """Whether other scores are a view of these, or these of others."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the values are there, and may have been changed since."""
+        return self.value is not None or (self.base is not None and self.base.is_computed)
 
     def compute(self) -> Tensor:
         """The scores as the model's code would have computed them, with their gradient."""
@@ -98,7 +115,7 @@ class Scores(torch.Tensor):
 
 def is_lazy(value: Any) -> bool:
     """Whether something is scores that were not computed."""
-    return isinstance(value, Scores) and value.node.value is None
+    return isinstance(value, Scores) and not value.node.is_computed
 
 
 def compute_all(values: Any, *, but_weights: bool = False) -> Any:
@@ -127,10 +144,7 @@ def replay_later(func: Any, args: Any, kwargs: dict[str, Any], device: torch.dev
 
     def replay() -> Tensor:
         if any(note_version(tensor)[1] != version for tensor, version in noted):
-            raise RapidformerError(
-                "attention weights were read after a tensor that they are computed from had been "
-                "changed in place. Read them earlier, or use --without own-attention-code."
-            )
+            raise ChangedInPlaceError
         known = tree_map_only(Node, Node.compute, (args, kwargs))
         with torch.inference_mode(False), enter_mode():
             result: Tensor = func(*known[0], **known[1])
