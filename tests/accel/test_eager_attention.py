@@ -379,6 +379,17 @@ def test_inputs_that_change_in_between(place: int) -> None:
             weights @ key.clone()
 
 
+def test_weights_with_dropout_that_are_used_twice() -> None:
+    query, key = torch.randn(2, 8, 8), torch.randn(2, 8, 8)
+    with modules._Deferring(nn.Identity()):
+        plain = (query @ key).softmax(-1)
+        assert torch.equal(plain @ key, plain @ key)
+        dropped = nn.functional.dropout(plain, 0.5)
+        dropped @ key
+        with pytest.raises(RapidformerError, match="Identity uses attention weights with dropout"):
+            dropped @ query
+
+
 def test_no_gradient_of_a_gradient_with_dropout() -> None:
     model, hidden = build("gptj", attn_pdrop=0.25).train(), torch.randn(2, 12, 16)
     apply_own_code(model)

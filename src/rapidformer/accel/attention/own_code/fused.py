@@ -2,7 +2,7 @@
 
 In 16 bits, a kernel takes the bias in 16 bits too, where scores have been in fp32. Softmax is the
 same whatever is added to a whole row of scores, so the largest bias of each row becomes zero first:
-then only biases far below the largest lose precision. This matters to ALiBi, whose numbers are large.
+then only biases far below it lose precision. This matters to ALiBi, whose numbers are large.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from rapidformer.accel.attention.own_code.scores import (
     Result,
 )
 from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.errors import RapidformerError
+from rapidformer.overlay import get_own_class
 
 _PLAIN = (Tensor, nn.Parameter)
 _VALUES = "rapidformer_value"
@@ -255,6 +257,12 @@ def _attend(func: Any, node: Any, value: Any = None) -> Result:
         return NotImplemented  # fp16 has no number that absorbs a score
     if not form.is_current:
         raise ChangedInPlaceError
+    if form.dropout and node.is_used:
+        raise RapidformerError(
+            f"{get_own_class(form.module).__name__} uses attention weights with dropout twice, for "
+            "which fused attention would draw twice. Use --without own-attention-code."
+        )
+    node.is_used = True
     attended = fused.attend(form, value.reshape(*form.lead, *value.shape[-2:]), dtype)
     return attended.reshape(*node.shape[:-1], value.shape[-1])
 

@@ -71,6 +71,8 @@ class Node:
     replay: Callable[[], Tensor] | None
     value: Tensor | None = None
     """The scores themselves, once something has needed them."""
+    is_used: bool = False
+    """Whether fused attention has used them."""
     base: Node | None = None
     """Scores that these are a view of."""
     is_shared: bool = False
