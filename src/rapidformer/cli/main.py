@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         # The training loop reports what it saved, and the launcher reports for its processes.
         if not stop.args and not is_launched() and not is_started_node():
-            sys.stderr.write("\nstopped by Ctrl-C: nothing after the last checkpoint was saved.\n")
+            is_run = not words or words[0] in ("train", "launch") or words[0] not in COMMANDS
+            lost = ": nothing after the last checkpoint was saved" if is_run else ""
+            sys.stderr.write(f"\nstopped by Ctrl-C{lost}.\n")
         return 130
     except BrokenPipeError:
         # The reader (`| head`) closed the pipe. Python would complain again when it closes stdout.
