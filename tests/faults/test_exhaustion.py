@@ -41,10 +41,6 @@ def fail_at(step: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
-            "GPU memory ran out: cuFFT error: CUFFT_ALLOC_FAILED. To fit, use a smaller",
-        ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded"),
@@ -179,6 +175,8 @@ class OutOfMemoryError(RuntimeError):
          "GPU memory ran out: CUDA out of memory. Tried 2 GiB. To fit, use a smaller"),
         (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."),
          "GPU memory ran out: CUDA error: out of memory. To fit, use a smaller"),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+         "GPU memory ran out: cuFFT error: CUFFT_ALLOC_FAILED. To fit, use a smaller"),
         (OSError(errno.ENOSPC, "No space left on device", "a.txt"),
          "No space left on device (a.txt): free some space"),
         (ValueError("a bug"), None),
