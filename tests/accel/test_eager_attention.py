@@ -204,7 +204,10 @@ def test_functions_that_the_user_replaces(
 ) -> None:
     model, batch = build("roformer"), make_batch("roformer")
     softmax = nn.functional.softmax
-    halve = lambda values, **options: softmax(values / 2, **options)  # noqa: E731
+
+    def halve(values: Tensor, **options: Any) -> Tensor:
+        return softmax(values / 2, **options)
+
     monkeypatch.setattr(nn.functional, "softmax", halve)
     expected = run(model, batch)
     apply_own_code(model)

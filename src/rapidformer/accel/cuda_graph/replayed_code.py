@@ -61,7 +61,7 @@ class ReplayedCode:
     def find_kept(self, blocks: Collection[nn.Module]) -> frozenset[str] | None:
         """Which outputs of blocks transformers keeps now; None: hooks may do something else."""
         kept = list_captured()
-        for module, table in self._tables:
+        for module, table in [pair for pair in self._tables if pair[1]]:  # hardly any
             for hook in table.values():
                 name = find_captured(hook)
                 if name is None or (name in kept and module not in blocks):

@@ -53,9 +53,8 @@ _HIDE_NAN = {
         "sgn", "heaviside", "copysign", "histc", "histogram", "histogramdd", "bernoulli", "msort",
         "renorm", "cdist", "multinomial", "poisson", "binary_cross_entropy", "multi_margin_loss",
         "multilabel_margin_loss", "unique", "unique_consecutive", "igamma", "igammac", "gammainc",
-        "gammaincc", "zeta",
         # Fused attention on a CPU computes some rows of NaN as if they were zeros.
-        "scaled_dot_product_attention", "multi_head_attention_forward",
+        "gammaincc", "zeta", "scaled_dot_product_attention", "multi_head_attention_forward",
         *(name for name in dir(torch.special) if "_polynomial_" in name),
     )
     for place in (torch, Tensor, torch.nn.functional, torch.special)

@@ -173,8 +173,12 @@ def _choose(func: Any, *args: Any, **_: Any) -> Result:
     if number is None or not isinstance(node, Node) or node.form.is_weights:
         return NotImplemented
     form = node.form.fill(~condition if node is first else condition, number, node.shape)
-    swapped = lambda scores, *rest: torch.where(rest[0], scores, rest[1])  # noqa: E731
-    return _derive(node, form, _measure(swapped, node, condition, other))
+    return _derive(node, form, _measure(_keep_where, node, condition, other))
+
+
+def _keep_where(scores: Tensor, condition: Tensor, other: Any) -> Tensor:
+    """``where`` with the scores first, as ``_measure`` passes them."""
+    return torch.where(condition, scores, other)
 
 
 def _limit(func: Any, node: Any, other: Any = None, *_: Any, **__: Any) -> Result:

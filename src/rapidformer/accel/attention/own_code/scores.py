@@ -187,9 +187,11 @@ def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     scores = lazy[0]
     if plain is not func and (scores is not args[0] or scores.node.is_shared):
         return NotImplemented
-    # Others are operands like any tensor.
-    first = lambda leaf: leaf.node if leaf is scores else leaf.node.compute()  # noqa: E731
-    noted = tree_map_only(Scores, first, args)
+
+    def read(leaf: Scores) -> Node | Tensor:
+        return leaf.node if leaf is scores else leaf.node.compute()  # operands like any tensor
+
+    noted = tree_map_only(Scores, read, args)
     result = rule(plain, *noted, **compute_all(kwargs))
     if result is NotImplemented:
         return NotImplemented
