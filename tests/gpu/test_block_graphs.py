@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.accel.cuda_graph import block_graphs, forward_graphs
+from rapidformer.accel.cuda_graph import forward_graphs, stacks
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.forward_graphs import ForwardModel
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -86,9 +86,9 @@ def test_rows_of_different_lengths(
     lines = on.run_and_list()
     assert on.engine.updates.graphs is not None
     assert isinstance(on.engine.updates.graphs.in_pieces, pieces)
-    assert 1 < count(on) <= block_graphs.MOST_SIZES
+    assert 1 < count(on) <= stacks.MOST_SIZES
     with monkeypatch.context() as patch:
-        patch.setattr(block_graphs, "MOST_SIZES", 0)
+        patch.setattr(stacks, "MOST_SIZES", 0)
         patch.setattr(ModelGraphs, "most_sizes", 0)
         never = kind(make_bert(0.1), make_rows(96), **more)
         assert never.run_and_list() == lines

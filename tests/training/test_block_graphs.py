@@ -11,7 +11,7 @@ import torch
 from transformers import BertForSequenceClassification, OPTConfig, OPTForCausalLM
 from transformers.utils import output_capturing
 
-from rapidformer.accel.cuda_graph import block_graphs
+from rapidformer.accel.cuda_graph import block_graphs, stacks
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
@@ -20,7 +20,14 @@ from rapidformer.accel.cuda_graph.passes import HostNumbers
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
 from tests.training import test_cuda_graph as whole
-from tests.training.test_cuda_graph import Rows, make_bert, make_gpt2, make_rows, make_texts
+from tests.training.test_cuda_graph import (
+    Rows,
+    make_bart,
+    make_bert,
+    make_gpt2,
+    make_rows,
+    make_texts,
+)
 
 
 class Again:
@@ -33,6 +40,10 @@ class Again:
 
     def warm_up(self, function: Callable[[], Any], *, forbids_reads: bool) -> Any:
         return function()
+
+    def split(self) -> Again:
+        """There is no memory that recordings share."""
+        return self
 
     def close(self) -> None:
         """There is no memory to give back."""
@@ -187,12 +198,33 @@ def test_sizes_that_are_not_rounded_are_recorded_while_replays_pay_for_it(
     rows = [{"input_ids": ids, "labels": ids} for ids in texts]
     captures = []
     for replays in (25, 1):
-        monkeypatch.setattr(block_graphs, "_REPLAYS", replays)
+        monkeypatch.setattr(stacks, "_REPLAYS", replays)
         captures.append(Again())
         run = train(Counting, make_gpt2(32), rows, captures[-1], dynamic_shape="off")
         captures[-1].sizes = run.in_pieces.count
     assert captures[0].sizes == 4 < captures[1].sizes
     assert captures[0].recorded < captures[1].recorded
+
+
+def test_an_encoder_is_replayed_whatever_size_its_decoder_has() -> None:
+    """One length of inputs, ten of answers: only the encoder's blocks are recorded at first."""
+    torch.manual_seed(1)
+    inputs, answers = torch.randint(5, 60, (40, 12)).tolist(), torch.randint(5, 60, (40, 15))
+    rows = [
+        {"input_ids": ids, "labels": answers[row, : 6 + row // 4].tolist()}
+        for row, ids in enumerate(inputs)
+    ]
+    plain = train(Counting, make_bart(0.1), rows, None, dynamic_shape="off")
+    replayed = train(Counting, make_bart(0.1), rows, Again(), dynamic_shape="off")
+    encoder, decoder = dict.fromkeys(replayed.in_pieces._stacks.values())
+    assert (encoder.count, decoder.count) == (1, 0)
+    assert replayed.in_pieces.problem is None
+    assert replayed.values.lines == plain.values.lines
+    again = train(Counting, make_bart(0.1), rows * 3, Again(), dynamic_shape="off")
+    encoder, decoder = dict.fromkeys(again.in_pieces._stacks.values())
+    assert encoder.count == 1 and decoder.count > 2
+    longer = train(Counting, make_bart(0.1), rows * 3, None, dynamic_shape="off")
+    assert again.values.lines == longer.values.lines
 
 
 def test_compiled_blocks_are_the_models_own_again_after_close() -> None:

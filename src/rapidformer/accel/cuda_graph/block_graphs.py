@@ -5,10 +5,9 @@ a graph of their forward pass and one of their backward pass, while the step, th
 and the loss run as they are. To autograd, what is replayed is one operation. Blocks that pass their
 output straight to the next one are replayed together (``chains.py``).
 
-Calls are noted in one forward pass, recorded before the next, and replayed from then on. All graphs
-share their memory: what a forward pass leaves for its backward pass lasts until that has run, or
-until the forward pass of the next micro-batch. So graphs are used together only if they were
-recorded together.
+Calls are noted in one forward pass, recorded before the next, and replayed from then on, by stack
+of blocks (``stacks.py``). What a forward pass leaves for its backward pass lasts until that has
+run, or until the forward pass of the next micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from rapidformer.accel.cuda_graph.passes import (
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.stacks import Recorded, Stack, StackPass, build_stacks
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import (
@@ -46,19 +46,6 @@ from rapidformer.compat.torch_modules import (
 )
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
-
-MOST_SIZES = 24
-"""For how many sizes of a micro-batch blocks are recorded."""
-_FREE, _REPLAYS = 4, 25
-"""How many sizes are recorded in any case, and how many replays pay for each further one: sizes
-that were not rounded come back rarely, and a recording takes as long as so many replays save.
-"""
-
-
-def pays(sizes: int, replays: int) -> bool:
-    """Whether another size that was not rounded may be recorded after so many."""
-    return sizes < _FREE + replays // _REPLAYS
-
 
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
@@ -98,25 +85,6 @@ class SkippedBlocksError(NotRepeatableError):
         )
 
 
-class _Together:
-    """The blocks of one forward pass: noted first, then recorded together."""
-
-    def __init__(self, notes: Notes | None = None) -> None:
-        self.notes = notes
-        self.chains: dict[Hashable, tuple[Chain, Recorded]] = {}
-        """By the first call of each."""
-
-
-class Recorded(Protocol):
-    """The graphs of a chain of blocks, or of a model."""
-
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call, which begins with these random numbers.
-
-        ``is_current`` says whether its forward pass is still the last one.
-        """
-
-
 class BlockGraphs:
     """The graphs of all blocks of a model, in training."""
 
@@ -144,22 +112,17 @@ class BlockGraphs:
         self._names = [names[block] for block in blocks]
         self._ways = _list_ways(model, self._names)
         self._may_chain = self._find_whether_chained()
-        self._recorded: dict[Hashable, _Together] = {}
-        self._seen: set[int] = set()
-        self._replays = 0
-        """Passes whose size had been recorded."""
+        self._stacks = build_stacks(blocks, self._names, capture)
+        """By block."""
+        self._all_stacks = list(dict.fromkeys(self._stacks.values()))
         self._described: Hashable = None
         """What the blocks' code depends on in this call of the model."""
         self._places: Hashable = None
         self._number = 0
         self._block_set = set(blocks)
-        self._kept: frozenset[str] | None = None
-        """Which outputs of blocks transformers has kept in the last pass."""
         self._host_numbers: HostNumbers
         """Those that the last pass began with."""
         self._is_running = False
-        self._together: _Together | None = None
-        """The blocks of this pass; None before the first is called."""
         self._following: Following | None = None
         self.calls: Counter[nn.Module] = Counter()
         self._calls_before: list[Any] = []
@@ -199,7 +162,7 @@ class BlockGraphs:
     @property
     def count(self) -> int:
         """For how many sizes blocks are replayed."""
-        return sum(bool(each.chains) for each in self._recorded.values())
+        return max((stack.count for stack in self._all_stacks), default=0)
 
     @property
     def description(self) -> str:
@@ -225,17 +188,18 @@ class BlockGraphs:
             raise
         finally:
             self._is_running = False
-            if self._together is not None and self._together.notes is not None:
-                self._together.notes.forget()
+            for stack in self._all_stacks:
+                stack.forget_tensors()
         self._check_all_called()
 
     def begin(self) -> None:
         """Record what the last pass has noted: another one begins."""
         self._check_all_called()
         self._number += 1
-        last, self._together = self._together, None
-        if last is not None and last.notes is not None and self.problem is None:
-            self._record(last, last.notes)
+        for stack in self._all_stacks:
+            last = stack.end_pass()
+            if last is not None and last.notes is not None and self.problem is None:
+                self._record(stack, last, last.notes)
         self._host_numbers = HostNumbers(has_device=self._device.type != "cpu")
         self.calls.clear()
 
@@ -252,11 +216,13 @@ class BlockGraphs:
         """Whether a block that is called now may be replayed."""
         return self._is_running and torch.is_grad_enabled()
 
-    def record_all(self, chains: Sequence[Chain], before: Snapshot) -> Sequence[Recorded]:
+    def record_all(
+        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
+    ) -> Sequence[Recorded]:
         """Record chains that follow each other; ``before`` is the state in which each begins."""
         recorded = [
             RecordedBlock(
-                chain, self.capture, self._gradients, before, rounding=self.rounding,
+                chain, capture, self._gradients, before, rounding=self.rounding,
                 forbids_reads=not self._compiles,
             )
             for chain in chains
@@ -267,22 +233,22 @@ class BlockGraphs:
             block.release()
         return recorded
 
-    def _record(self, together: _Together, notes: Notes) -> None:
+    def _record(self, stack: Stack, last: StackPass, notes: Notes) -> None:
         """Record the calls that the last pass has noted."""
         now = get_numbers(self._device)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
-        may_chain = self._may_chain and not self._kept and not self._skips_by_chance
+        may_chain = self._may_chain and not last.kept and not self._skips_by_chance
         chains = build_chains(notes.calls, are_linked=may_chain)
-        together.notes = None
+        last.notes = None
         try:
-            recorded = self.record_all(chains, before)
+            recorded = self.record_all(chains, stack.capture, before)
         except Exception as error:
             # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
             self.give_up(describe_error(error))
             before.restore()
         else:
             pairs = zip(chains, recorded, strict=True)
-            together.chains = {chain.key: (chain, block) for chain, block in pairs}
+            last.chains = {chain.key: (chain, block) for chain, block in pairs}
         set_numbers(now, self._device)
 
     def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -299,63 +265,58 @@ class BlockGraphs:
             return following.output
         if call is None:
             return run(*args, **kwargs)
-        if block is self.blocks[0] or self._together is None:
+        stack = self._stacks[block]
+        if stack.current is None or block is stack.first:
             try:
                 self._described = describe_mode(self._device), self._code.describe()
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
                 return run(*args, **kwargs)
-        if self._together is None:
-            self._together = self._choose(call)
-        together = self._together
+        current = stack.current
+        if current is None:
+            current = stack.current = self._choose(stack, call)
         self.calls[block] += 1
         key = (block, self.calls[block], call.form, self._described)
-        if together.notes is not None:
-            return together.notes.run(key, block, run, call)
-        if key not in together.chains:
+        if current.notes is not None:
+            return current.notes.run(key, block, run, call)
+        if key not in current.chains:
             return run(*args, **kwargs)
-        chain, recorded = together.chains[key]
+        chain, recorded = current.chains[key]
         self._code.note_replay()
         number, numbers = self._number, get_numbers(self._device)
         output = recorded.replay(call, numbers, lambda: number == self._number)
-        if self._kept:
+        if current.kept:
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
 
-    def _choose(self, call: BlockCall) -> _Together:
-        """The recordings of this pass, by its first block."""
+    def _choose(self, stack: Stack, call: BlockCall) -> StackPass:
+        """The recordings of a stack for this pass, by its first block."""
         try:
             # Hooks on parameters would run twice: inside a graph, too.
             self._code.check_hooks(self._parameters if self.learns else ())
         except NotRepeatableError as problem:
             self.give_up(str(problem))
-            return _Together()
-        self._kept = kept = self._code.find_kept(self._block_set)
+            return StackPass()
+        kept = self._code.find_kept(self._block_set)
         if kept is None:
-            return _Together()
+            return StackPass()
         if any(getattr(above, name) is not below for above, name, below in self._ways):
-            return _Together()  # something stands in a block's place
+            return StackPass()  # something stands in a block's place
         places = hash_places(self._parameters)
         if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
-            self._recorded.clear()
+            self._forget_recordings()
             self._places = places
         key = (call.form, self._described, kept)
-        if key in self._recorded:
-            self._replays += 1
-            return self._recorded[key]
-        # A size that was not rounded may never come again. The first pass may still set things up.
-        is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
-        is_due = call.is_rounded or is_back
-        is_due = is_due and self._number > 1 and len(self._recorded) < MOST_SIZES
-        self._seen.add(hash(key))
-        together = _Together(Notes(self._device) if is_due else None)
-        if is_due:
-            self._recorded[key] = together
-        return together
+        # The first pass may still set things up.
+        return stack.choose(key, kept, self._device, call, may_record=self._number > 1)
+
+    def _forget_recordings(self) -> None:
+        for stack in self._all_stacks:
+            stack.clear()
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
         self.problem = self.problem or problem
         self._is_running = False
-        self._recorded.clear()
+        self._forget_recordings()

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, Recorded
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import Recordable
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
+from rapidformer.accel.cuda_graph.stacks import Recorded
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
@@ -123,11 +124,13 @@ class ForwardGraphs(BlockGraphs):
             self.begin()
         return self.problem is None
 
-    def record_all(self, chains: Sequence[Chain], before: Snapshot) -> Sequence[_Forward]:
+    def record_all(
+        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
+    ) -> Sequence[_Forward]:
         """Record chains that follow each other."""
+        limit = MARGIN * self.rounding
         with without_cast_cache():
-            return [_Forward(chain, self.capture, before, MARGIN * self.rounding)
-                    for chain in chains]  # fmt: skip
+            return [_Forward(chain, capture, before, limit) for chain in chains]
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places, pays
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -41,6 +41,7 @@ from rapidformer.accel.cuda_graph.recorder import (
     describe_error,
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.stacks import pays
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.unpad.calls import Removal

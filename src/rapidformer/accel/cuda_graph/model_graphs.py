@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
-from rapidformer.accel.cuda_graph.block_graphs import Recorded, hash_places
+from rapidformer.accel.cuda_graph.block_graphs import hash_places
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
@@ -33,6 +33,7 @@ from rapidformer.accel.cuda_graph.passes import Request, Snapshot, get_numbers
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.stacks import Recorded
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding

@@ -248,6 +248,10 @@ class CudaCapture:
         self._failed: list[torch.cuda.CUDAGraph] = []
         """Kept: torch still asks them which pinned memory is theirs."""
 
+    def split(self) -> CudaCapture:
+        """Another one, whose recordings may be replayed in between those of this one."""
+        return CudaCapture(self._device)
+
     @property
     def has_room(self) -> bool:
         """Whether there is plenty of memory for further recordings."""
