@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import own_models
 import transformers
 from workloads import Rows, Workload
 
@@ -24,6 +25,7 @@ class Held:
     """One model: its classes by name, its size, and the data."""
 
     config: str
+    """Empty for a model of ``own_models.py``."""
     model: str
     batch: int
     lengths: tuple[int, int]
@@ -40,6 +42,8 @@ class Held:
         sizes = {**self.sizes, **self.tiny} if is_tiny else self.sizes
 
         def build() -> Any:
+            if not self.config:
+                return getattr(own_models, self.model)(**sizes)
             config = getattr(transformers, self.config)(**sizes)
             return getattr(transformers, self.model)(config)
 
@@ -246,6 +250,73 @@ HELD = {
     "Wav2Vec2-base": Held(
         "Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", 16, (1, 1), {"num_labels": 2},
         TINY, "sound",
+    ),
+    # The fourth set.
+    "SmolLM2-360M": Held(
+        "LlamaConfig", "LlamaForCausalLM", 8, (50, 1000),
+        {"vocab_size": 49152, "hidden_size": 960, "num_hidden_layers": 32,
+         "num_attention_heads": 15, "num_key_value_heads": 5, "intermediate_size": 2560,
+         "tie_word_embeddings": True}, {**TINY, "num_key_value_heads": 2}, "text",
+    ),
+    "Gemma 2 shape": Held(
+        "Gemma2Config", "Gemma2ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 64000, "hidden_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+         "intermediate_size": 4096, "sliding_window": 512},
+        {**TINY, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32}, "text",
+    ),
+    "gpt-oss shape": Held(
+        "GptOssConfig", "GptOssForCausalLM", 8, (50, 1000),
+        {"vocab_size": 64000, "hidden_size": 1024, "num_hidden_layers": 8,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+         "intermediate_size": 1024, "num_local_experts": 16, "num_experts_per_tok": 4},
+        {**TINY, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+         "num_experts_per_tok": 2}, "text",
+    ),
+    "DeepSeek-V3 shape": Held(
+        "DeepseekV3Config", "DeepseekV3ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 64000, "hidden_size": 1024, "num_hidden_layers": 8,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 2816,
+         "moe_intermediate_size": 512, "n_routed_experts": 32, "num_experts_per_tok": 4,
+         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": 384,
+         "kv_lora_rank": 256},
+        {**TINY, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
+         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": 16,
+         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        "text",
+    ),
+    "LFM2-350M": Held(
+        "Lfm2Config", "Lfm2ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 65536, "hidden_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 6656,
+         "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+        {**TINY, "num_key_value_heads": 2, "full_attn_idxs": [1]}, "text",
+    ),
+    "mBART-large": Held(
+        "MBartConfig", "MBartForConditionalGeneration", 16, (20, 200), {"vocab_size": 250027},
+        {"vocab_size": 512, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}, "pairs",
+    ),
+    "CLIP ViT-B/16": Held(
+        "CLIPConfig", "CLIPForImageClassification", 64, (1, 1),
+        {"vision_config": {"patch_size": 16}, "num_labels": 2},
+        {"vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                           "num_attention_heads": 4, "image_size": 32, "patch_size": 8}}, "images",
+    ),
+    "ResNet-50": Held(
+        "ResNetConfig", "ResNetForImageClassification", 64, (1, 1), {"num_labels": 2},
+        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]}, "images",
+    ),
+    "HuBERT-base": Held(
+        "HubertConfig", "HubertForSequenceClassification", 16, (1, 1), {"num_labels": 2},
+        TINY, "sound",
+    ),
+    "nanoGPT": Held(
+        "", "NanoGPT", 8, (50, 1000), {"vocab_size": 50257},
+        TINY, "text",
+    ),
+    "nn.TransformerEncoder": Held(
+        "", "Classifier", 32, (10, 120), {"vocab_size": 30522}, TINY,
     ),
 }  # fmt: skip
 
