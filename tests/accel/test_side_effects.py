@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
 import random
 import time
 from pathlib import Path
 from time import time as get_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
+from transformers.utils import ModelOutput
 
 from rapidformer import Trainer
 from rapidformer.accel.cuda_graph.examination import Examination
@@ -294,6 +297,59 @@ def test_a_model_of_your_own() -> None:
     found = Examination([], nn.Sequential(Counting(2, 2)))
     assert found.effect is not None
     assert found.effect.what == "changes self.calls"
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    loss: Any = None
+    logits: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    loss: Any
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Pair(NamedTuple):
+    loss: Any
+    logits: Any = None
+
+
+Triple = collections.namedtuple("Triple", "loss logits hidden", defaults=(None, None))
+
+
+@dataclasses.dataclass
+class Counted(Output):
+    def __post_init__(self) -> None:
+        SEEN.append(1.0)
+
+
+class Printed(Pair):
+    @property
+    def total(self) -> Any:
+        print(self.loss)
+        return self.loss
+
+
+@dataclasses.dataclass
+class Made(Output):
+    more: list[Any] = dataclasses.field(default_factory=lambda: SEEN)
+
+
+def wrap(kind: type) -> Any:
+    def step(batch: Any, model: Any) -> Any:
+        return kind(model(**batch)).loss
+
+    return step
+
+
+def test_outputs_of_classes_of_your_own() -> None:
+    """Dataclasses and named tuples, unless they have code of their own."""
+    for kind in (Output, Frozen, Pair, Triple):
+        assert examine(wrap(kind)).effect is None, kind
+    for kind in (Counted, Printed, Made, Steps):
+        assert str(examine(wrap(kind)).effect).partition(" (")[0].endswith(" uses kind"), kind
 
 
 class Measuring(nn.Linear):

@@ -39,6 +39,7 @@ from rapidformer.accel.cuda_graph.pure_calls import (
     get_full_name,
     is_from_library,
     is_pure,
+    only_holds_data,
 )
 from rapidformer.config import Settings
 from rapidformer.overlay import get_own_class
@@ -350,7 +351,9 @@ def _list_own_code(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]
 
 
 def _is_pure_class(value: Any) -> bool:
-    return isinstance(value, type) and (is_pure(value) or issubclass(value, BaseException))
+    return isinstance(value, type) and (
+        is_pure(value) or issubclass(value, BaseException) or only_holds_data(value)
+    )
 
 
 def _is_state(value: Any) -> bool:

@@ -7,7 +7,10 @@ of the user's own, and ours where no row covers it, is read instead (``examinati
 from __future__ import annotations
 
 import builtins
+import collections
+import dataclasses
 import functools
+import reprlib
 from types import FunctionType
 from typing import Any
 
@@ -102,6 +105,33 @@ def is_from_library(thing: Any) -> bool:
     is_python = isinstance(thing, (FunctionType, type))
     root = get_full_name(thing).partition(".")[0]
     return not is_python or root in {"torch", "transformers", "peft", "accelerate", "numpy"}
+
+
+_GENERATED = {"<string>", *(module.__file__ for module in (collections, dataclasses, reprlib))}
+"""Files of the functions that dataclasses and named tuples are given."""
+
+
+def only_holds_data(cls: type) -> bool:
+    """Whether a class is a dataclass or a named tuple without any code of its own."""
+    own = [base for base in cls.__mro__ if base.__module__ != "builtins" and not is_pure(base)]
+    made = (
+        [field.default_factory for field in dataclasses.fields(cls)]
+        if dataclasses.is_dataclass(cls)
+        else []
+    )
+    return (
+        (dataclasses.is_dataclass(cls) or issubclass(cls, tuple))
+        and type(cls).__call__ is type.__call__
+        and all(_has_no_code(member) for base in own for member in vars(base).values())
+        and all(each in (dataclasses.MISSING, dict, list, set, tuple) for each in made)
+    )
+
+
+def _has_no_code(member: Any) -> bool:
+    function = getattr(member, "__func__", member)  # of a classmethod
+    if isinstance(function, FunctionType):
+        return function.__code__.co_filename in _GENERATED
+    return not isinstance(member, (property, functools.cached_property))
 
 
 def get_full_name(thing: Any) -> str:
