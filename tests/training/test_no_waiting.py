@@ -147,6 +147,34 @@ def test_attention_masks_are_made_without_reading(
         model(**batch).loss.backward()
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"full_attn_idxs": [1], "intermediate_size": 32},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+                   "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+                   "shared_expert_intermediate_size": 16,
+                   "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8,
+                   "linear_key_head_dim": 4, "linear_value_head_dim": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_that_mix_tokens_get_their_mask_without_reading(kind: str, mask: str) -> None:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
+    config = AutoConfig.for_model(
+        kind, vocab_size=64, num_hidden_layers=2, **sizes, **HYBRIDS[kind]
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(24).view(3, 8) + 5
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": MASKS[mask], "use_cache": False}
+    expected = model(**batch).loss
+    make_masks_from_host(model)
+    with Refusing():
+        loss = model(**batch).loss
+        loss.backward()
+    assert torch.equal(loss.detach(), expected.detach())
+
+
 def test_whisper_makes_its_mask_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decoder makes positions, a row for each sample, which transformers would look at."""
     config = WhisperConfig(

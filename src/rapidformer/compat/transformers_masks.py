@@ -36,6 +36,7 @@ _TAKES = {
     ],
     "_ignore_bidirectional_mask_sdpa": ["padding_mask", "kv_length", "local_attention_size"],
     "find_packed_sequence_indices": ["position_ids"],
+    "is_tracing": ["tensor"],
     "eager_mask": [
         "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function",
         "attention_mask", "dtype", "allow_is_bidirectional_skip", "use_vmap", "device", "kwargs",
@@ -87,6 +88,8 @@ def patch_masks(is_full: Ask, is_packed: Ask) -> Patch:
             yield Entry(masking_utils, name, functools.partial(build, is_here, is_full))
         find = functools.partial(_find_packed, is_here, is_packed)
         yield Entry(masking_utils, "find_packed_sequence_indices", find)
+        keep = functools.partial(_keep_token_mask, is_here, is_full)
+        yield Entry(masking_utils, "is_tracing", keep)
         # If the user has registered another one, that one stays.
         if masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not masking_utils.eager_mask:
             return
@@ -188,6 +191,21 @@ def _ignore(is_here: IsHere, is_full: Ask, original: Any) -> Any:
         return answer and (window is None or length < window)
 
     return ignore
+
+
+def _keep_token_mask(is_here: IsHere, is_full: Ask, original: Any) -> Any:
+    """Layers that mix tokens by recurrences or convolutions multiply by the mask of tokens.
+
+    If it is full, transformers leaves it out, but not while tracing. To find out takes longer.
+    """
+
+    @functools.wraps(original)
+    def is_tracing(tensor: Any = None) -> bool:
+        # The masks of attention have become boolean by then.
+        is_mask = isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.dtype != torch.bool
+        return (is_mask and is_here() and is_full(tensor) is not None) or original(tensor)
+
+    return is_tracing
 
 
 def _find_packed(is_here: IsHere, is_packed: Ask, original: Any) -> Any:
