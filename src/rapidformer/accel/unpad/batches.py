@@ -38,7 +38,9 @@ class Filling:
     fills: bool
     """If a part of it runs as rows of its own."""
     widens: bool
-    """If all of it is computed."""
+    """If all of it is computed. That of a model of the user's own is not tried beforehand."""
+    limits: tuple[int, ...] = ()
+    """Lengths that may be the longest which a model of the user's own takes."""
 
 
 def find_filling(model: Any) -> Filling:

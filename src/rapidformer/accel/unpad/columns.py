@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
 from rapidformer.data.batch import IGNORED_LABEL
@@ -131,4 +132,5 @@ def _limit(model: Any, given: int, wide: int) -> int:
     """No wider than the model's positions allow, and at least as wide as it is."""
     config = getattr(model, "config", None)
     limits = [getattr(config, name, None) for name in _LIMITS]
+    limits += [limit for limit in find_filling(model).limits if limit >= given]
     return max(given, min([wide, *(limit for limit in limits if isinstance(limit, int))]))

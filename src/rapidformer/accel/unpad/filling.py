@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.context.exchanged_attention import find_configs
 from rapidformer.accel.unpad.batches import Filling, is_on
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
@@ -40,12 +41,34 @@ def prove_filling(
     fills = removal is not None and is_same(_call_filled)
     if removal is not None and not fills and may_yield:
         removal.is_on, removal.yields = False, True
+    if not find_configs(model) or getattr(model, "config", None) is None:
+        # Nothing says what such a model takes: it is tried on its own batches (``widths.py``).
+        put_fact(model, Filling(fills=False, widens=True, limits=_list_limits(model)))
+        return
     # Of an encoder-decoder model, some batches keep their padding.
     may_widen = is_encoder_decoder(model) or not is_on(model)
     widens = may_widen and find_problem(model, plan) is None and is_same(_call_widened)
     put_fact(model, Filling(fills=fills, widens=widens))
     if removal is not None and not widens:
         removal.stop_yielding()
+
+
+def _list_limits(model: nn.Module) -> tuple[int, ...]:
+    """All numbers that may be the longest row a model takes.
+
+    A GPU does not survive an index beyond the end of a table of positions. A table of distances has
+    about twice as many rows.
+    """
+    limits: set[int] = set()
+    for module in model.modules():
+        held = vars(module)
+        config = held.get("config")
+        values = [*held.values(), *(vars(config).values() if hasattr(config, "__dict__") else ())]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        limits |= {value for value in values if type(value) is int}
+        limits |= {size for each in (*tensors, *values) if isinstance(each, Tensor)
+                   for size in each.shape}  # fmt: skip
+    return tuple(sorted({*limits, *((limit + 1) // 2 for limit in limits)}))
 
 
 def _call_filled(model: nn.Module, batch: dict[str, Any]) -> Any:

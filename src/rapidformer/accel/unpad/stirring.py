@@ -51,7 +51,7 @@ def stir(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _write(weight: Tensor, values: Tensor) -> None:
-    weight.copy_(values)
+    weight.data.copy_(values)  # not seen by autograd, which may have saved it in the user's step
 
 
 def _list_hiding(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,102 @@
+"""Models that are not transformers' own, with rows of all lengths: a few graphs replay them if more
+padding changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertConfig, BertModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from rapidformer.log import warn_once
+from tests.training.test_cuda_graph import Again, Mixed, make_rows
+
+
+class Pooled(nn.Module):
+    """A classifier around a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+        config = BertConfig(vocab_size=60, hidden_size=32, max_position_embeddings=64, **sizes)
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        self.head = nn.Linear(32, 2)
+
+    def pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        hidden = self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.head(self.pool(hidden, attention_mask.unsqueeze(-1)))
+        loss = functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class Own(Pooled):
+    """No part of it is transformers': its positions end at 56."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(60, 32), nn.Embedding(56, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = self.words(input_ids) + self.places(places)
+        hidden = self.encoder(hidden, src_key_padding_mask=attention_mask == 0)
+        logits = self.head(self.pool(hidden, attention_mask.unsqueeze(-1)))
+        loss = functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class MeanOverAll(Pooled):
+    """Padding has a share in its result."""
+
+    def pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden.mean(1)
+
+
+class Hidden(Pooled):
+    """So it has here, as soon as two numbers leave zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.zeros(2))
+
+    def pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return super().pool(hidden, mask) + self.gates.prod() * hidden.mean(1)
+
+
+def train(model: nn.Module, capture: Any) -> list[dict[str, float]]:
+    warn_once.cache_clear()
+    run = Mixed(model, make_rows(96, longest=56), capture)
+    run.train()
+    return run.values.lines
+
+
+@pytest.mark.parametrize("kind", [Pooled, Own])
+def test_a_few_graphs_replay_all_lengths(
+    kind: type[Pooled], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, capture = train(kind(), None), Again()
+    graphed = train(kind(), capture)
+    assert "batches keep their widths" not in caplog.text
+    assert 1 <= capture.recorded <= 6, "no wider than what may be their longest row"
+    assert capture.replayed > 2 * capture.recorded
+    for mine, theirs in zip(graphed, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [MeanOverAll, Hidden])
+def test_a_model_whose_result_depends_on_padding(
+    kind: type[Pooled], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(kind(), Again()) == train(kind(), None)
+    assert "the loss depends on the number of columns of a batch" in caplog.text
