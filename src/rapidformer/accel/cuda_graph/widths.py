@@ -31,7 +31,7 @@ from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.accel.unpad.rows import NO_SIZES
 from rapidformer.accel.unpad.stirring import SMOOTH, stir
 from rapidformer.compat.torch_modules import uncompiled
-from rapidformer.data.batch import move_to_device
+from rapidformer.data.batch import count_rows, move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
 from rapidformer.errors import is_out_of_gpu_memory
@@ -170,11 +170,15 @@ class Widths:
         self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
     ) -> str | None:
         """What differs between the passes over a batch with and without these columns."""
-        hidden = _NotForPadding(micro_batch.batch, columns)
+        hidden, choices = (
+            _NotForPadding(micro_batch.batch, columns),
+            _SameChoices(count_rows(micro_batch.batch)),
+        )
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
-            with _FactorsForDropout(), SMOOTH, hidden.act(is_wide=bool(columns)):
+            choices.begin(is_wide=bool(columns))
+            with _FactorsForDropout(), choices, SMOOTH, hidden.act(is_wide=bool(columns)):
                 result = run_forward(micro_batch._replace(batch=batch))
                 result.loss.backward()
             weights = [result.weight] if result.is_weight_given else []
@@ -264,6 +268,52 @@ class _FactorsForDropout(TorchFunctionMode):
             return result
         self._calls += 1
         return result * (1 + 0.5 * math.sin(self._calls))
+
+
+class _SameChoices(TorchFunctionMode):
+    """Each token keeps the experts that it has without added columns.
+
+    Between two that are equally good, rounding decides. If there is more to it, their scores
+    differ as well, and so do the results.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._chosen: list[Tensor] = []
+        self._known: Iterator[Tensor] | None = None
+
+    def begin(self, *, is_wide: bool) -> None:
+        """The call without added columns is the first."""
+        self._known = iter(self._chosen) if is_wide else None
+        if not is_wide:
+            self._chosen.clear()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        if self._known is None:
+            self._chosen.append(result.indices)
+            return result
+        scores: Tensor = args[0] if args else (kwargs or {})["input"]
+        chosen = self._place(next(self._known, result.indices), result.indices)
+        is_last = scores.shape[:-1] == chosen.shape[:-1]
+        return (scores.gather(-1, chosen), chosen) if is_last else result
+
+    def _place(self, narrow: Tensor, wide: Tensor) -> Tensor:
+        """``wide`` with what shorter rows have chosen, unless it is not clear where that is."""
+        if narrow.shape == wide.shape:
+            return narrow
+        counts = (narrow[..., 0].numel(), wide[..., 0].numel())
+        if narrow.shape[-1:] != wide.shape[-1:] or any(count % self._rows for count in counts):
+            return wide
+        placed = wide.clone()
+        shorter = narrow.reshape(self._rows, -1, narrow.shape[-1])
+        placed.view(self._rows, -1, wide.shape[-1])[:, : shorter.shape[1]] = shorter
+        return placed
 
 
 class _NotForPadding:
