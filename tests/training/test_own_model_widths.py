@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -47,9 +48,12 @@ class Own(Pooled):
         layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
+    def place(self, places: Tensor) -> Tensor:
+        return self.places(places)
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
-        hidden = self.words(input_ids) + self.places(places)
+        hidden = self.words(input_ids) + self.place(places)
         hidden = self.encoder(hidden, src_key_padding_mask=attention_mask == 0)
         logits = self.head(self.pool(hidden, attention_mask.unsqueeze(-1)))
         loss = functional.cross_entropy(logits, labels)
@@ -74,9 +78,56 @@ class Hidden(Pooled):
         return super().pool(hidden, mask) + self.gates.prod() * hidden.mean(1)
 
 
-def train(model: nn.Module, capture: Any) -> list[dict[str, float]]:
+class Tags(Own):
+    """Has a label for each token."""
+
+    ignored = -1
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        hidden = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
+        logits = self.head(hidden)
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=self.ignored
+        )
+        return SequenceClassifierOutput(loss=losses, logits=logits)
+
+
+class LaterPlaces(Own):
+    """Its positions begin at 2, as some models of transformers count them."""
+
+    def place(self, places: Tensor) -> Tensor:
+        return self.places(places + 2)
+
+
+class Short(Mixed):
+    """Rows that such a model takes."""
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        return [row for row in self._rows if len(row["input_ids"]) <= 54], None, None, None
+
+
+class Padded(Mixed):
+    """Each token of a row has a label, that of padding is -1."""
+
+    def train_valid_test_datasets_provider(self) -> Any:
+        tags = [
+            {"input_ids": row["input_ids"], "labels": [token % 2 for token in row["input_ids"]]}
+            for row in self._rows
+        ]
+        return tags, None, None, self._collate
+
+    def _collate(self, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        fills = {"input_ids": 0, "attention_mask": 0, "labels": -1}
+        full = [{**row, "attention_mask": [1] * len(row["labels"])} for row in rows]
+        return {
+            name: pad_sequence([torch.tensor(row[name]) for row in full], True, fill)
+            for name, fill in fills.items()
+        }
+
+
+def train(model: nn.Module, capture: Any, kind: type[Mixed] = Mixed) -> list[dict[str, float]]:
     warn_once.cache_clear()
-    run = Mixed(model, make_rows(96, longest=56), capture)
+    run = kind(model, make_rows(96, longest=56), capture)
     run.train()
     return run.values.lines
 
@@ -100,3 +151,20 @@ def test_a_model_whose_result_depends_on_padding(
 ) -> None:
     assert train(kind(), Again()) == train(kind(), None)
     assert "the loss depends on the number of columns of a batch" in caplog.text
+
+
+def test_added_tokens_have_the_label_of_padding() -> None:
+    """The loss ignores -1; -100 would be out of bounds."""
+    plain, capture = train(Tags(), None, Padded), Again()
+    graphed = train(Tags(), capture, Padded)
+    assert capture.replayed > 2 * capture.recorded >= 2
+    for mine, theirs in zip(graphed, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_step_that_reads_beyond_a_table_is_never_run(caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU, it would end the process."""
+    plain, graphed = train(LaterPlaces(), None, Short), train(LaterPlaces(), Again(), Short)
+    assert "index 56 is out of bounds for size 56" in caplog.text
+    for mine, theirs in zip(graphed, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)

@@ -12,26 +12,27 @@ width that batches get is compared, and again for a narrower batch if a model co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
-from rapidformer.accel.fused_loss.deferred import DeferredLogits
+from rapidformer.accel.cuda_graph.trial_modes import (
+    FactorsForDropout,
+    InBounds,
+    NotForPadding,
+    SameChoices,
+)  # fmt: skip
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.accel.unpad.rows import NO_SIZES
 from rapidformer.accel.unpad.stirring import SMOOTH, stir
 from rapidformer.compat.torch_modules import uncompiled
-from rapidformer.data.batch import count_rows, move_to_device
+from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
 from rapidformer.errors import is_out_of_gpu_memory
@@ -63,8 +64,6 @@ MANY_TOKENS = 4096
 """Above, a micro-batch takes so much memory that nothing is tried with all of it."""
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
-_DROPOUT = functional.dropout
-"""As modes see it, also where something else takes its place."""
 
 
 class Widths:
@@ -99,8 +98,9 @@ class Widths:
         """Whether these inputs may be wider: by code and sizes alone, as after a resume."""
         pairs = zip(request.update, inputs, strict=True)
         grown = [(each, item) for each, item in pairs if item is not None and _grows(item)]
-        code = hash(request.code)
         for micro_batch, item in grown:
+            # Labels that padding has in a batch are those that its added columns get.
+            code = hash((request.code, *(column.fill for column in item.columns.values())))
             is_padded = item.rows is None
             wider = find_columns(
                 self._model, micro_batch.batch, factor=_FACTOR, is_padded=is_padded,
@@ -170,15 +170,15 @@ class Widths:
         self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
     ) -> str | None:
         """What differs between the passes over a batch with and without these columns."""
-        hidden, choices = (
-            _NotForPadding(micro_batch.batch, columns),
-            _SameChoices(count_rows(micro_batch.batch)),
-        )
+        hidden, choices = NotForPadding(micro_batch.batch, columns), SameChoices(micro_batch.batch)
+        is_own = bool(find_filling(self._model).limits)
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
             choices.begin(is_wide=bool(columns))
-            with _FactorsForDropout(), choices, SMOOTH, hidden.act(is_wide=bool(columns)):
+            look = hidden.act(is_wide=bool(columns))
+            bounds = InBounds() if is_own else nullcontext()  # no code of transformers needs it
+            with FactorsForDropout(), choices, SMOOTH, look, bounds:
                 result = run_forward(micro_batch._replace(batch=batch))
                 result.loss.backward()
             weights = [result.weight] if result.is_weight_given else []
@@ -249,135 +249,6 @@ def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:
     rows = lengths.argsort()[:2]
     cut = map_tensors(micro_batch.batch, lambda _, tensor: tensor[rows.to(tensor.device)])
     return micro_batch._replace(batch=cut)
-
-
-class _FactorsForDropout(TorchFunctionMode):
-    """Instead of dropping values, each dropout multiplies by its own factor, whatever the width.
-
-    In evaluation mode, two passes over a batch are equal, so a loss over their difference (R-Drop)
-    would be zero at every width.
-    """
-
-    _calls = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not _DROPOUT:
-            return result
-        self._calls += 1
-        return result * (1 + 0.5 * math.sin(self._calls))
-
-
-class _SameChoices(TorchFunctionMode):
-    """Each token keeps the experts that it has without added columns.
-
-    Between two that are equally good, rounding decides. If there is more to it, their scores
-    differ as well, and so do the results.
-    """
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self._rows = rows
-        self._chosen: list[Tensor] = []
-        self._known: Iterator[Tensor] | None = None
-
-    def begin(self, *, is_wide: bool) -> None:
-        """The call without added columns is the first."""
-        self._known = iter(self._chosen) if is_wide else None
-        if not is_wide:
-            self._chosen.clear()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
-            return result
-        if self._known is None:
-            self._chosen.append(result.indices)
-            return result
-        scores: Tensor = args[0] if args else (kwargs or {})["input"]
-        chosen = self._place(next(self._known, result.indices), result.indices)
-        is_last = scores.shape[:-1] == chosen.shape[:-1]
-        return (scores.gather(-1, chosen), chosen) if is_last else result
-
-    def _place(self, narrow: Tensor, wide: Tensor) -> Tensor:
-        """``wide`` with what shorter rows have chosen, unless it is not clear where that is."""
-        if narrow.shape == wide.shape:
-            return narrow
-        counts = (narrow[..., 0].numel(), wide[..., 0].numel())
-        if narrow.shape[-1:] != wide.shape[-1:] or any(count % self._rows for count in counts):
-            return wide
-        placed = wide.clone()
-        shorter = narrow.reshape(self._rows, -1, narrow.shape[-1])
-        placed.view(self._rows, -1, wide.shape[-1])[:, : shorter.shape[1]] = shorter
-        return placed
-
-
-class _NotForPadding:
-    """Replaces by NaN what modules return to other code for added columns.
-
-    A tensor has such columns if its shape differs from that in the same call without them: a
-    classifier may have as many classes as a batch has columns.
-    """
-
-    def __init__(self, batch: Any, columns: Columns) -> None:
-        self._added: dict[int, int] = {}
-        """By the width of a tensor: the first column that was added."""
-        for name, column in columns.items():
-            width = batch[name].shape[1]
-            self._added[column.width] = max(width, self._added.get(column.width, 0))
-        self._is_wide = False
-        self._shapes: list[torch.Size] = []
-        """Of all tensors that were returned, in order, without added columns."""
-        self._narrow = iter(self._shapes)
-        self._depth = 0
-
-    @contextmanager
-    def act(self, *, is_wide: bool) -> Iterator[None]:
-        """Inside, look at what modules return; call it without added columns first."""
-        self._is_wide, self._narrow, self._depth = is_wide, iter(self._shapes), 0
-        handles = (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._depth -= 1
-        return self._hide(output) if self._depth == 0 else None
-
-    def _hide(self, output: Any) -> Any:
-        if isinstance(output, Mapping):  # in place, as it keeps its type
-            for name, value in output.items():
-                output[name] = self._hide(value)  # type: ignore[index]
-            return output
-        return map_tensors(output, lambda _, tensor: self._hide_columns(tensor))
-
-    def _hide_columns(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DeferredLogits):
-            return tensor.map_hidden(self._hide_columns)  # nobody may ever need them
-        # Tensors without values for padding look after themselves.
-        is_lazy = type(tensor).__module__.startswith("rapidformer.accel.unpad")
-        if is_lazy or not tensor.is_floating_point() or tensor.dim() < 2:
-            return tensor
-        shape, first = tensor.shape, tensor.shape[1]
-        if not self._is_wide:
-            self._shapes.append(shape)  # and fill in nothing, with the operations of the other call
-        elif shape != next(self._narrow, None):
-            # Attention's weights have columns in two dimensions.
-            first = self._added.get(shape[1], shape[1]) if tensor.dim() <= 3 else 0
-        is_added = torch.arange(shape[1], device=tensor.device) >= first
-        return tensor.masked_fill(is_added.view(1, -1, *[1] * (tensor.dim() - 2)), float("nan"))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.nn import functional
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
-from rapidformer.data.batch import IGNORED_LABEL
+from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.data.nested import map_tensors
 from rapidformer.overlay import find_fact
 
@@ -63,6 +63,10 @@ def choose_columns(
     }
     if any(name not in fills or batch[name].dim() != 2 for name in shaped):
         return {}
+    ignored = _find_ignored_label(model, batch["labels"], mask) if "labels" in shaped else 0
+    if ignored is None:
+        return {}
+    fills["labels"] = ignored
     return {name: Column(wide, fills[name]) for name in shaped}
 
 
@@ -126,6 +130,16 @@ def _list_fills(model: Any, prefix: str) -> dict[str, int]:
     pad_token = getattr(getattr(model, "config", None), "pad_token_id", None)
     token = pad_token if isinstance(pad_token, int) and pad_token >= 0 else 0
     return {f"{prefix}input_ids": token, f"{prefix}attention_mask": 0}
+
+
+def _find_ignored_label(model: Any, labels: Tensor, mask: Tensor) -> int | None:
+    """The one label that padding has. A loss of the user's own need not ignore -100."""
+    is_own = bool(find_filling(model).limits)
+    of_padding = get_host_copy(labels).numpy()[get_host_copy(mask).numpy() == 0]
+    is_one = len(of_padding) > 0 and bool((of_padding == of_padding[0]).all())
+    if is_one and (is_own or of_padding[0] < 0):
+        return int(of_padding[0])
+    return None if is_own else IGNORED_LABEL
 
 
 def _limit(model: Any, given: int, wide: int) -> int:
