@@ -543,7 +543,7 @@ def test_rounding_next_to_a_kink_does_not_depend_on_the_width() -> None:
     before = Snapshot([], torch.device("cpu"))
     columns = {"input_ids": Column(16, 0)}
     for noise, is_same in ((1e-7, True), (0.1, False)):
-        problem = widths._compare(functools.partial(run, noise=noise), micro_batch, columns, before)
+        problem = widths._compare(functools.partial(run, noise=noise), columns, before, micro_batch)
         assert (problem is None) == is_same
 
 
@@ -951,7 +951,7 @@ def test_a_comparison_keeps_the_type_of_a_batch_and_says_why_it_fails(
     assert capture.replayed > capture.recorded
     run = Training(make_t5(0.0), make_pairs(16), Again(), dynamic_shape="off")
     run.train()
-    assert "a step fails in evaluation mode (ValueError: not in training), so" in caplog.text
+    assert "a step fails without dropout (ValueError: not in training), so" in caplog.text
     assert run.engine.updates.graphs is not None
     assert run.engine.updates.graphs.problem is None
 

@@ -299,6 +299,10 @@ class Snapshot:
         self.host_numbers = HostNumbers(has_device=device.type == "cuda")
         self._tensors = [(t, t.detach().clone(), count_changes(t)) for t in tensors]
 
+    def read(self) -> list[Tensor]:
+        """What passes have made of it."""
+        return [tensor.detach().clone() for tensor, _, _ in self._tensors]
+
     def restore(self) -> None:
         set_numbers(self._drawn, self.device)
         self.host_numbers.restore()

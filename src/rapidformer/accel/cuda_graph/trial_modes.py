@@ -54,15 +54,14 @@ class FactorsForDropout(TorchFunctionMode):
 
 
 class SameChoices(TorchFunctionMode):
-    """Each token keeps the experts that it has without added columns.
+    """Of experts that are equally good for a token, it keeps those that it has without padding.
 
-    Between two that are equally good, rounding decides. If there is more to it, their scores
-    differ as well, and so do the results.
+    Between them, rounding decides. Any other change of choices stays, and shows in the results.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, rounding: float) -> None:
         super().__init__()
-        self._rows = max(count_rows(batch), 1)
+        self._rows, self._rounding = max(count_rows(batch), 1), rounding
         self._chosen: list[Tensor] = []
         self._known: Iterator[Tensor] | None = None
 
@@ -81,10 +80,19 @@ class SameChoices(TorchFunctionMode):
         if self._known is None:
             self._chosen.append(result.indices)
             return result
-        scores: Tensor = args[0] if args else (kwargs or {})["input"]
-        chosen = self._place(next(self._known, result.indices), result.indices)
-        is_last = scores.shape[:-1] == chosen.shape[:-1]
-        return (scores.gather(-1, chosen), chosen) if is_last else result
+        scores, dim = _read_topk(*args, **(kwargs or {}))
+        narrow = next(self._known, result.indices)
+        if dim not in (-1, scores.dim() - 1) or scores.shape[:-1] != result.indices.shape[:-1]:
+            return result
+        return self._choose(scores, narrow, result)
+
+    def _choose(self, scores: Tensor, narrow: Tensor, result: Any) -> Any:
+        chosen = self._place(narrow, result.indices).clamp(max=scores.shape[-1] - 1)
+        values = scores.gather(-1, chosen)
+        allowed = self._rounding * scores.detach().abs().amax(-1, keepdim=True)
+        is_tie = ((values - result.values).detach().abs() <= allowed).all(-1, keepdim=True)
+        pair = torch.where(is_tie, values, result.values), chosen.where(is_tie, result.indices)
+        return torch.return_types.topk(pair)
 
     def _place(self, narrow: Tensor, wide: Tensor) -> Tensor:
         """``wide`` with what shorter rows have chosen, unless it is not clear where that is."""
@@ -97,6 +105,10 @@ class SameChoices(TorchFunctionMode):
         shorter = narrow.reshape(self._rows, -1, narrow.shape[-1])
         placed.view(self._rows, -1, wide.shape[-1])[:, : shorter.shape[1]] = shorter
         return placed
+
+
+def _read_topk(input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Tensor, int]:
+    return input, dim
 
 
 class NotForPadding:

@@ -7,12 +7,17 @@ columns is NaN then. NaN times zero is NaN, so it also shows a term that has no 
 result holds for later updates: a replay runs the same operations, and a number that the code reads
 from outside is part of the graph's key. With a tensor from outside, batches keep their widths. Each
 width that batches get is compared, and again for a narrower batch if a model computes on padding.
+
+Nothing is known beforehand of a model of the user's own. So it is compared in training mode, with
+weights that hide nothing, with a few tokens, and again now and then.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -30,7 +35,7 @@ from rapidformer.accel.cuda_graph.trial_modes import (
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.accel.unpad.rows import NO_SIZES
-from rapidformer.accel.unpad.stirring import SMOOTH, stir
+from rapidformer.accel.unpad.stirring import SMOOTH, Steady, stir
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
@@ -51,7 +56,7 @@ _LEAST_CHANGE, _MARGIN = 0.02, 4
 differ: its loss would show too little.
 """
 _COMPARED = 2
-"""On how many batches a loss is compared."""
+"""On how many batches a loss is compared at first."""
 _LIMIT = 2.0**-11
 """How far a loss, and fp32 gradients, may differ if the run rounds to 16 bits: an eighth of bf16's
 rounding.
@@ -62,6 +67,10 @@ its rounding. A loss is a mean over many tokens, so the limit above holds for it
 """
 MANY_TOKENS = 4096
 """Above, a micro-batch takes so much memory that nothing is tried with all of it."""
+_LIMIT_FP32 = 1e-4
+"""The same if fp32 is not rounded either, for models of the user's own. transformers' own had a
+trial, so these passes can only show what a loss does, and rounding may be larger in large models.
+"""
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
 
@@ -83,8 +92,8 @@ class Widths:
         are_fp32 = all(p.dtype == torch.float32 for p in parameters if p.is_floating_point())
         self._runs_in_fp32 = is_16_bit and are_fp32
         self._limit = 0.0 if not is_16_bit and are_fp32 else _LIMIT if are_fp32 else _LIMIT_16_BIT
-        self._left: dict[int, int] = {}
-        """By the hash of what a loss depends on: how many batches are still to be compared."""
+        self._seen: Counter[int] = Counter()
+        """By the hash of what a loss depends on: how many batches could be wider."""
         self._narrowest: dict[Hashable, dict[str, int]] = {}
         """By that hash and the sizes that batches get: the narrowest that was compared."""
         self._is_exact = True
@@ -108,10 +117,14 @@ class Widths:
             )  # fmt: skip
             if not self._shows_enough(micro_batch, wider):
                 return False
-            left = self._left.setdefault(code, _COMPARED)
-            if self._is_exact and (left or self._is_news(code, item)):
-                self._is_exact = self._find_out(request, micro_batch, wider, take_snapshot)
-                self._left[code] = max(left - 1, 0)
+            self._seen[code] += 1
+            is_due = self._seen[code] <= _COMPARED or (self._is_own and _is_due(self._seen[code]))
+            if self._is_exact and (is_due or self._is_news(code, item)):
+                is_first = self._seen[code] == 1
+                compared = _keep_short_rows(micro_batch)
+                self._is_exact = self._find_out(
+                    request.run_forward, compared, wider, take_snapshot(), is_first=is_first
+                )
                 self._note(code, item)
         return self._is_exact or not grown
 
@@ -145,20 +158,15 @@ class Widths:
         return bool(shares) and min(shares) >= max(_LEAST_CHANGE, _MARGIN * self._limit)
 
     def _find_out(
-        self,
-        request: Request,
-        micro_batch: MicroBatch,
-        columns: Columns,
-        take_snapshot: Callable[[], Snapshot],
-    ) -> bool:
+        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot,
+        *, is_first: bool,
+    ) -> bool:  # fmt: skip
         if has_width_readers(self._model):
             return False
-        compared, before = _keep_short_rows(micro_batch), take_snapshot()
-        problem = self._compare(request.run_forward, compared, columns, before)
-        if problem is None and find_filling(self._model).limits:
-            # No trial of its own has shown what tiny weights hide (``filling.py``).
-            with stir(self._model):
-                problem = self._compare(request.run_forward, compared, columns, before)
+        compare = functools.partial(self._compare, run_forward, columns, before)
+        problem = compare(micro_batch)
+        if problem is None and self._is_own:
+            problem = self._compare_stirred(compare, micro_batch, columns, is_first=is_first)
         if problem is not None and self._warns:
             warn_once(
                 f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
@@ -166,28 +174,62 @@ class Widths:
             )
         return problem is None
 
+    def _compare_stirred(
+        self, compare: Callable[..., str | None], micro_batch: MicroBatch, columns: Columns,
+        *, is_first: bool,
+    ) -> str | None:  # fmt: skip
+        """Compare with no weight that hides something, as no trial of its own has (``filling.py``).
+
+        Among few tokens, no large number hides the others from a maximum. And from some widths,
+        convolutions and chunks drop the last columns.
+        """
+        widths = {name: micro_batch.batch[name].shape[1] for name in columns}
+        with stir(self._model):
+            problem = compare(micro_batch)
+            for cut in (min(widths.values()) - 2, *((1, 2, 3) if is_first else ())):
+                sizes = {name: width - cut for name, width in widths.items()}
+                if problem is None and min(sizes.values()) > 0:
+                    problem = compare(_cut(micro_batch, sizes), must_run=False)
+        return problem
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether only this shows that columns change nothing: transformers' own had a trial."""
+        return bool(find_filling(self._model).limits)
+
+    def _get_limit(self) -> float:
+        is_fp32 = torch.get_float32_matmul_precision() == "highest"
+        return _LIMIT_FP32 if self._is_own and is_fp32 and self._limit == _LIMIT else self._limit
+
     def _compare(
-        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot
-    ) -> str | None:
-        """What differs between the passes over a batch with and without these columns."""
-        hidden, choices = NotForPadding(micro_batch.batch, columns), SameChoices(micro_batch.batch)
-        is_own = bool(find_filling(self._model).limits)
+        self, run_forward: RunForward, columns: Columns, before: Snapshot, micro_batch: MicroBatch,
+        *, must_run: bool = True,
+    ) -> str | None:  # fmt: skip
+        """What differs between the passes over a batch with and without these columns.
+
+        Unless it must run, nothing does if there is no result without them.
+        """
+        hidden = NotForPadding(micro_batch.batch, columns)
+        choices = SameChoices(micro_batch.batch, max(self._get_limit(), _LAST_BITS))
 
         def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
             choices.begin(is_wide=bool(columns))
             look = hidden.act(is_wide=bool(columns))
-            bounds = InBounds() if is_own else nullcontext()  # no code of transformers needs it
+            bounds = InBounds() if self._is_own else nullcontext()
             with FactorsForDropout(), choices, SMOOTH, look, bounds:
                 result = run_forward(micro_batch._replace(batch=batch))
                 result.loss.backward()
             weights = [result.weight] if result.is_weight_given else []
             means = [result.loss, *weights, *(mean for mean, _ in result.parts.values())]
             values = [torch.as_tensor(mean).detach().item() for mean in means]
-            return values, take_gradients(self._parameters)
+            changed = [tensor for tensor in before.read() if tensor.is_floating_point()]
+            before.restore()
+            return values, [*take_gradients(self._parameters), *changed]
 
-        state, fewer = "in evaluation mode", None
-        with _evaluating(self._model, before, in_fp32=self._runs_in_fp32):
+        state, fewer, expected = "without dropout", None, [math.nan]
+        in_fp32 = self._runs_in_fp32
+        with _trying(self._model, before, trains=self._is_own, in_fp32=in_fp32):
             try:
                 expected, gradients = run({})
                 state = "if its batch has more columns"
@@ -195,27 +237,29 @@ class Widths:
             except Exception as error:  # the user's code may expect this width, and fail in any way
                 take_gradients(self._parameters)
                 fewer = _halve(micro_batch) if is_out_of_gpu_memory(error) else None
-                if fewer is None:
+                if fewer is None and (must_run or not math.isnan(expected[0])):
                     first_line = next(iter(str(error).splitlines()), "")
                     return f"a step fails {state} ({type(error).__name__}: {first_line})"
+        if not must_run and math.isnan(expected[0]):
+            return None
         if fewer is not None:  # in fp32, a step takes more memory than usual
-            return self._compare(run_forward, fewer, columns, before)
-        limit = min(self._limit, _LIMIT)
+            return self._compare(run_forward, columns, before, fewer, must_run=must_run)
+        limit = self._get_limit()
         for mine, theirs in zip(means, expected, strict=True):
             if math.isnan(mine) and not math.isnan(theirs):
                 return (
                     "the loss reads what the model returns for padding (leave it out: "
                     "losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0))"
                 )
-            if not math.isclose(mine, theirs, rel_tol=max(limit, _LAST_BITS)):
+            if not math.isclose(mine, theirs, rel_tol=max(min(limit, _LIMIT), _LAST_BITS)):
                 return (
                     f"the loss depends on the number of columns of a batch ({theirs:.6g}; "
                     f"{mine:.6g} with more padding): divide by the number of labels instead"
                 )
         difference = max(measure_differences(wide_gradients, gradients), default=0.0)
-        if difference > max(self._limit, _LAST_BITS):
+        if difference > max(limit, _LAST_BITS):
             return f"gradients change if a batch has more columns (by {difference:.1e}, relative)"
-        if self._limit == 0.0 and (difference or means != expected):
+        if limit == 0.0 and (difference or means != expected):
             return "in fp32, a batch with more columns has other last bits"
         return None
 
@@ -252,14 +296,30 @@ def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:
 
 
 @contextmanager
-def _evaluating(model: nn.Module, before: Snapshot, *, in_fp32: bool) -> Iterator[None]:
+def _trying(model: nn.Module, before: Snapshot, *, trains: bool, in_fp32: bool) -> Iterator[None]:
     """Without dropout, compilation and, if asked for, rounding to 16 bits."""
     rounds = in_fp32 and "autocast" in list_layers(model)
     precision = without_layer(model, "autocast") if rounds else nullcontext()
     # It may be entered already: inside the call of the model, or by the user.
     here = torch.autocast(before.device.type, enabled=False) if in_fp32 else nullcontext()
+    mode = Steady(model) if trains else evaluation_mode(model)
     try:
-        with precision, here, evaluation_mode(model), uncompiled(model.modules()):
+        with precision, here, mode, uncompiled(model.modules()):
             yield
     finally:
         before.restore()
+
+
+def _cut(micro_batch: MicroBatch, widths: Mapping[str, int]) -> MicroBatch:
+    """The first tokens of its rows."""
+    cut = map_tensors(micro_batch.batch, lambda name, tensor: tensor[:, : widths.get(name)]
+                      if name in widths else tensor)  # fmt: skip
+    return micro_batch._replace(batch=cut)
+
+
+def _is_due(number: int) -> bool:
+    """Whether a model of the user's own is compared once more: at powers of four.
+
+    What it computes on padding may be zero for as long as no number exceeds a limit.
+    """
+    return number.bit_count() == 1 and number.bit_length() % 2 == 1
