@@ -337,6 +337,20 @@ class Made(Output):
     more: list[Any] = dataclasses.field(default_factory=lambda: SEEN)
 
 
+@dataclasses.dataclass
+class Config:
+    weight: float = 0.1
+    schedule: Any = None
+
+
+def weigh(batch: Any, model: Any) -> Any:
+    return model(**batch).loss * Config.weight
+
+
+def schedule(batch: Any, model: Any) -> Any:
+    return model(**batch).loss * Config.schedule.weight
+
+
 def wrap(kind: type) -> Any:
     def step(batch: Any, model: Any) -> Any:
         return kind(model(**batch)).loss
@@ -350,6 +364,16 @@ def test_outputs_of_classes_of_your_own() -> None:
         assert examine(wrap(kind)).effect is None, kind
     for kind in (Counted, Printed, Made, Steps):
         assert str(examine(wrap(kind)).effect).partition(" (")[0].endswith(" uses kind"), kind
+
+
+def test_a_dataclass_as_a_place_for_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine(weigh)
+    assert found.effect is None
+    before = found.describe()
+    monkeypatch.setattr(Config, "weight", 0.2)
+    assert found.find_changing(before, found.describe()) == "Config.weight"
+    monkeypatch.setattr(Config, "schedule", Steps())
+    assert "uses Config.schedule" in str(examine(schedule).effect)
 
 
 class Measuring(nn.Linear):

@@ -241,14 +241,11 @@ class BlockGraphs:
         chains = build_chains(notes.calls, are_linked=may_chain)
         last.notes = None
         try:
-            recorded = self.record_all(chains, stack.capture, before)
+            last.keep(chains, self.record_all(chains, stack.capture, before))
         except Exception as error:
             # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
             self.give_up(describe_error(error))
             before.restore()
-        else:
-            pairs = zip(chains, recorded, strict=True)
-            last.chains = {chain.key: (chain, block) for chain, block in pairs}
         set_numbers(now, self._device)
 
     def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -275,16 +272,20 @@ class BlockGraphs:
         current = stack.current
         if current is None:
             current = stack.current = self._choose(stack, call)
+        for other in self._all_stacks:
+            if other is not stack:
+                other.end_chain()
         self.calls[block] += 1
         key = (block, self.calls[block], call.form, self._described)
         if current.notes is not None:
             return current.notes.run(key, block, run, call)
-        if key not in current.chains:
+        found = current.find(key)
+        if found is None:
             return run(*args, **kwargs)
-        chain, recorded = current.chains[key]
+        chain, recorded, may_go_back = found
         self._code.note_replay()
         number, numbers = self._number, get_numbers(self._device)
-        output = recorded.replay(call, numbers, lambda: number == self._number)
+        output = recorded.replay(call, numbers, lambda: number == self._number and may_go_back())
         if current.kept:
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)

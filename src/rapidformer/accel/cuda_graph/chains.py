@@ -84,6 +84,10 @@ class Notes:
         self._previous = output if type(output) is Tensor else None
         return output
 
+    def end_chain(self) -> None:
+        """Something else runs before the next call."""
+        self._previous = None
+
     def forget(self) -> None:
         """Let go of the tensors of this pass."""
         self._statics, self._values, self._previous = {}, [], None

@@ -285,7 +285,9 @@ class _Reader(ast.NodeVisitor):
         if is_called and node.attr in MUTATORS and is_part and not self._is_of_self(node.value):
             raise SideEffectError(f"changes {ast.unparse(node.value)}", _COUNT)
         holder = self._find(node.value)
-        if isinstance(holder, ModuleType) or is_configuration(holder):
+        # A class that only holds data may be a place for settings: Config.weight.
+        is_place = isinstance(holder, type) and only_holds_data(holder)
+        if isinstance(holder, ModuleType) or is_configuration(holder) or is_place:
             read = functools.partial(getattr, holder, node.attr, None)
             self._examination.check_value(read, ast.unparse(node))
         elif self._is_of_self(node):

@@ -1,12 +1,14 @@
 """What is recorded of a stack of blocks, such as a model's encoder.
 
 Recordings of a stack share their memory, so in one forward pass only those are used that were
-recorded together. Each stack has memory of its own: an encoder is replayed whatever size its
+recorded together, in the order in which they were recorded: a graph writes over what later ones
+had not yet needed. Each stack has memory of its own: an encoder is replayed whatever size its
 decoder has, and new sizes of the one need no new recordings of the other.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
@@ -47,8 +49,40 @@ class StackPass:
     def __init__(self, notes: Notes | None = None, kept: frozenset[str] = frozenset()) -> None:
         self.notes, self.kept = notes, kept
         """``kept``: which outputs of blocks transformers keeps."""
-        self.chains: dict[Hashable, tuple[Chain, Recorded]] = {}
-        """By the first call of each."""
+        self._chains: dict[Hashable, tuple[int, Chain, Recorded]] = {}
+        """By the first call of each: its place among them."""
+        self._reached = -1
+        """The place of the graph that was replayed last: backward passes come in reverse."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether anything of it can be replayed."""
+        return bool(self._chains)
+
+    def keep(self, chains: Sequence[Chain], recorded: Sequence[Recorded]) -> None:
+        """Note what was recorded of it."""
+        self.notes = None
+        pairs = enumerate(zip(chains, recorded, strict=True))
+        self._chains = {chain.key: (place, chain, block) for place, (chain, block) in pairs}
+
+    def restart(self) -> StackPass:
+        """The same in a new forward pass."""
+        self._reached = -1
+        return self
+
+    def find(self, key: Hashable) -> tuple[Chain, Recorded, Callable[[], bool]] | None:
+        """What replays this call, and whether its backward pass may be; None: the block runs."""
+        if key not in self._chains:
+            return None
+        place, chain, recorded = self._chains[key]
+        way_back = functools.partial(self._reach, 2 * len(self._chains) - 1 - place)
+        return (chain, recorded, way_back) if self._reach(place) else None
+
+    def _reach(self, place: int) -> bool:
+        """Whether the graph at this place comes after all that were replayed."""
+        is_next = place > self._reached
+        self._reached = max(place, self._reached)
+        return is_next
 
 
 class Stack:
@@ -67,7 +101,7 @@ class Stack:
     @property
     def count(self) -> int:
         """For how many sizes it is replayed."""
-        return sum(bool(each.chains) for each in self._recorded.values())
+        return sum(each.is_recorded for each in self._recorded.values())
 
     def choose(
         self, key: Hashable, kept: frozenset[str], device: torch.device, call: BlockCall,
@@ -76,7 +110,7 @@ class Stack:
         """The recordings of a pass, or notes to be recorded after it, or nothing."""
         if key in self._recorded:
             self._replays += 1
-            return self._recorded[key]
+            return self._recorded[key].restart()
         # A size that was not rounded may never come again.
         is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
         is_due = call.is_rounded or is_back
@@ -90,6 +124,11 @@ class Stack:
         """The last pass; another one begins."""
         last, self.current = self.current, None
         return last
+
+    def end_chain(self) -> None:
+        """A block of another stack runs before the next one of this."""
+        if self.current is not None and self.current.notes is not None:
+            self.current.notes.end_chain()
 
     def forget_tensors(self) -> None:
         """Let go of the tensors of this pass."""
