@@ -315,6 +315,9 @@ HELD = {
         "", "NanoGPT", 8, (50, 1000), {"vocab_size": 50257},
         TINY, "text",
     ),
+    "a classifier around BERT": Held(
+        "", "AroundBert", 32, (10, 120), {"vocab_size": 30522}, TINY,
+    ),
     "nn.TransformerEncoder": Held(
         "", "Classifier", 32, (10, 120), {"vocab_size": 30522}, TINY,
     ),

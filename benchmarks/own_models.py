@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import BertConfig, BertModel
 from transformers.utils import ModelOutput
 
 
@@ -118,6 +119,26 @@ class Classifier(nn.Module):
         x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
         mask = attention_mask.unsqueeze(-1)
         logits = self.head((x * mask).sum(1) / mask.sum(1))
+        if labels is None:
+            return Output(logits=logits)
+        return Output(functional.cross_entropy(logits, labels), logits)
+
+
+class AroundBert(nn.Module):
+    """A classifier of texts around a model of transformers."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.sizes = Sizes(**sizes)
+        self.bert = BertModel(BertConfig(**sizes), add_pooling_layer=False)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(self.sizes.hidden_size, 2)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Output:
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.head(self.dropout(hidden[:, 0]))
         if labels is None:
             return Output(logits=logits)
         return Output(functional.cross_entropy(logits, labels), logits)
