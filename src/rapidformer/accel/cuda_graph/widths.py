@@ -118,12 +118,12 @@ class Widths:
             if not self._shows_enough(micro_batch, wider):
                 return False
             self._seen[code] += 1
-            is_due = self._seen[code] <= _COMPARED or (self._is_own and _is_due(self._seen[code]))
+            is_early = self._seen[code] <= _COMPARED
+            is_due = is_early or (self._is_own and _is_power(self._seen[code]))
             if self._is_exact and (is_due or self._is_news(code, item)):
-                is_first = self._seen[code] == 1
                 compared = _keep_short_rows(micro_batch)
                 self._is_exact = self._find_out(
-                    request.run_forward, compared, wider, take_snapshot(), is_first=is_first
+                    request.run_forward, compared, wider, take_snapshot(), is_early=is_early
                 )
                 self._note(code, item)
         return self._is_exact or not grown
@@ -159,14 +159,14 @@ class Widths:
 
     def _find_out(
         self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot,
-        *, is_first: bool,
+        *, is_early: bool,
     ) -> bool:  # fmt: skip
         if has_width_readers(self._model):
             return False
         compare = functools.partial(self._compare, run_forward, columns, before)
         problem = compare(micro_batch)
-        if problem is None and self._is_own:
-            problem = self._compare_stirred(compare, micro_batch, columns, is_first=is_first)
+        if problem is None and self._is_own and is_early:
+            problem = self._compare_stirred(compare, micro_batch, columns)
         if problem is not None and self._warns:
             warn_once(
                 f"--cuda-graph: {problem}, so batches keep their widths, and few are replayed.",
@@ -175,9 +175,8 @@ class Widths:
         return problem is None
 
     def _compare_stirred(
-        self, compare: Callable[..., str | None], micro_batch: MicroBatch, columns: Columns,
-        *, is_first: bool,
-    ) -> str | None:  # fmt: skip
+        self, compare: Callable[..., str | None], micro_batch: MicroBatch, columns: Columns
+    ) -> str | None:
         """Compare with no weight that hides something, as no trial of its own has (``filling.py``).
 
         Among few tokens, no large number hides the others from a maximum. And from some widths,
@@ -186,7 +185,7 @@ class Widths:
         widths = {name: micro_batch.batch[name].shape[1] for name in columns}
         with stir(self._model):
             problem = compare(micro_batch)
-            for cut in (min(widths.values()) - 2, *((1, 2, 3) if is_first else ())):
+            for cut in (1, 2, 3, min(widths.values()) - 2):
                 sizes = {name: width - cut for name, width in widths.items()}
                 if problem is None and min(sizes.values()) > 0:
                     problem = compare(_cut(micro_batch, sizes), must_run=False)
@@ -317,8 +316,8 @@ def _cut(micro_batch: MicroBatch, widths: Mapping[str, int]) -> MicroBatch:
     return micro_batch._replace(batch=cut)
 
 
-def _is_due(number: int) -> bool:
-    """Whether a model of the user's own is compared once more: at powers of four.
+def _is_power(number: int) -> bool:
+    """Whether it is a power of four: numbers at which a model of the user's own is compared again.
 
     What it computes on padding may be zero for as long as no number exceeds a limit.
     """
