@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
 from rapidformer import RapidformerEngine
+from rapidformer.accel.attention.kernel_scope import KernelChoice, apply_choice
 from rapidformer.accel.cache import skip_cache_in_training
 from rapidformer.accel.compile.compilation import (
     KEPT_CODE,
@@ -228,6 +231,34 @@ def test_a_graph_for_all_sizes_takes_no_floats() -> None:
         assert torch.equal(block(torch.ones(size)), torch.full((size,), 2.0))
     assert inputs == [1, 2], "the tensor, then the tensor and its size"
     assert compiled.recompilations == 0
+
+
+def test_what_is_compiled_again_for_all_sizes_keeps_plans_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN would make a plan for each new size, which takes longer than the attention."""
+    orders: list[bool] = []
+    late: list[bool] = []
+
+    @contextmanager
+    def note(order: list[SDPBackend], *, set_priority: bool) -> Iterator[None]:
+        late.append(order[0] is not SDPBackend.CUDNN_ATTENTION)
+        yield
+        late.pop()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        orders.append(bool(late) and late[-1])
+        return graph
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", note)
+    block = Scaled(2.0)
+    order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
+    apply_choice(block, [], KernelChoice(order, avoids_plans=True))
+    CompiledBlocks(backend).add(block)
+    for size, factor in ((3, 2.0), (4, 2.0), (5, 3.0)):
+        block.factor = factor
+        block(torch.ones(size))
+    assert orders == [False, True, True], "the first size; all others; all others again"
 
 
 def test_what_torch_compiles_again_is_counted_and_reported_with_its_reason(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
@@ -178,8 +178,14 @@ def is_gradient_change(node: Any) -> bool:
     return node.target in (torch._C._set_grad_enabled, _enter_inference_mode)
 
 
-def extend_backend(backend: Backend, rewrites: Sequence[Rewrite]) -> Callable[..., Any]:
+def extend_backend(
+    backend: Backend,
+    rewrites: Sequence[Rewrite],
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[..., Any]:
     """The backend, on rewritten graphs (the last rewrite first), with more of torch's cache.
+
+    It compiles inside the scope.
 
     Its backward passes recompute what takes no matrix product to compute. torch keeps the input of
     every matrix product that the backward pass repeats, although a normalization or an activation
@@ -194,7 +200,7 @@ def extend_backend(backend: Backend, rewrites: Sequence[Rewrite]) -> Callable[..
         for rewrite in reversed(rewrites):
             rewrite(graph)
         is_lean = config.patch(ban_recompute_materialized_backward=False)
-        with _cache_more_graphs(graph), _separate_cached_code(), is_lean:
+        with _cache_more_graphs(graph), _separate_cached_code(), is_lean, scope():
             return lookup_backend(backend)(graph, inputs)
 
     return compile_graph

@@ -13,6 +13,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,6 @@ class CompiledBlocks:
         self.graphs = self.recompilations = self.from_cache = 0
         self._skips_calls = False
         self._backend, self._rewrites = backend, rewrites
-        self._lean_backend = torch_compile.extend_backend(backend, rewrites)
         self._kinds: dict[Hashable, int] = {}
         self._members: Counter[int] = Counter()
         """How many blocks there are of each kind."""
@@ -99,7 +99,7 @@ class CompiledBlocks:
         if not _describe((*args, *kwargs.values()), form, sizes):
             self._skips_calls = True
             return call_plainly(block, *args, **kwargs)
-        compiled = self._choose((*form, *kwargs), tuple(sizes))
+        compiled = self._choose(block, (*form, *kwargs), tuple(sizes))
         if not compiled.seen and torch.is_grad_enabled():
             _announce(block, self._members[kind])
         # Here as well, and not in the compiled code: a recomputed block is not in its model's call.
@@ -107,10 +107,10 @@ class CompiledBlocks:
             if id(block) in compiled.seen or not compiled.takes_all_sizes:
                 return self._run(compiled, block, args, kwargs)
             # This call may compile for all sizes, which needs a few settings of torch.
-            with torch_compile.compile_for_all_sizes(), choose_for_all_sizes(block):
+            with torch_compile.compile_for_all_sizes():
                 return self._run(compiled, block, args, kwargs)
 
-    def _choose(self, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
+    def _choose(self, block: nn.Module, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
         """The function for calls of this form and these sizes."""
         # An evaluation ends with a smaller batch: one graph for all sizes from the start.
         takes_all = not torch.is_grad_enabled()
@@ -124,7 +124,10 @@ class CompiledBlocks:
         if key not in self._functions:
             name = f"block_{len(self._functions)}"
             function = torch_compile.copy_function(_run, name)
-            run = torch.compile(function, backend=self._lean_backend, dynamic=takes_all)
+            # Whenever torch compiles it: also if it does so again.
+            scope = functools.partial(choose_for_all_sizes, block) if takes_all else nullcontext
+            backend = torch_compile.extend_backend(self._backend, self._rewrites, scope)
+            run = torch.compile(function, backend=backend, dynamic=takes_all)
             self._functions[key] = _Compiled(run=run, takes_all_sizes=takes_all)
         return self._functions[key]
 
