@@ -311,6 +311,34 @@ def test_norms_outside_the_blocks_are_found_unless_they_are_torchs_or_have_hooks
     assert find_outer_norms(bert, find_plan(bert)) == []
 
 
+def keep_half(module: nn.Module, args: Any, output: Any) -> Any:
+    return (output[0] / 2, *output[1:]) if isinstance(output, tuple) else output / 2
+
+
+def test_hooks_of_one_block_run_in_that_block_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Equal blocks share compiled code, and torch puts the hooks of the first one into it."""
+    model, plain = make("bert"), make("bert")
+    warn_once.cache_clear()
+    apply_compile(model, find_plan(model), backend="eager")
+
+    def hook(each: Any) -> None:
+        first, last = each.bert.encoder.layer[0], each.bert.encoder.layer[-1]
+        first.register_forward_hook(keep_half)
+        last.intermediate.register_full_backward_hook(lambda m, found, given: (2 * found[0],))
+
+    hook(model)
+    hook(plain)
+    batches = [make_batch("small-bert", 2, 8)]
+    assert_close(get_gradients(model, batches), get_gradients(plain, batches))
+    assert "with hooks runs uncompiled" in caplog.text
+    added = [each.bert.encoder.layer[1].output.register_forward_hook(keep_half)
+             for each in (model, plain)]  # fmt: skip
+    assert_close(get_gradients(model, batches), get_gradients(plain, batches))
+    for handle in added:
+        handle.remove()
+    assert_close(get_gradients(model, batches), get_gradients(plain, batches))
+
+
 def test_neither_embeddings_nor_the_loss_are_compiled() -> None:
     graphs: list[torch.fx.GraphModule] = []
 

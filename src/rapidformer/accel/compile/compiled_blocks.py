@@ -30,11 +30,13 @@ from rapidformer.compat.peft import are_adapters_off
 from rapidformer.compat.torch_compile import Backend, Rewrite
 from rapidformer.compat.torch_modules import call_plainly, set_compiled_call
 from rapidformer.log import say_once, warn_once
+from rapidformer.models.watched import Watching
 from rapidformer.overlay import get_own_class
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """The variable that tells torch where to keep compiled code."""
 _NOT_COMPILED = "the model passes its blocks a key/value cache or nested tensors in every call"
+_HOOKS = "the blocks have hooks"
 _NOT_CALLED = "torch found nothing to compile in the blocks, or the model does not call them"
 
 
@@ -53,7 +55,7 @@ class CompiledBlocks:
     def __init__(self, backend: Backend, *, rewrites: Sequence[Rewrite] = ()) -> None:
         """``rewrites`` change a graph in place before it is compiled."""
         self.graphs = self.recompilations = self.from_cache = 0
-        self._skips_calls = False
+        self._skips_calls = self._has_hooks = False
         self._backend, self._rewrites = backend, rewrites
         self._kinds: dict[Hashable, int] = {}
         self._members: Counter[int] = Counter()
@@ -71,7 +73,8 @@ class CompiledBlocks:
         """Compile this block when it is called."""
         kind = self._kinds.setdefault(_describe_kind(block), len(self._kinds))
         self._members[kind] += 1
-        call = functools.partial(self._call, block, kind, only_with_gradients)
+        watching = Watching(dict(block.named_modules()))
+        call = functools.partial(self._call, block, kind, watching, only_with_gradients)
         set_compiled_call(block, call)
 
     def expect_other_sizes(self) -> None:
@@ -81,7 +84,8 @@ class CompiledBlocks:
     def describe(self) -> str:
         """What was compiled so far, or why nothing was."""
         if not self.graphs:
-            return f"nothing: {_NOT_COMPILED if self._skips_calls else _NOT_CALLED}"
+            skipped = _HOOKS if self._has_hooks else _NOT_COMPILED if self._skips_calls else ""
+            return f"nothing: {skipped or _NOT_CALLED}"
         graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
         again = f"{self.recompilations} recompilation{'s' * (self.recompilations != 1)}"
         cached = f" ({self.from_cache} from the cache)" if self.from_cache else ""
@@ -89,10 +93,15 @@ class CompiledBlocks:
         return f"{graphs} in {seconds:.1f} s{cached}, {again}"
 
     def _call(
-        self, block: nn.Module, kind: int, only_with_gradients: bool, /, *args: Any, **kwargs: Any
-    ) -> Any:
+        self, block: nn.Module, kind: int, watching: Watching, only_with_gradients: bool, /,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         # Generation would compile it for prompts and again for single tokens.
         if only_with_gradients and not torch.is_grad_enabled():
+            return call_plainly(block, *args, **kwargs)
+        # torch does not look whether the hooks of a block are those that it has compiled.
+        if watching.find_watched():
+            self._say_hooks(block)
             return call_plainly(block, *args, **kwargs)
         form: list[Any] = [kind, block.training, torch.is_grad_enabled(), are_adapters_off()]
         sizes: list[torch.Size] = []
@@ -109,6 +118,14 @@ class CompiledBlocks:
             # This call may compile for all sizes, which needs a few settings of torch.
             with torch_compile.compile_for_all_sizes():
                 return self._run(compiled, block, args, kwargs)
+
+    def _say_hooks(self, block: nn.Module) -> None:
+        self._has_hooks = True
+        warn_once(
+            f"--compile: a {get_own_class(block).__name__} with hooks runs uncompiled, so that its "
+            "hooks run, and in no other block (one that changes nothing may say so: "
+            "hook.only_looks = True)."
+        )
 
     def _choose(self, block: nn.Module, form: Hashable, sizes: tuple[torch.Size, ...]) -> _Compiled:
         """The function for calls of this form and these sizes."""
